@@ -115,3 +115,9 @@ def parse_size(text: str) -> int:
     if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
         raise ValueError(f"{text!r:.40} is not a size (expected a number of bytes, or such as 500MB, 5GB or 5GiB)")
     return num_bytes
+
+
+def exact_size(num_bytes: int) -> str:
+    """A size that :func:`parse_size` converts to this number of bytes, in the largest power of 1000 that divides it."""
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("", 1))
+    return next(f"{num_bytes // factor}{unit}" for unit, factor in units if num_bytes % factor == 0)

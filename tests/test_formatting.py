@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardconv.formatting import duration, size
+from shardconv.formatting import duration, exact_size, parse_size, size
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,12 @@ def test_sizes(number, expected):
 )  # fmt: skip
 def test_durations(seconds, expected):
     assert duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(20_000, "20kB"), (5 * 10**9, "5GB"), (5 * 2**30, "5368709120"), (1, "1"), (10**12, "1000GB")],
+)
+def test_exact_sizes(number, expected):
+    assert exact_size(number) == expected
+    assert parse_size(expected) == number

@@ -45,6 +45,7 @@ FUNCTIONS = [one for one in (getattr(shardconv, name) for name in shardconv.__al
         ("DIR: cannot be continued: remove --resume", "DIR: cannot be continued: remove resume=True"),
         ("so it cannot resume: remove --dry-run or", "so it cannot resume: remove dry_run=True or"),
         ("with --tp 8 --ranks 0,2,5-7, or", 'with tp=8 ranks="0,2,5-7", or'),
+        ("had --max-file-size 20kB (got none)", 'had max_file_size="20kB" (got none)'),
         ("--ranks has rank 9 (for --tp 2): correct it", "ranks has rank 9 (for tp=2): correct it"),
         ("my --tp 2 folder/x: exists: pass --tp 2", "my --tp 2 folder/x: exists: pass tp=2"),
         (

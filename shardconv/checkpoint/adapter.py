@@ -14,7 +14,7 @@ from shardconv.checkpoint.auxiliary import holds_base
 from shardconv.checkpoint.formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.paths import local_path
+from shardconv.checkpoint.paths import local_path, missing_hint
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.source import Source, open_files, open_source, standalone_config
 from shardconv.checkpoint.stored_plan import quantized_tensors, stored_rules
@@ -75,6 +75,8 @@ def open_adapter(path: Path, *, follow_links: bool = False, ignore: tuple[str, .
         SourceError: if the folder does not hold an adapter, or a file cannot be read.
         PlanError: if the adapter is not of a supported kind.
     """
+    if not path.exists():
+        raise SourceError(f"{path}: does not exist{missing_hint(path)}")
     if not (path / ADAPTER_CONFIG).is_file():
         raise SourceError(
             f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"

@@ -5,8 +5,10 @@ they are proven to be duplicates. All other weights are an error.
 """
 
 import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from glob import escape
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.duplicates import unproven
@@ -141,8 +143,24 @@ def leave_out_weights(
     regular = {name: path for name, path in rest.items() if path.is_file() and name not in links}
     unknown = dict.fromkeys(rest.keys() - regular.keys(), "") | unproven(regular, shapes)
     if unknown:
+        _refuse_adapters(folder, unknown, files, checkpoint)
         _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, files, [*checkpoint][-1])
     return reasons | dict.fromkeys(rest, "duplicate of the checkpoint in another format")
+
+
+def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]) -> None:
+    """Refuse adapters in subfolders of their base model, where a merge writes them."""
+    weights = [PurePosixPath(name) for name in unknown if PurePosixPath(name).name in ADAPTER_WEIGHTS]
+    folders = dict.fromkeys(str(name.parent) for name in weights)
+    adapters = [name for name in folders if f"{name}/{ADAPTER_CONFIG}" in files.kept]
+    if not adapters or any(name in ADAPTER_FILES for name in checkpoint):
+        return
+    split = " ".join(f"--adapter {str(folder / name)!r}" for name in adapters)
+    left_out = " ".join(f"--ignore {shlex.quote(escape(name))}" for name in adapters)
+    raise SourceError(
+        f"{folder}: holds PEFT adapters in subfolders ({', '.join(adapters)}): pass {split} to split them with the "
+        f"base model, or {left_out} to leave these folders out"
+    )
 
 
 def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:

@@ -7,8 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.manifest_file import read_manifest
+from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.meta_params import PARAMS_NAME
 from shardconv.errors import OutputError, SplitCheckpointError
 from shardconv.storage.table import shown
@@ -43,9 +44,20 @@ def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary
         got, expected = ("folder", "file") if got_folder else ("link" if path.is_symlink() else "file", "folder")
         raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
     if not overwrite:
+        _refuse_some_ranks(path)
         raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
     if got_folder:
         _check_replaceable(path, auxiliary_files)
+
+
+def _refuse_some_ranks(path: Path) -> None:
+    """Refuse a folder with some of the ranks, which belong together with those of other folders."""
+    with suppress(SplitCheckpointError):
+        if is_split(path) and not (manifest := read_manifest(path)).is_complete:
+            raise OutputError(
+                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
+                f"choose another folder with -o, as merge and reshard take several folders with some ranks each"
+            )
 
 
 def check_target(

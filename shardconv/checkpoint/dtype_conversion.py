@@ -13,13 +13,13 @@ from math import prod
 from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TARGET_DTYPES, Header, build_header
+from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TARGET_DTYPES, Header, build_header, target_dtype
 from shardconv.checkpoint.layout import in_file_order
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_files import SourceFile, with_total_size
 from shardconv.checkpoint.source_reader import ReadStored, Transform, stored_files
-from shardconv.errors import PlanError, SourceError, UsageError
+from shardconv.errors import PlanError, SourceError
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 
@@ -43,8 +43,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
         UsageError: if the dtype is unknown.
         PlanError: if the source is quantized.
     """
-    if (target := TARGET_DTYPES.get(dtype)) is None:
-        raise UsageError(f"dtype {dtype!r:.40} is unknown (expected one of {', '.join(TARGET_DTYPES)})")
+    target = target_dtype(dtype)
     _refuse_quantized(source, dtype)
     main = _main_dtype(source.specs)
     others = {name: spec.dtype for name, spec in source.specs.items() if spec.dtype in {*FLOAT_NAMES} - {target}}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from shardconv.checkpoint.fileio import InputFile, open_input
-from shardconv.errors import SourceError
+from shardconv.errors import SourceError, UsageError
 
 #: Bits per element of every dtype of the format, by its name in a header.
 DTYPE_BITS = {
@@ -86,6 +86,17 @@ class Header:
     def prefix(self) -> bytes:
         """The bytes of the file before its data section: the length and the text of the header."""
         return _LENGTH.pack(len(self.raw)) + self.raw
+
+
+def target_dtype(name: str) -> str:
+    """The dtype in headers for a key of :data:`TARGET_DTYPES`.
+
+    Raises:
+        UsageError: if the name is unknown.
+    """
+    if (target := TARGET_DTYPES.get(name)) is None:
+        raise UsageError(f"dtype {name!r:.40} is unknown (expected one of {', '.join(TARGET_DTYPES)}): correct it")
+    return target
 
 
 def read_header(path: Path) -> Header:

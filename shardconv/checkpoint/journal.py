@@ -8,7 +8,6 @@ a run that continues compares the checksums with what is there.
 
 import json
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,15 +15,12 @@ from typing import Any
 
 import xxhash
 
+from shardconv.checkpoint.job_difference import difference
 from shardconv.errors import OutputError, UsageError
 
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
 _START_OVER = "remove --resume to start over"
-_REPEAT = f"repeat its command with the same source, or {_START_OVER}"
-#: Characters of a value in a message.
-_MAX_SHOWN = 100
-_DIGEST = re.compile("[0-9a-f]{32}")
 
 #: Everything that determines the bytes of the new files, by names for messages.
 Job = dict[str, Any]
@@ -100,8 +96,8 @@ class Journal:
     def _check_job(self, job: Job | None, target: Path) -> None:
         if job is None:
             raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}")
-        if (text := _difference(job, self._job)) is not None:
-            raise OutputError(f"{target}: {text}")
+        if (text := difference(job, self._job)) is not None:
+            raise OutputError(f"{target}: {text}: repeat its command with the same source, or {_START_OVER}")
 
     def start(self, folder: Path) -> None:
         """Open the journal for new records; begin it, unless it is that of an interrupted run."""
@@ -159,21 +155,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     value: dict[str, Any] = json.loads(text)
     return value
-
-
-def _difference(old: Job, new: Job) -> str | None:
-    """Describe the first difference of a job from that of the interrupted run; None if they are the same."""
-    for name, value in new.items():
-        if (other := old.get(name)) == value:
-            continue
-        if isinstance(value, dict) and isinstance(other, dict) and value.keys() == other.keys():
-            key = next(key for key in value if value[key] != other[key])
-            return f"{key} is not as in the interrupted run{_values(value[key], other[key])}: {_REPEAT}"
-        return f"the interrupted run has another {name}{_values(value, other)}: {_REPEAT}"
-    return None
-
-
-def _values(got: object, expected: object) -> str:
-    shown = [", ".join(value) if isinstance(value, dict) else str(value) for value in (got, expected)]
-    is_short = max(map(len, shown)) <= _MAX_SHOWN and not any(map(_DIGEST.search, shown))
-    return "" if not is_short else f" (got {shown[0]}, expected {shown[1]})"

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardconv.checkpoint.adapter_advice import adapter_folders, refuse_adapter_alone
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.manifest_json import to_json
+from shardconv.checkpoint.paths import absolute_path
 from shardconv.checkpoint.planning import PlanOptions, plan_source, refuse_changes
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.checkpoint.sample import sample_checksum
@@ -37,6 +39,21 @@ class Loadable:
     def folder(self) -> Path:
         """The folder with config.json and the other auxiliary files."""
         return self.path if self.source is None else self.source.folder
+
+    @property
+    def adapter_note(self) -> str:
+        """Which adapters it holds, and how to apply one; "" without any."""
+        if self.source is None:
+            names = ", ".join(self.manifest.adapters)
+            return f"adapters that are not applied: {names} (pass --adapter NAME to apply one)" if names else ""
+        found = [*adapter_folders(self.path if self.path.is_dir() else self.path.parent, self.source.left_out)]
+        if not found:
+            return ""
+        names = ", ".join(absolute_path(folder).name for folder in found)
+        return (
+            f"adapters that are not applied: {names} (to apply one, shardconv split {self.path} --adapter {found[0]} "
+            f"--tp {self.manifest.tp}, and pass --adapter NAME)"
+        )
 
     def open_rank(self, rank: int, *, verify: bool = False, progress: Progress | None = None) -> RankReader:
         """Open the shards of a rank.
@@ -99,7 +116,10 @@ def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadab
         SplitCheckpointError: if the manifest is not valid, or there is none and ``tp`` is None.
         SourceError: if the source cannot be read.
         PlanError: if no plan is known to be correct.
+        RunError: if the path is an adapter without its base model.
     """
+    if not is_split(path):
+        refuse_adapter_alone(path, tp)
     if tp is None or is_split(path):
         manifest = read_manifest(path, remedy="or load it without splitting it: --tp N")
         _refuse_options(path, manifest, tp, options)

@@ -8,7 +8,7 @@ from shardconv.checkpoint.formats import refuse_sharded_state
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_json import from_json, to_json
-from shardconv.checkpoint.paths import hub_hint
+from shardconv.checkpoint.paths import locked, missing_hint, unfinished
 from shardconv.errors import PlanError, SourceError, SplitCheckpointError
 from shardconv.storage.table import remote_file
 
@@ -32,10 +32,12 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.exists():
-        raise SplitCheckpointError(f"{folder}: does not exist{hub_hint(folder)}")
+        raise SplitCheckpointError(f"{folder}: does not exist{missing_hint(folder)}")
     try:
         return from_json(_read(path))
     except (FileNotFoundError, NotADirectoryError) as error:
+        if problem := unfinished(folder) or locked(folder):
+            raise SplitCheckpointError(f"{folder}: {problem}") from error
         _refuse_sharded_state(folder)
         if is_split(folder.parent) and folder.is_file():
             remedy = f"pass its folder {folder.parent}"

@@ -1,17 +1,21 @@
-"""Checks of user paths: refusal of URLs, hints for names on the Hugging Face Hub, and links out of a folder.
+"""Checks of user paths: refusal of URLs, hints for paths that do not exist, unfinished runs, and links out of a folder.
 
 Imports only errors and URLs, so that the command line can check its arguments before it imports anything else.
 """
 
 import os
 import re
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 
 from shardconv.errors import UsageError
-from shardconv.storage.url import is_url, without_secrets
+from shardconv.storage.url import LOCK_NAME, is_url, without_secrets
 
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)")
+_STAGING_NAME = re.compile(r"\.(?P<name>.+)\.partial")
 _HUB_HOST = re.compile(r"(?:huggingface\.co|hf\.co)/")
+_KILLED = "wait until it finishes, or if it was killed,"
 #: Commands that copy a folder from or to remote storage, by scheme.
 _COPY_COMMANDS = {
     "s3": "aws s3 cp --recursive FROM TO",
@@ -40,8 +44,42 @@ def local_path(path: str | Path) -> Path:
     )
 
 
-def hub_hint(path: Path) -> str:
-    """The remedies for the message that a path does not exist, if it looks like a name on the Hub."""
+def staging_folder(path: Path) -> Path:
+    """The folder in which a run writes before its result gets its final name, ``path``."""
+    return path.parent / f".{path.name}.partial"
+
+
+def unfinished(path: Path) -> str:
+    """The problem and the remedy for a path in the staging folder of a run; "" for other paths."""
+    absolute = absolute_path(path)
+    for folder in (absolute, *absolute.parents[:2]):
+        if (match := _STAGING_NAME.fullmatch(folder.name)) and folder.is_dir():
+            return (
+                f"holds the files of a run that has not finished, of {folder.parent / match['name']}: {_KILLED} "
+                f"run its command again with --resume, or remove {folder}"
+            )
+    return ""
+
+
+def locked(folder: Path) -> str:
+    """The problem and the remedy for a folder in an object store that a run has not finished writing; "" for others."""
+    lock = folder / LOCK_NAME
+    return (
+        f"a run has not finished writing it: {_KILLED} remove {lock} and run its command again" if lock.exists() else ""
+    )
+
+
+def missing_hint(path: Path) -> str:
+    """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub."""
+    if (partial := staging_folder(path)).exists():
+        return (
+            f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
+        )
+    names: list[str] = []
+    with suppress(OSError):
+        names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
+    if similar := get_close_matches(path.name, sorted(names), n=1):
+        return f" (similar: {path.parent / similar[0]}): correct the path"
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json"}:
         return ""
     return (

@@ -67,6 +67,8 @@ class PlanReport:
         layout: of the rank files of a split checkpoint; native for a source.
         num_quantized: number of quantized weights.
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
+        stored_tp: tensor parallel size of a split checkpoint; None for a source.
+        ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
     """
 
     source: str
@@ -86,6 +88,8 @@ class PlanReport:
     layout: str = NATIVE.name
     num_quantized: int = 0
     quantized_blocks: tuple[str, ...] = ()
+    stored_tp: int | None = None
+    ranks: tuple[int, ...] = ()
 
 
 @reads_remote("src")
@@ -172,6 +176,8 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         layout=manifest.layout.name,
         num_quantized=num_quantized(quantized_tensors(manifest)),
         quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
+        stored_tp=manifest.tp,
+        ranks=manifest.ranks,
     )
 
 

@@ -22,7 +22,7 @@ from shardconv.checkpoint.formats import (
 from shardconv.checkpoint.header import TensorInfo
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.paths import absolute_path, hub_hint
+from shardconv.checkpoint.paths import absolute_path, missing_hint, unfinished
 from shardconv.checkpoint.source_files import (
     SourceFile,
     WeightFiles,
@@ -251,7 +251,9 @@ def _check_names(source: Source) -> None:
 def _check_path(path: Path) -> None:
     """Refuse a path that does not exist, and a file of a split checkpoint, whose tensors are shards."""
     if not path.exists():
-        raise SourceError(f"{path}: does not exist{hub_hint(path)}")
+        raise SourceError(f"{path}: does not exist{missing_hint(path)}")
+    if problem := unfinished(path):
+        raise SourceError(f"{path}: {problem}")
     if path.is_file() and (path.parent / MANIFEST_NAME).exists():
         raise SourceError(f"{path}: belongs to a split checkpoint: pass its folder {path.parent}, or the source")
 

@@ -1,6 +1,7 @@
 """The sources of a split: a model, an adapter, or a model with adapters that are split with it or merged into it."""
 
 from collections.abc import Sequence
+from glob import escape
 from typing import NamedTuple
 
 from shardconv.checkpoint.adapter import Adapter, open_adapter, plan_adapter
@@ -74,14 +75,16 @@ def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) 
 
 
 def _without_adapters(src: StrPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
-    """The options for the model, which leave out adapters in its folder."""
+    """The options for the model, which leave out adapters in its folder and in subfolders."""
     if isinstance(src, Source):
         return options
-    folder = local_path(src)
-    if all(one.source.path.resolve() != folder.resolve() for one in adapters):
-        return options
-    found = tuple(name for name in ADAPTER_FILES if (folder / name).exists())
-    return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)}
+    folder, found = local_path(src).resolve(), list[str]()
+    for path in (one.source.path.resolve() for one in adapters):
+        if path == folder:
+            found += [name for name in ADAPTER_FILES if (folder / name).exists()]
+        elif path.is_relative_to(folder):
+            found.append(escape(path.relative_to(folder).as_posix()))
+    return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)} if found else options
 
 
 def _named(adapters: Sequence[tuple[Adapter, PlannedSource]]) -> dict[str, PlannedSource]:

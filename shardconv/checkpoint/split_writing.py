@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from shardconv import __version__
+from shardconv.checkpoint.chosen_ranks import as_option
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
 from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
@@ -104,9 +105,10 @@ class SplitWriting:
         """The journal of the files that this process writes, if it writes the checkpoint alone."""
         if not self.checksums or self.team.size > 1:
             return None
+        ranks = None if own.is_complete else as_option(own.ranks)
         return journal_of(
-            settings_of("split", own), reader, inputs, own.rank_files, own.rank_layout, read=self.read,
-            resume=self.resume,
+            settings_of("split", own) | {"ranks": ranks}, reader, inputs, own.rank_files, own.rank_layout,
+            read=self.read, resume=self.resume,
         )  # fmt: skip
 
     def _staging(

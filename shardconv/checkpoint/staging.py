@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.destination import check_destination
 from shardconv.checkpoint.journal import JOURNAL_NAME, Journal
-from shardconv.checkpoint.paths import absolute_path
+from shardconv.checkpoint.paths import absolute_path, staging_folder
 from shardconv.checkpoint.remote_output import remote_staging
 from shardconv.errors import OutputError
 from shardconv.storage.table import remote_output
@@ -62,7 +62,7 @@ def staging(
         return
     with as_output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.parent / f".{path.name}.partial"
+        partial = staging_folder(path)
         result = partial / (_RESULT if is_folder else path.name)
         folder = result if is_folder else partial
         weights = [folder / name for name in ([] if journal is None else journal.names)]
@@ -92,7 +92,7 @@ def joined_staging(path: Path) -> Iterator[Path]:
     """
     path = absolute_path(path)
     with as_output_errors(path):
-        yield path.parent / f".{path.name}.partial" / _RESULT
+        yield staging_folder(path) / _RESULT
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """``shardconv plan --cost`` and ``--measure-link``: their options and their output."""
 
 import gc
-import math
 import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from shardconv.commands.html import HtmlFile, plan_for_page
+from shardconv.commands.numbers import COUNT, Number
 from shardconv.commands.options import PlanFlags, SourcePath
 from shardconv.commands.sections import COST, section
 from shardconv.console import Console
@@ -22,34 +22,25 @@ if TYPE_CHECKING:
     from shardconv.tensor.link import LinkReport
 
 
-def _number(_: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    """Refuse NaN, which a click range accepts."""
-    if value is not None and math.isnan(value):
-        raise click.BadParameter("is not a number", param=parameter)
-    return value
-
-
 cost_options = section(
     COST,
     click.option("--cost", is_flag=True, help="Show memory per rank and communication cost, for each tp size."),
-    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Prompts per batch of --cost. [default: 1]"),
+    click.option("--batch", type=COUNT, metavar="N", help="Prompts per batch of --cost. [default: 1]"),
     click.option(
         "--seq",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Tokens per prompt of --cost. [default: 2048, or the model's limit]",
     ),
     click.option(
         "--alpha",
-        type=click.FloatRange(min=0, max=1e9),
-        callback=_number,
+        type=Number(1e9),
         metavar="SECONDS",
         help="Latency of a message between ranks, for --cost. [default: 5e-6]",
     ),
     click.option(
         "--beta",
-        type=click.FloatRange(min=0, max=1e9),
-        callback=_number,
+        type=Number(1e9),
         metavar="SECONDS",
         help="Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]",
     ),

@@ -10,6 +10,7 @@ import click
 
 from shardconv.checkpoint.header import TARGET_DTYPES
 from shardconv.checkpoint.paths import local_path
+from shardconv.commands.numbers import COUNT
 from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
 from shardconv.layouts.choice import LAYOUTS
 from shardconv.layouts.external import SOURCE_LAYOUTS
@@ -110,7 +111,6 @@ PATH = _LocalPath(path_type=Path)
 SOURCE_PATH = _SourcePath(path_type=Path)
 FAMILY = _Family(has_files=False)
 _RULES = _Family(has_files=True)
-_COUNT = click.IntRange(min=1)
 
 # --- display: every command -----------------------------------------------------------------------------------------
 
@@ -151,9 +151,9 @@ from_option = section(
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 _TP = "Tensor parallel size: the number of ranks."
-tp_option = section(PLAN, click.option("--tp", type=_COUNT, required=True, metavar="N", help=_TP))
+tp_option = section(PLAN, click.option("--tp", type=COUNT, required=True, metavar="N", help=_TP))
 source_tp_option = section(
-    PLAN, click.option("--tp", type=_COUNT, metavar="N", help=f"{_TP} Required if SRC is not a split checkpoint.")
+    PLAN, click.option("--tp", type=COUNT, metavar="N", help=f"{_TP} Required if SRC is not a split checkpoint.")
 )
 
 
@@ -192,7 +192,7 @@ plan_options = together(
             "--replicate", metavar="NAME", multiple=True, help="Replicate this tensor, or a pattern. Repeatable."
         ),
         click.option(
-            "--head-dim", type=_COUNT, metavar="N", help="Elements per attention head, for SRC without a config."
+            "--head-dim", type=COUNT, metavar="N", help="Elements per attention head, for SRC without a config."
         ),
         click.option(
             "--experts",
@@ -226,7 +226,7 @@ write_options = section(
         "--resume", is_flag=True, help="Continue an interrupted run of this command, or start if there is none."
     ),
     click.option(
-        "--threads", type=_COUNT, metavar="N", help="Number of copying threads. [default: processors, at most 8]"
+        "--threads", type=COUNT, metavar="N", help="Number of copying threads. [default: processors, at most 8]"
     ),
 )
 checksum_option = section(

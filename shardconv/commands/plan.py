@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
+from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.html import HtmlFile, html_options
 from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
+from shardconv.commands.numbers import COUNT
 from shardconv.commands.options import (
     FAMILY,
     SOURCE_PATH,
@@ -58,7 +60,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
     PLAN,
     click.option(
         "--tp",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]",
     ),
@@ -252,6 +254,8 @@ def _verdict(report: "ProofReport") -> str:
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
+    if report.stored_tp is not None and len(report.ranks) < report.stored_tp:
+        lines.append(f"this folder has {name_ranks(report.ranks)} of {report.stored_tp}")
     if report.num_quantized:
         blocks_of = f" ({', '.join(report.quantized_blocks)})" if report.quantized_blocks else ""
         lines.append(f"{counted(report.num_quantized, 'quantized weight')}{blocks_of}")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
+from shardconv.checkpoint.header import TARGET_DTYPES
+from shardconv.commands.numbers import COUNT, Number
 from shardconv.commands.options import (
     PATH,
     SOURCE_PATH,
@@ -68,7 +70,7 @@ class _RunFlags(TypedDict):
     click.option("--token-ids", multiple=True, metavar="IDS", help='Continue token ids, such as "1 2 3". Repeatable.'),
     click.option(
         "--max-new-tokens",
-        type=click.IntRange(min=1),
+        type=COUNT,
         default=64,
         show_default=True,
         metavar="N",
@@ -76,7 +78,7 @@ class _RunFlags(TypedDict):
     ),
     click.option(
         "--temperature",
-        type=click.FloatRange(min=0),
+        type=Number(),
         default=0.0,
         metavar="T",
         help="Sample tokens at this temperature; 0 is greedy decoding. [default: 0]",
@@ -89,11 +91,7 @@ class _RunFlags(TypedDict):
     click.option(
         "--device", type=click.Choice(["cpu", "cuda"]), help="Run on this device. [default: cuda where available]"
     ),
-    click.option(
-        "--dtype",
-        type=click.Choice(["float32", "bfloat16", "float16"]),
-        help="Run in this data type. [default: as stored]",
-    ),
+    click.option("--dtype", type=click.Choice([*TARGET_DTYPES]), help="Run in this data type. [default: as stored]"),
     click.option(
         "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
     ),
@@ -146,7 +144,7 @@ def run(
     gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
-    if options["check"] is not None and options["dtype"] not in {None, "float32"}:
+    if options["check"] is not None and options["dtype"] not in {None, "fp32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
     with ImportPhase():
         from shardconv.checkpoint.remote import reads_remote

@@ -11,6 +11,7 @@ from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.paths import local_path
 from shardconv.commands.html import HtmlFile, html_options, plan_for_page
 from shardconv.commands.notes import layout_note, notes
+from shardconv.commands.numbers import COUNT
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -58,7 +59,7 @@ class _VerifyFlags(TypedDict):
     ),
     click.option(
         "--threads",
-        type=click.IntRange(min=1),
+        type=COUNT,
         metavar="N",
         help="Number of reading threads. [default: processors, at most 8]",
     ),

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.header import DTYPE_BITS, TensorInfo
+from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
 from shardconv.errors import RunError
 from shardconv.formatting import size
 from shardconv.plan.plan import TensorSpec
@@ -76,6 +76,18 @@ def check_room(
             f"the values are {size(needed)} and {device} has room for {size(room)}: use more ranks "
             f"(--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp})"
         )
+
+
+def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of torch for one of :data:`~shardconv.checkpoint.header.TARGET_DTYPES`.
+
+    Raises:
+        UsageError: if it is not one of them.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found: torch.dtype = getattr(torch, FLOAT_NAMES[target_dtype(dtype)])
+    return found
 
 
 def num_bytes(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None = None) -> int:

@@ -35,7 +35,7 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter, SplitAdapter
 from shardconv.runtime.agreement import check_same, run_on_all
-from shardconv.runtime.device import Device, check_room, move
+from shardconv.runtime.device import Device, as_torch_dtype, check_room, move
 from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
@@ -48,7 +48,7 @@ def load(
     *,
     tp: int | None = None,
     device: Device = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     model: Callable[[], nn.Module] | None = None,
     group: GroupLike = None,
     verify: bool = True,
@@ -70,7 +70,7 @@ def load(
             URL of one. Each rank plans a source as :func:`~shardconv.split` does.
         tp: tensor parallel size, the number of ranks; required for a source.
         device: the device of the model; by default a GPU of this rank where there is one, else the CPU.
-        dtype: dtype of floating-point values; by default as they are stored.
+        dtype: dtype of floating-point values, of torch or "bf16", "fp16" or "fp32"; by default as they are stored.
         model: builds the module, on the meta device; its parameters have the names of the checkpoint. By default the
             class of transformers that the config names.
         group: the ranks; by default the current tensor axis, else all processes.
@@ -97,7 +97,8 @@ def load(
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
         PlanError: if no plan of the source is known to be correct; on all ranks.
-        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``; on all ranks.
+        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``, or the dtype is unknown; on all
+            ranks.
 
     Warns:
         PlanWarning: if the plan is based on assumptions, or on rules of a plan file; on the first rank.
@@ -106,6 +107,7 @@ def load(
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
         >>> model = shardconv.load("llama", tp=2)  # doctest: +SKIP
     """
+    dtype = as_torch_dtype(dtype)
     with ExitStack() as stack:
         find = partial(_open, stack, path, tp, options)
         checkpoint, found_device, axis = connect_ranks(find, device, group)

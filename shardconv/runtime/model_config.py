@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardconv.checkpoint.adapter_advice import refuse_split_adapter
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.loadable import Loadable
@@ -45,10 +46,11 @@ def check_own_config(checkpoint: Loadable) -> None:
     """Check that a checkpoint has a config, and a split checkpoint that of its source.
 
     Raises:
-        RunError: if it does not have a config.
+        RunError: if it does not have a config, or is an adapter.
         SplitCheckpointError: if config.json differs from the config that was split.
     """
     if checkpoint.source is None:
+        refuse_split_adapter(checkpoint.path, checkpoint.manifest.auxiliary_files)
         check_config(checkpoint.path, checkpoint.manifest.config)
     elif checkpoint.source.config is None:
         raise RunError(

@@ -149,7 +149,7 @@ def refuse_nan(values: Tensor) -> None:
     if values.isnan().any():
         raise RunError(
             "the outputs of the model are NaN: a tensor of the checkpoint holds NaN, or its dtype overflows. Compare "
-            "with the source by shardconv verify --against SRC, or run in --dtype float32"
+            "with the source by shardconv verify --against SRC, or run in --dtype fp32"
         )
 
 

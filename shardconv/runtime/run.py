@@ -17,7 +17,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.external_source import detect
 from shardconv.checkpoint.formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.checkpoint.loadable import Loadable, open_loadable
-from shardconv.checkpoint.paths import hub_hint
+from shardconv.checkpoint.paths import missing_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import PlanWarning, RunError, is_connection_error
@@ -87,8 +87,10 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int
 
 def _check_source(folder: Path) -> None:
     """Check that the folder of ``--check`` may have an unsharded checkpoint."""
+    if not folder.exists():
+        raise RunError(f"--check {folder}: does not exist{missing_hint(folder)}")
     if not folder.is_dir():
-        raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model){hub_hint(folder)}")
+        raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model)")
     if (layout := detect(folder, [path.name for path in folder.iterdir()])) is not None:
         raise RunError(
             f"--check {folder}: holds rank files of another tool ({layout}), which transformers does not load: merge "
@@ -192,14 +194,14 @@ def _codec(path: Path, options: RunOptions) -> Codec:
 
 
 def _load(path: Path, options: RunOptions, progress: OpenProgress) -> ConvertedModel:
-    dtype = "float32" if options.check is not None else options.dtype
+    dtype = "fp32" if options.check is not None else options.dtype
     with progress() as show, warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # reported as notes
         model: ConvertedModel = load(
             path,
             tp=options.tp,
             device=options.device,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=dtype,
             verify=options.verify,
             dequantize=options.dequantize,
             adapter=options.adapter,
@@ -244,6 +246,8 @@ def _notes(checkpoint: Loadable, run: ModelRun, outputs: Outputs, *, is_default:
     """Yield notes on the checkpoint and on the outputs; ``is_default`` is whether the prompt is the default one."""
     manifest, is_verified = checkpoint.manifest, run.options.verify and checkpoint.source is None
     yield from (f"assumed: {sentence}" for sentence in manifest.plan.assumed)
+    if run.options.adapter is None and checkpoint.adapter_note:
+        yield checkpoint.adapter_note
     if is_verified:
         yield from auxiliary_differences(manifest, checkpoint.path)
     if is_default:

@@ -17,7 +17,7 @@ class RunOptions:
         device: ``cpu`` or ``cuda``; None for cuda where available.
         chat: apply the model's chat template to the prompts.
         check: an unsharded checkpoint to compare with, in float32; None for no comparison.
-        dtype: dtype of the model, such as ``bfloat16``; None as it is stored.
+        dtype: dtype of the model, such as ``bf16``; None as it is stored.
         verify: check each rank's file against its checksums first.
         dequantize: load quantized layers as unquantized ones.
         unused: patterns of tensors that the model need not use.

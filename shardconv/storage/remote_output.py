@@ -21,7 +21,7 @@ from shardconv.storage.requirements import obstore
 from shardconv.storage.stores import list_files, open_store
 from shardconv.storage.transfer import submit
 from shardconv.storage.upload import UploadFiles
-from shardconv.storage.url import Location
+from shardconv.storage.url import LOCK_NAME, Location
 from shardconv.storage.write_requests import Key, Requests, exists, finish, read
 
 #: Bytes of the largest file that is sent in one request.
@@ -48,7 +48,7 @@ class RemoteOutput:
         self.location = location
         self._store = open_store(location)
         self._requests = Requests()
-        self._lock_name = f".{location.file}.lock" if location.file else ".shardconv.lock"
+        self._lock_name = f".{location.file}.lock" if location.file else LOCK_NAME
         self._lock = RemoteLock(self._key(self._lock_name), str(location), self._requests)
         self._existing = self._list()
         self._files: list[UploadFiles] = []

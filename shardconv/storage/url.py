@@ -19,6 +19,9 @@ _QUERY, _STORE_QUERY = re.compile(r"[?#]"), re.compile(r"\?[^/=]*=")
 #: Suffixes of files; a URL with any other end is that of a folder.
 _FILES = (".safetensors", ".json")
 
+#: The file in a folder of an object store that a run keeps while it writes the folder.
+LOCK_NAME = ".shardconv.lock"
+
 
 @dataclass(frozen=True, slots=True)
 class Location:

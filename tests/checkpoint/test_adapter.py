@@ -6,6 +6,7 @@ Shards and restored files are compared exactly. Merged weights differ from those
 
 import json
 import os
+import shlex
 import shutil
 from functools import cache
 
@@ -140,6 +141,39 @@ def test_merge_restores_the_model_and_its_adapters(together, tmp_path):
     assert report.adapters == tuple(one.name for one in adapters)
     expected = {f"adapters/{one.name}/{name}": data for one in adapters for name, data in contents(one).items()}
     assert contents(tmp_path / "merged") == contents(source) | expected
+
+
+def test_merged_folder_is_split_again_with_its_adapters(together, tmp_path):
+    """The message of a split without --adapter has the options with which it succeeds."""
+    _, adapters, split = together
+    merged = tmp_path / "merged"
+    shardconv.merge(split, merged)
+    refused = call("split", merged, "--tp", 2, "-o", tmp_path / "again")
+    folders = [merged / "adapters" / name for name in sorted(one.name for one in adapters)]
+    options = " ".join(f"--adapter {str(folder)!r}" for folder in folders)
+    assert f"pass {options} to split them with the base model" in refused.err
+    assert call("split", merged, *shlex.split(options), "--tp", 2, "-o", tmp_path / "again").code == 0
+    assert shards_of(tmp_path / "again", 2)[1].keys() == shards_of(split, 2)[1].keys()
+    shardconv.merge(tmp_path / "again", tmp_path / "restored")
+    assert contents(tmp_path / "restored") == contents(merged)
+
+
+def test_merged_folder_is_split_without_its_adapters(together, tmp_path):
+    source, _, split = together
+    shardconv.merge(split, tmp_path / "merged")
+    refused = call("split", tmp_path / "merged", "--tp", 2, "-o", tmp_path / "again")
+    options = refused.err.partition(", or ")[2].partition(" to leave")[0]
+    assert call("split", tmp_path / "merged", *shlex.split(options), "--tp", 2, "-o", tmp_path / "again").code == 0
+    shardconv.merge(tmp_path / "again", tmp_path / "restored")
+    assert contents(tmp_path / "restored") == contents(source)
+
+
+def test_one_adapter_of_a_merged_folder_does_not_leave_out_the_other(together, tmp_path):
+    merged = tmp_path / "merged"
+    shardconv.merge(together[2], merged)
+    message = call("split", merged, "--adapter", merged / "adapters" / "dora", "--tp", 2, "-o", tmp_path / "again").err
+    other = next(one.name for one in together[1] if one.name != "dora")
+    assert f"holds PEFT adapters in subfolders (adapters/{other})" in message
 
 
 def test_reshard_takes_adapters_along(together, tmp_path):

@@ -9,7 +9,7 @@ import shardconv
 from shardconv.checkpoint.paths import local_path
 from shardconv.errors import UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
-from tests.support.command import call
+from tests.support.command import call, finish, start
 
 URLS = {
     "s3://bucket/out": "aws s3 cp --recursive",
@@ -130,3 +130,82 @@ def test_other_paths_are_not_taken_for_names_of_the_hub(tmp_path, monkeypatch, p
     result = call("plan", path)
     assert result.code == 1
     assert "Hub" not in result.err
+
+
+# --- paths that do not exist ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("split", "tiyn", "--tp", "2"), ("plan", "tiyn"), ("run", "tiyn", "--tp", "2"),
+        ("split", "tiny", "--adapter", "tiyn", "--tp", "2"), ("verify", "tiny-tp2", "--against", "tiyn"),
+        ("run", "tiny-tp2", "--token-ids", "1", "--check", "tiyn"),
+    ],
+)  # fmt: skip
+def test_similar_path_is_suggested_for_one_that_does_not_exist(made, arguments):
+    result = call(*(made / one if one.startswith("ti") else one for one in arguments))
+    assert result.code == 1
+    assert result.err.endswith(f"{made / 'tiyn'}: does not exist (similar: {made / 'tiny'}): correct the path\n")
+    assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["merge", "verify", "run"])
+def test_similar_path_is_suggested_for_a_split_checkpoint(made, monkeypatch, command):
+    monkeypatch.chdir(made)
+    options = ["--token-ids", "1"] if command == "run" else []
+    result = call(command, "./tiny-tp22", *options)
+    assert result.err == "shardconv: tiny-tp22: does not exist (similar: tiny-tp2): correct the path\n"
+
+
+def test_nothing_is_suggested_where_nothing_is_similar(made):
+    assert call("plan", made / "mistral").err == f"shardconv: {made / 'mistral'}: does not exist\n"
+
+
+def test_similar_path_is_suggested_before_the_hub(made, monkeypatch):
+    monkeypatch.chdir(made.parent)
+    assert f"(similar: {made.name}/tiny)" in call("plan", f"{made.name}/tiyn").err
+    assert f"hf://{made.name}/mistral" in call("plan", f"{made.name}/mistral").err
+
+
+# --- unfinished runs ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def killed(made, tmp_path) -> Path:
+    """The destination of a split that was killed."""
+    target = tmp_path / "tiny-tp2"
+    code = "import os; from shardconv.checkpoint.copy import CopyJob; CopyJob.copy_stripe = lambda *_: os._exit(9)"
+    assert finish(start("split", made / "tiny", "--tp", 2, "-o", target, patch=code)).code == 9
+    return target
+
+
+@pytest.mark.parametrize("path", ["", "result"], ids=["staging folder", "folder in it"])
+@pytest.mark.parametrize(
+    "command", [("verify",), ("merge",), ("plan",), ("split", "--tp", "2"), ("run", "--token-ids", "1")]
+)
+def test_staging_folder_of_an_unfinished_run_is_explained(killed, command, path):
+    folder = killed.parent / ".tiny-tp2.partial"
+    assert call(command[0], folder / path, *command[1:]).err == (
+        f"shardconv: {folder / path}: holds the files of a run that has not finished, of {killed}: wait until it "
+        f"finishes, or if it was killed, run its command again with --resume, or remove {folder}\n"
+    )
+
+
+def test_destination_of_an_unfinished_run_is_explained(made, killed):
+    result = call("verify", killed)
+    assert result.err == (
+        f"shardconv: {killed}: does not exist (a run has not finished writing it): wait until it finishes, or if "
+        f"it was killed, run its command again with --resume, or remove {killed.parent / '.tiny-tp2.partial'}\n"
+    )
+    assert call("split", made / "tiny", "--tp", 2, "-o", killed, "--resume").code == 0
+    assert call("verify", killed).code == 0
+
+
+@pytest.mark.parametrize("command", [("verify",), ("plan",)])
+def test_folder_that_only_has_a_lock_is_explained(tmp_path, command):
+    (tmp_path / ".shardconv.lock").touch()
+    assert call(*command, tmp_path).err == (
+        f"shardconv: {tmp_path}: a run has not finished writing it: wait until it finishes, or if it was killed, "
+        f"remove {tmp_path / '.shardconv.lock'} and run its command again\n"
+    )

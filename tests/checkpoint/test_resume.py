@@ -298,10 +298,10 @@ def refused(job: Job, target: Path, message: str, *options: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tp", "8"], "the interrupted run has another tp (got 8, expected {tp}): repeat its command"),
-        (["--layout", "vllm"], "another layout (got vllm, expected native)"),
-        (["--max-file-size", "20000"], "another maximum file size (got 20000, expected None)"),
-        (["--for", "vllm"], "engine is not as in the interrupted run (got vllm, expected None)"),
+        (["--tp", "8"], "the interrupted run had --tp {tp} (got --tp 8): repeat its command with the same source, or"),
+        (["--layout", "vllm"], "the interrupted run had --layout native (got --layout vllm)"),
+        (["--max-file-size", "20000"], "the interrupted run did not have --max-file-size (got --max-file-size 20kB)"),
+        (["--for", "vllm"], "the interrupted run did not have --for (got --for vllm)"),
     ],
 )
 @pytest.mark.parametrize("job", ["split", "reshard"], indirect=True)
@@ -315,14 +315,68 @@ def test_other_options(job, target, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dtype", "fp32"], "another dtype (got fp32, expected None)"),
-        (["--replicate", "lm_head.weight"], "replicate is not as in the interrupted run"),
+        (["--dtype", "fp32"], "the interrupted run did not have --dtype (got --dtype fp32)"),
+        (["--replicate", "lm_head"], "the interrupted run did not have --replicate (got --replicate 'lm_head')"),
+        (["--rules", "llama"], "the interrupted run did not have --rules (got --rules 'llama')"),
+        (["--ranks", "1-3"], "the interrupted run did not have --ranks (got --ranks 1-3)"),
     ],
 )
 @OF_SPLIT
 def test_other_options_of_split(job, target, options, message):
     interrupt(job, target, 3)
     refused(job, target, message, *options)
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "message"),
+    [
+        (["--dtype", "fp32"], [], "had --dtype fp32 (got none)"),
+        (["--dtype", "fp32"], ["--dtype", "bf16"], "had --dtype fp32 (got --dtype bf16)"),
+        (["--ranks", "0-1"], ["--ranks", "2-3"], "had --ranks 0,1 (got --ranks 2,3)"),
+        (["--rules", "llama"], ["--rules", "olmo2"], "had --rules 'llama' (got --rules 'olmo2')"),
+        (
+            ["--replicate", "lm_head", "--replicate", "*.norm"],
+            [],
+            "had --replicate 'lm_head' --replicate '*.norm' (got none)",
+        ),
+        (["--max-file-size", "20kB"], ["--max-file-size", "1GB"], "had --max-file-size 20kB (got --max-file-size 1GB)"),
+        (["--head-dim", "8"], [], "had --head-dim 8 (got none)"),
+    ],
+)
+@OF_SPLIT
+def test_options_of_the_interrupted_run_are_named(job, target, before, options, message):
+    interrupt(job._replace(arguments=[*job.arguments, *before]), target, 3)
+    refused(job, target, f"the interrupted run {message}", *options)
+
+
+@OF_SPLIT
+def test_plan_file_that_changed(job, tmp_path, target):
+    file = tmp_path / "plan.toml"
+    file.write_text('[rules]\n"lm_head" = { style = "replicate" }\n')
+    job = job._replace(arguments=[*job.arguments, "--rules", str(file)])
+    interrupt(job, target, 3)
+    file.write_text('[rules]\n"lm_head" = { style = "replicate" }\n"model.norm" = { style = "replicate" }\n')
+    refused(job, target, "the plan file 'plan.toml' of --rules is not as in the interrupted run: repeat its command")
+
+
+def test_other_multiple(others, target):
+    job, other = (
+        Job(["pad", str(others / "odd"), "--no-check-model", "--multiple-of", text], shardconv.pad, others / "odd", {})
+        for text in ("tp=4", "tp=8")
+    )
+    interrupt(job, target, 3)
+    refused(other, target, "the interrupted run had --multiple-of tp=4 (got --multiple-of tp=8)")
+
+
+@OF_SPLIT
+def test_message_in_python_names_arguments(job, target):
+    interrupt(job._replace(arguments=[*job.arguments, "--max-file-size", "20kB"]), target, 3)
+    with pytest.raises(OutputError) as caught:
+        job.function(job.source, target, resume=True, dtype="fp32")
+    assert 'did not have dtype (got dtype="fp32")' in str(caught.value)
+    with pytest.raises(OutputError) as caught:
+        job.function(job.source, target, resume=True)
+    assert 'had max_file_size="20kB" (got none)' in str(caught.value)
 
 
 def test_another_command(made, target):
@@ -336,7 +390,7 @@ def test_another_source(job, tmp_path, target):
     """With equal names, sizes, times and contents."""
     interrupt(job, target, 3)
     other = job.on(shutil.copytree(job.source, tmp_path / "copy"))
-    refused(other, target, "the interrupted run has another source")
+    refused(other, target, f"the interrupted run read {job.source}/")
     resume(job, target)
 
 

@@ -483,3 +483,27 @@ def test_right_ranks(ranks):
 def test_layout_meta_is_for_all_ranks(tmp_path):
     with pytest.raises(UsageError, match="layout meta is written for all ranks by one process: remove ranks"):
         shardconv.split(DEMO, tmp_path / "out", tp=2, ranks=0, layout="meta")
+
+
+def test_other_ranks_are_not_proposed_to_replace_those_in_a_folder(source, tmp_path):
+    split(source, tmp_path, "0-1")
+    before = contents(tmp_path)
+    result = call("split", source, "--tp", TP, "--ranks", "2-3", "-o", tmp_path / "host0")
+    assert result.err == (
+        f"shardconv: {tmp_path / 'host0'}: exists (with ranks 0, 1 of 4, which --overwrite would remove): choose "
+        f"another folder with -o, as merge and reshard take several folders with some ranks each\n"
+    )
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("options", [(), ("--tp", "2")], ids=["stored tp", "another tp"])
+def test_plan_names_the_ranks_of_a_folder(source, tmp_path, options):
+    split(source, tmp_path, "0,3")
+    assert "this folder has ranks 0, 3 of 4\n" in call("plan", tmp_path / "host0", *options).out
+    report = json.loads(call("plan", tmp_path / "host0", *options, "--json").out)
+    assert (report["stored_tp"], report["ranks"]) == (4, [0, 3])
+
+
+def test_plan_names_no_ranks_where_the_folder_has_all(source, tmp_path):
+    split(source, tmp_path, "0-3")
+    assert "this folder has" not in call("plan", tmp_path / "host0").out

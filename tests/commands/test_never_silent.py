@@ -609,7 +609,7 @@ CASES: Mapping[str, Case] = {
         refused(error("adapter_model.safetensors", "--adapter", "--merge-adapter", "--ignore")), adapter,
     ),
     "adapter in place of a model": Case(
-        refused(error("is a PEFT adapter", "--base")),
+        refused(error("is a PEFT adapter", "--adapter")),
         both(adapter, lambda source: (source / "model.safetensors").unlink()),
     ),
     "adapter next to the base, excluded by an option": Case(

@@ -17,6 +17,7 @@ from shardconv.errors import ShardconvError
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.runtime.run_options import RunOptions
 from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
+from tests.support.command import call
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB
 
@@ -133,3 +134,63 @@ def check_is_not_saved(axis, folder, adapter, target):
 def test_a_model_with_adapters_is_not_saved(ranks, split, tmp_path):
     ranks("pair", check_is_not_saved, *split("llama", 2), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+# --- adapters that are not applied, or without a base model ---------------------------------------------------------
+
+
+def run_without(axis, folder, options):
+    options = RunOptions(max_new_tokens=1, device="cpu", token_ids=True, **options)
+    return run_rank(folder, ["1 2 3"], options, lambda _: None).notes
+
+
+@pytest.fixture(scope="module")
+def with_adapter(home, made):
+    """A model that was split with an adapter."""
+    source, adapter = made("llama")
+    shardconv.split(source, home / "with-adapter", tp=4, adapters=[adapter])
+    return home / "with-adapter"
+
+
+def test_adapters_of_a_split_checkpoint_that_are_not_applied_are_named(ranks, with_adapter):
+    (note,) = ranks("four", run_without, with_adapter, {})[0]
+    assert note == "adapters that are not applied: llama-adapter (pass --adapter NAME to apply one)"
+
+
+def test_an_adapter_that_is_applied_is_not_named(ranks, with_adapter):
+    assert ranks("four", run_without, with_adapter, {"adapter": "llama-adapter"})[0] == ()
+
+
+def test_an_adapter_that_a_source_leaves_out_is_named(ranks, made, tmp_path):
+    source, adapter = made("llama")
+    place = shutil.copytree(source, tmp_path / "place")
+    shutil.copytree(adapter, place, dirs_exist_ok=True)
+    (note,) = ranks("four", run_without, place, {"tp": 4, "plan": {"ignore": ("adapter_*", "README.md")}})[0]
+    assert note.startswith("adapters that are not applied: place (to apply one, shardconv split ")
+    command = note.partition("(to apply one, ")[2].partition(", and pass")[0]
+    assert call(*command.split()[1:], "-o", tmp_path / "split").code == 0
+    assert ranks("four", run_without, tmp_path / "split", {"adapter": "place"})[0] == ()
+
+
+@pytest.mark.parametrize("tp", [(), ("--tp", "2")], ids=["without tp", "with tp"])
+def test_run_of_an_adapter_names_its_base_and_the_commands(made, tp):
+    source, adapter = made("llama")
+    result, size = call("run", adapter, *tp, "--token-ids", "1"), tp[-1] if tp else "N"
+    assert result.err == (
+        f"shardconv: {adapter}: is a PEFT adapter of {source}, not a model: split it with its base model (shardconv "
+        f"split BASE --adapter {adapter} --tp {size}), then run both (shardconv run BASE-tp{size} --adapter "
+        f"{adapter.name})\n"
+    )
+
+
+def test_run_of_a_split_adapter_names_its_base_and_the_command(made, split):
+    adapter = split("llama", 2)[1]
+    assert call("run", adapter, "--token-ids", "1").err == (
+        f"shardconv: {adapter}: is a PEFT adapter of {made('llama')[0]}, not a model: run its base model with it "
+        f"(shardconv run BASE --adapter {adapter})\n"
+    )
+
+
+def test_load_of_an_adapter_is_refused(made):
+    with pytest.raises(ShardconvError, match=r"is a PEFT adapter of .*, not a model"):
+        shardconv.load(made("llama")[1], tp=1, device="cpu")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import shardconv
+from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
@@ -167,13 +168,19 @@ def test_token_takes_the_minimal_number_of_collectives(ranks, home):
     ranks("pair", check_collectives, split, config["num_hidden_layers"], words)
 
 
-def check_dtype(axis, split):
-    model = shardconv.load(split, device="cpu", dtype=torch.bfloat16, group=axis)
+def check_dtype(axis, split, dtype):
+    model = shardconv.load(split, device="cpu", dtype=dtype, group=axis)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_dtype(ranks, home):
-    ranks("pair", check_dtype, source_and_split(home, "llama", 2)[1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16"], ids=str)
+def test_dtype(ranks, home, dtype):
+    ranks("pair", check_dtype, source_and_split(home, "llama", 2)[1], dtype)
+
+
+def test_dtype_in_another_spelling_is_refused_with_those_that_are_known(home):
+    with pytest.raises(UsageError, match=r"dtype 'bfloat16' is unknown.*bf16, fp16, fp32"):
+        shardconv.load(source_and_split(home, "llama", 2)[1], device="cpu", dtype="bfloat16")
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -369,7 +369,7 @@ def test_rank_file_with_other_bytes(split, tmp_path):
     assert re.fullmatch(
         r"shardconv: .*rank-1-of-2.safetensors: the bytes of .* differ from their checksum\n", result.err
     )
-    options = ["--max-new-tokens", "4", "--no-verify", "--dtype", "bfloat16"]
+    options = ["--max-new-tokens", "4", "--no-verify", "--dtype", "bf16"]
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", *options)
     assert (result.code, len(result.out) > 4) == (0, True), result.err
 
@@ -377,7 +377,7 @@ def test_rank_file_with_other_bytes(split, tmp_path):
 def test_errors_before_ranks_start(split, tmp_path):
     for options, message in (
         (["--prompt", " "], "--prompt is empty"),
-        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: is not a folder"),
+        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: does not exist"),
     ):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
@@ -595,7 +595,7 @@ def test_token_ids_as_prompts(split):
     """Also with a tokenizer; padding of a batch does not change the results."""
     prompts = [[5, 6, 7], [1500]]
     options = [one for ids in prompts for one in ("--token-ids", ",".join(map(str, ids)))]
-    result = run("run", split, *options, "--max-new-tokens", TOKENS, "--device", "cpu", "--dtype", "float32", "-q")
+    result = run("run", split, *options, "--max-new-tokens", TOKENS, "--device", "cpu", "--dtype", "fp32", "-q")
     expected = [" ".join(map(str, unsharded_tokens(ids))) for ids in prompts]
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
 
@@ -613,7 +613,7 @@ def test_options_that_contradict_each_other(split):
     for options, message in (
         (["--prompt", PROMPT, "--token-ids", "1"], "--token-ids replaces --prompt"),
         (["--chat", "--token-ids", "1"], "--token-ids replaces --chat"),
-        (["--check", DEMO, "--dtype", "float16"], "--check compares in float32 (got --dtype float16)"),
+        (["--check", DEMO, "--dtype", "fp16"], "--check compares in float32 (got --dtype fp16)"),
     ):
         result = call("run", split, "--device", "cpu", *options)
         assert (result.code, result.out, message in result.err) == (2, "", True), result
