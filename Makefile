@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 $(VENV)/torchao: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group torchao
@@ -27,7 +27,7 @@ test-torchao: $(VENV)/.installed $(VENV)/torchao
 	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
 
 test-matrix: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m matrix
 
 $(VENV)/vision: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision
