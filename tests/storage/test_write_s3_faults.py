@@ -21,16 +21,27 @@ upload.part_bytes = lambda _: {PART}
 """
 
 
+def start_split(made, url, *options):
+    """A split to a URL in a new process, which receives SIGINT also where this process ignores it."""
+    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    return start(
+        "split", made / "model", "--tp", "2", "-o", url, *options, patch=restore + SMALL_PARTS, env=dict(os.environ)
+    )  # fmt: skip
+
+
+def wait_for(s3, process, is_it):
+    """Wait until the server has a request."""
+    while not any(is_it(*request) for request in s3.requests):
+        time.sleep(0.02)
+        assert process.poll() is None
+
+
 def interrupted(made, s3, number, request_of, target, *options, fault="wait"):
     """The result of a split that gets a signal while the server does not answer a request."""
     step, after, query = request_of
     s3.released.clear()
     s3.fault = failing(step, fault, after)
-    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    process = start(
-        "split", made / "model", "--tp", "2", "-o", f"s3://bucket/{target}", *options, patch=restore + SMALL_PARTS,
-        env=dict(os.environ),
-    )  # fmt: skip
+    process = start_split(made, f"s3://bucket/{target}", *options)
     while sum(query in f"{request[1]}?{request[2]}" and request[0] != "GET" for request in s3.requests) <= after:
         time.sleep(0.02)
         assert process.poll() is None
@@ -83,6 +94,45 @@ def test_an_interrupted_overwrite_says_that_the_old_checkpoint_is_incomplete(mad
     assert "nothing was left behind" not in result.err
     s3.fault = lambda *_: None
     assert "shardconv.json" not in s3.objects("out/interrupted-overwrite/")
+
+
+def test_a_second_signal_ends_the_removal_and_names_the_destination(made, s3):
+    """The first one arrives with a part, the second one while an upload is aborted."""
+    s3.released.clear()
+    target, started = "s3://bucket/out/second", []
+
+    def interrupt(method: str, path: str, query: str) -> str | None:
+        if "partNumber" in query and started:
+            started.pop().send_signal(signal.SIGINT)
+        return "wait" if method == "DELETE" else None
+
+    s3.fault = interrupt
+    process = start_split(made, target)
+    started.append(process)
+    wait_for(s3, process, lambda method, path, query: method == "DELETE")
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    s3.released.set()
+    assert result.code == 130
+    assert result.err.endswith(f"shardconv: interrupted; files in {target} and its lock may be left: remove them\n")
+    assert s3.objects("out/second/").keys() <= {".shardconv.lock"}
+
+
+def test_a_signal_while_the_lock_is_removed_keeps_the_checkpoint(made, s3):
+    s3.released.clear()
+    s3.fault = failing("delete", "wait")
+    target = "s3://bucket/out/released"
+    process = start_split(made, target)
+    wait_for(s3, process, lambda method, path, query: method == "POST" and "delete" in query)
+    process.send_signal(signal.SIGTERM)
+    result = finish(process)
+    s3.released.set()
+    lock = f"{target}/.shardconv.lock"
+    message = f"shardconv: terminated; {target}: is written, but its lock {lock} may be left: remove it\n"
+    assert (result.code, result.err) == (143, message)
+    s3.fault = lambda *_: None
+    assert without_identity(s3.objects("out/released/")).keys() >= without_identity(contents(made / "split")).keys()
+    assert shardconv.verify(target).differences == ()
 
 
 def test_a_lock_that_cannot_be_removed_does_not_remove_the_checkpoint(made, s3):
