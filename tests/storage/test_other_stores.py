@@ -137,7 +137,7 @@ def test_a_failed_run_leaves_no_visible_file(made, store):
 
 
 def test_only_azure_keeps_invisible_parts_of_a_failed_run(made, store):
-    """Its protocol has no request that removes them; it does so after a week."""
+    """Its protocol does not have a request that removes them; it does so after a week."""
     with pytest.raises(KeyboardInterrupt):
         shardconv.split(made / "model", f"{store.url}/out/parts", tp=2, progress=_interrupt)
     assert ("out/parts/rank-0-of-2.safetensors" in store.unfinished()) is store.url.startswith("az")

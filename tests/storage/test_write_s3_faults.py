@@ -9,7 +9,7 @@ import pytest
 
 import shardconv
 from shardconv.errors import OutputError
-from shardconv.storage import remote_output, stores, write_requests
+from shardconv.storage import remote_output, write_requests
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents
 from tests.support.command import call, finish, start
@@ -163,23 +163,6 @@ def raise_interrupt(*_, **__) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("theirs", [None, b'{"token": "theirs"}'])
-def test_a_lock_that_is_lost_is_one_error_before_anything_is_visible(made, s3, theirs):
-    lock = "out/lost-{}/.shardconv.lock".format("removed" if theirs is None else "replaced")
-    target = f"s3://bucket/{lock.rpartition('/')[0]}"
-
-    def lose(done: int, total: int) -> None:
-        s3.client.delete_object(Bucket="bucket", Key=lock)
-        if theirs is not None:
-            s3.client.put_object(Bucket="bucket", Key=lock, Body=theirs)
-
-    with pytest.raises(OutputError, match="was removed or replaced while this run was writing"):
-        shardconv.split(made / "model", target, tp=2, progress=lose)
-    assert s3.objects(lock) == ({} if theirs is None else {"": theirs})
-    assert s3.objects(lock.removesuffix(".shardconv.lock")).keys() == (set() if theirs is None else {".shardconv.lock"})
-    assert s3.unfinished() == []
-
-
 def test_a_lock_lost_during_publication_keeps_the_files_of_the_other_run(made, s3):
     name = "out/taken"
 
@@ -202,13 +185,3 @@ def test_a_lock_of_another_tool_is_one_error(made, s3, data):
     result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/foreign")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "s3://bucket/out/foreign: another run is writing it: wait until it finishes" in result.err
-
-
-def test_a_store_without_conditional_writes_is_one_error(made, s3, monkeypatch):
-    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
-    s3.fault = failing("lock", "501")
-    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/conditions")
-    assert (result.code, result.err.count("\n")) == (1, 1)
-    assert "the store does not support conditional writes" in result.err
-    assert "write to a local folder" in result.err
-    check_nothing_left(s3, "out/conditions")
