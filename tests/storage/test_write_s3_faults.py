@@ -9,7 +9,7 @@ import pytest
 
 import shardconv
 from shardconv.errors import OutputError
-from shardconv.storage import remote_output, stores, write_requests
+from shardconv.storage import remote_output, write_requests
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents
 from tests.support.command import call, finish, start
@@ -21,16 +21,27 @@ upload.part_bytes = lambda _: {PART}
 """
 
 
+def start_split(made, url, *options):
+    """A split to a URL in a new process, which receives SIGINT also where this process ignores it."""
+    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    return start(
+        "split", made / "model", "--tp", "2", "-o", url, *options, patch=restore + SMALL_PARTS, env=dict(os.environ)
+    )  # fmt: skip
+
+
+def wait_for(s3, process, is_it):
+    """Wait until the server has a request."""
+    while not any(is_it(*request) for request in s3.requests):
+        time.sleep(0.02)
+        assert process.poll() is None
+
+
 def interrupted(made, s3, number, request_of, target, *options, fault="wait"):
     """The result of a split that gets a signal while the server does not answer a request."""
     step, after, query = request_of
     s3.released.clear()
     s3.fault = failing(step, fault, after)
-    restore = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    process = start(
-        "split", made / "model", "--tp", "2", "-o", f"s3://bucket/{target}", *options, patch=restore + SMALL_PARTS,
-        env=dict(os.environ),
-    )  # fmt: skip
+    process = start_split(made, f"s3://bucket/{target}", *options)
     while sum(query in f"{request[1]}?{request[2]}" and request[0] != "GET" for request in s3.requests) <= after:
         time.sleep(0.02)
         assert process.poll() is None
@@ -85,6 +96,45 @@ def test_an_interrupted_overwrite_says_that_the_old_checkpoint_is_incomplete(mad
     assert "shardconv.json" not in s3.objects("out/interrupted-overwrite/")
 
 
+def test_a_second_signal_ends_the_removal_and_names_the_destination(made, s3):
+    """The first one arrives with a part, the second one while an upload is aborted."""
+    s3.released.clear()
+    target, started = "s3://bucket/out/second", []
+
+    def interrupt(method: str, path: str, query: str) -> str | None:
+        if "partNumber" in query and started:
+            started.pop().send_signal(signal.SIGINT)
+        return "wait" if method == "DELETE" else None
+
+    s3.fault = interrupt
+    process = start_split(made, target)
+    started.append(process)
+    wait_for(s3, process, lambda method, path, query: method == "DELETE")
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    s3.released.set()
+    assert result.code == 130
+    assert result.err.endswith(f"shardconv: interrupted; files in {target} and its lock may be left: remove them\n")
+    assert s3.objects("out/second/").keys() <= {".shardconv.lock"}
+
+
+def test_a_signal_while_the_lock_is_removed_keeps_the_checkpoint(made, s3):
+    s3.released.clear()
+    s3.fault = failing("delete", "wait")
+    target = "s3://bucket/out/released"
+    process = start_split(made, target)
+    wait_for(s3, process, lambda method, path, query: method == "POST" and "delete" in query)
+    process.send_signal(signal.SIGTERM)
+    result = finish(process)
+    s3.released.set()
+    lock = f"{target}/.shardconv.lock"
+    message = f"shardconv: terminated; {target}: is written, but its lock {lock} may be left: remove it\n"
+    assert (result.code, result.err) == (143, message)
+    s3.fault = lambda *_: None
+    assert without_identity(s3.objects("out/released/")).keys() >= without_identity(contents(made / "split")).keys()
+    assert shardconv.verify(target).differences == ()
+
+
 def test_a_lock_that_cannot_be_removed_does_not_remove_the_checkpoint(made, s3):
     s3.fault = failing("delete", "403")
     result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/unlock")
@@ -113,23 +163,6 @@ def raise_interrupt(*_, **__) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("theirs", [None, b'{"token": "theirs"}'])
-def test_a_lock_that_is_lost_is_one_error_before_anything_is_visible(made, s3, theirs):
-    lock = "out/lost-{}/.shardconv.lock".format("removed" if theirs is None else "replaced")
-    target = f"s3://bucket/{lock.rpartition('/')[0]}"
-
-    def lose(done: int, total: int) -> None:
-        s3.client.delete_object(Bucket="bucket", Key=lock)
-        if theirs is not None:
-            s3.client.put_object(Bucket="bucket", Key=lock, Body=theirs)
-
-    with pytest.raises(OutputError, match="was removed or replaced while this run was writing"):
-        shardconv.split(made / "model", target, tp=2, progress=lose)
-    assert s3.objects(lock) == ({} if theirs is None else {"": theirs})
-    assert s3.objects(lock.removesuffix(".shardconv.lock")).keys() == (set() if theirs is None else {".shardconv.lock"})
-    assert s3.unfinished() == []
-
-
 def test_a_lock_lost_during_publication_keeps_the_files_of_the_other_run(made, s3):
     name = "out/taken"
 
@@ -152,13 +185,3 @@ def test_a_lock_of_another_tool_is_one_error(made, s3, data):
     result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/foreign")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "s3://bucket/out/foreign: another run is writing it: wait until it finishes" in result.err
-
-
-def test_a_store_without_conditional_writes_is_one_error(made, s3, monkeypatch):
-    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
-    s3.fault = failing("lock", "501")
-    result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/conditions")
-    assert (result.code, result.err.count("\n")) == (1, 1)
-    assert "the store does not support conditional writes" in result.err
-    assert "write to a local folder" in result.err
-    check_nothing_left(s3, "out/conditions")

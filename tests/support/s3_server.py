@@ -3,6 +3,9 @@
 Faults: a status code, "cut" (the connection is closed in place of an answer), "late" (it is closed after the request
 was carried out), "hang" (it is closed when :attr:`S3Server.released` is set) and "wait" (it is carried out and answered
 then).
+
+It also accepts requests to Google Cloud Storage: Google's XML protocol is that of S3, except for the header of one
+condition.
 """
 
 import logging
@@ -90,6 +93,8 @@ def serve_s3(bucket: str) -> Iterator[S3Server]:
     app = DomainDispatcherApplication(create_backend_app)
 
     def counted(environ: dict[str, Any], start: Any) -> Any:
+        if environ.get("HTTP_X_GOOG_IF_GENERATION_MATCH") == "0":  # it does not exist
+            environ["HTTP_IF_NONE_MATCH"] = "*"
         state.authorizations.append(environ.get("HTTP_AUTHORIZATION", ""))
         request = (environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"])
         state.requests.append(request)

@@ -18,6 +18,7 @@ import torch
 import shardconv
 from tests.engines.vllm.small import MODELS, write
 from tests.support.compressed import write_compressed
+from tests.support.s3_server import serve_s3
 
 #: Models for which the CPU build of vLLM has kernels.
 RUNNABLE = (
@@ -73,6 +74,34 @@ def test_layout(name, default, tmp_path):
     source, expected = default(name, 2)
     shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
     assert generated(tmp_path / "split", "sharded_state", 2) == expected
+
+
+@pytest.fixture(scope="module")
+def from_s3(default, tmp_path_factory):
+    """The tokens generated from a split in a bucket, the bytes that the server sent, and the sizes of its files."""
+    source, _ = default("llama", 2)
+    with serve_s3("bucket") as server:
+        shardconv.split(source, "s3://bucket/models/llama", tp=2, layout="vllm")
+        server.num_sent = 0
+        cache_folder = tmp_path_factory.mktemp("vllm")
+        found = generated(
+            "s3://bucket/models/llama", "runai_streamer_sharded", 2, VLLM_CACHE_ROOT=str(cache_folder)
+        )  # fmt: skip
+        num_sent = server.num_sent
+        return found, num_sent, {name: len(data) for name, data in server.objects("models/llama/").items()}
+
+
+def test_layout_in_an_object_store(from_s3, default):
+    """vLLM without the plugin: it copies the config to its cache, and streams the rank files."""
+    _, expected = default("llama", 2)
+    assert from_s3[0] == expected
+
+
+def test_each_worker_streams_its_own_rank_file(from_s3):
+    _, num_sent, sizes = from_s3
+    rank_files = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    others = sum(sizes.values()) - rank_files
+    assert rank_files < num_sent <= 1.02 * rank_files + 2 * others + 10_000  # lists of files; others are copied twice
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

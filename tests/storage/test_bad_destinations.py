@@ -1,0 +1,164 @@
+"""Bad destinations in object stores: one message for each, and nothing is lost or left half-written.
+
+``CASES`` is the table of docs/remote.md. Another kind of bad destination is one more entry in ``CASES``.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import shardconv
+from shardconv.storage import stores
+from tests.storage.written import failing
+from tests.support.command import call
+from tests.support.s3_server import S3Server
+
+PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
+FOLDER = "bad/out"
+LOCK = json.dumps({"host": "other", "process": 7, "started": "2026-01-02 03:04:05 UTC", "token": "x"}).encode()
+NOTES = (("notes.txt", b"mine"),)
+#: What is in the destination afterwards.
+NOTHING, UNCHANGED, OTHER, INCOMPLETE = (
+    "nothing", "what was there", "what the other process wrote", "no manifest, index or `config.json`",
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        message: a part of the message.
+        left: what is in the destination afterwards.
+        there: files in it before the command.
+        fault: the faults of the server.
+        change: a change in the store during the command.
+        when: in the query of the request, after that for the lock, that is answered after the change.
+        is_split: whether it has a split checkpoint before the command.
+        url: the destination.
+        overwrite: whether the command has ``--overwrite``.
+        code: the exit code.
+    """
+
+    message: str
+    left: str = NOTHING
+    there: tuple[tuple[str, bytes], ...] = ()
+    fault: Callable[[], Callable[..., str | None]] = lambda: lambda *_: None
+    change: Callable[[S3Server], object] = lambda _: None
+    when: str = "partNumber"
+    is_split: bool = False
+    url: str = f"s3://bucket/{FOLDER}"
+    overwrite: bool = False
+    code: int = 1
+
+
+def put(name: str, data: bytes) -> Callable[[S3Server], object]:
+    return lambda s3: s3.client.put_object(Bucket="bucket", Key=f"{FOLDER}/{name}", Body=data)
+
+
+def remove_lock(s3: S3Server) -> None:
+    s3.client.delete_object(Bucket="bucket", Key=f"{FOLDER}/.shardconv.lock")
+
+
+def remove_bucket(s3: S3Server) -> None:
+    s3.fault = lambda _, path, query: "404" if path.startswith("/gone") else None
+
+
+CASES = {
+    "a web server or the Hub": Case("write to a local folder", url="hf://org/model", code=2),
+    "a URL with credentials": Case("has credentials", url="s3://key:secret@bucket/bad/out", code=2),
+    "no such bucket": Case("its bucket or container does not exist: create it", url="s3://no-bucket/bad/out"),
+    "no permission": Case("access is denied (status 403): set AWS_ACCESS_KEY_ID", fault=lambda: failing("lock", "403")),
+    "no permission for the last file": Case("access is denied (status 403)", fault=lambda: failing("manifest", "403")),
+    "a store without conditional writes": Case(
+        "the store does not support conditional writes", fault=lambda: failing("lock", "501"),
+    ),
+    "a store that fails for two minutes": Case(
+        "cannot be written: the server answered with status 500", fault=lambda: failing("part", "500"),
+    ),
+    "a checkpoint, without `--overwrite`": Case(
+        "exists: choose another path with -o, or pass --overwrite", UNCHANGED, is_split=True,
+    ),
+    "other files": Case(
+        "does not hold a checkpoint, so it is not overwritten", UNCHANGED, NOTES, overwrite=True,
+    ),
+    "a checkpoint and other files": Case(
+        "holds notes.txt, which is not part of a checkpoint", UNCHANGED, NOTES, is_split=True,
+        overwrite=True,
+    ),
+    "the lock of another command": Case("another run is writing it since", UNCHANGED, ((".shardconv.lock", LOCK),)),
+    "the lock is removed during the command": Case(
+        "was removed or replaced while this run was writing", change=remove_lock, when="list-type",
+    ),
+    "the lock is replaced during the command": Case(
+        "was removed or replaced while this run was writing", OTHER, change=put(".shardconv.lock", LOCK),
+        when="list-type",
+    ),
+    "a manifest appears during the command": Case(
+        "was written by another process: choose another path with -o", OTHER, change=put("shardconv.json", b"theirs"),
+        when="list-type",
+    ),
+    "the bucket is removed during the command": Case(
+        "make sure that its bucket exists and no other run writes", change=remove_bucket, url="s3://gone/out",
+    ),
+    "SIGTERM during the command": Case(
+        "terminated; nothing was left behind", change=lambda _: os.kill(os.getpid(), signal.SIGTERM), code=143,
+    ),
+    "an error while a checkpoint is overwritten": Case(
+        "what was there is partly removed: run the command again", INCOMPLETE, is_split=True, overwrite=True,
+        fault=lambda: failing("manifest", "403"),
+    ),
+}  # fmt: skip
+
+
+def faults(case: Case, s3: S3Server) -> Callable[[str, str, str], str | None]:
+    """The faults of a case, with its change."""
+    fault, steps = case.fault(), [case.change, lambda _: None]
+
+    def fault_of(method: str, path: str, query: str) -> str | None:
+        if (len(steps) == 2 and path.endswith(".lock")) or (len(steps) == 1 and case.when in query):
+            steps.pop()(s3)
+        return fault(method, path, query)
+
+    return fault_of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_destination(name, made, s3, monkeypatch):
+    case = CASES[name]
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 2})
+    s3.client.create_bucket(Bucket="gone")
+    for old in s3.objects(FOLDER):
+        s3.client.delete_object(Bucket="bucket", Key=f"{FOLDER}{old}")
+    if case.is_split:
+        shardconv.split(made / "model", case.url, tp=4)
+    for file, data in case.there:
+        put(file, data)(s3)
+    before = s3.objects(f"{FOLDER}/")
+    s3.fault = faults(case, s3)
+    result = call("split", made / "model", "--tp", "2", "-o", case.url, *["--overwrite"] * case.overwrite)
+    s3.fault = lambda *_: None
+    assert result.code == case.code
+    assert case.message in result.err
+    assert result.err.count("shardconv: ") == 1
+    assert s3.unfinished() == []
+    check_left(case, before, s3.objects(f"{FOLDER}/"))
+
+
+def check_left(case: Case, before: dict[str, bytes], found: dict[str, bytes]) -> None:
+    if case.left == INCOMPLETE:
+        assert not found.keys() & {"shardconv.json", "config.json"}
+    elif case.left == OTHER:
+        assert found in ({".shardconv.lock": LOCK}, {"shardconv.json": b"theirs"})
+    else:
+        assert found == {NOTHING: {}, UNCHANGED: before}[case.left]
+
+
+def test_the_page_has_the_table():
+    rows = [f"| {name} | {case.message} | {case.left} |" for name, case in CASES.items()]
+    text = PAGE.read_text()
+    assert [row for row in rows if row not in text] == []
