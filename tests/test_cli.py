@@ -259,6 +259,26 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("option", "proposed"),
+    [
+        ("--overwrit", ["--overwrite"]),
+        ("--tps", ["--tp"]),
+        ("--quite", ["--quiet"]),
+        ("--check", ["--check-model", "--checksums"]),
+        ("--no", ["--no-checksums"]),
+        ("--output-dir", ["--output"]),
+        ("--modl", []),
+        ("--xyz", []),
+        ("-z", []),
+    ],
+)
+def test_unknown_option_proposes_the_nearest_ones(option, proposed):
+    result = call("split", "x", "--tp", 2, option, "1")
+    assert result.code == 2
+    assert re.findall("'(-[^']*)'", result.err) == [option, *proposed]
+
+
 def raising(error: BaseException):
     def fail(*_: object) -> None:
         raise error

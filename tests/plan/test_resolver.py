@@ -83,7 +83,7 @@ def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
 def test_invalid_tp_is_refused(tp, checkpoint):
-    with pytest.raises(shardconv.PlanError, match="an integer from 1"):
+    with pytest.raises(shardconv.errors.UsageError, match="an integer from 1"):
         shardconv.make_plan(checkpoint("llama"), tp=tp)
 
 
