@@ -285,11 +285,10 @@ def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, or
 def test_ranks_that_load_folders_of_different_kinds(source, tmp_path):
     """The kinds differ, so an error names them; folders with different ranks have the same facts."""
     folders = split(source, tmp_path, "0-3", "0-1", "2-3")
-    whole, *some = (open_loadable(folder, tp=None, options={}).facts() for folder in folders)
-    assert some[0] == some[1]
-    assert (whole["kinds of folders"], some[0]["kinds of folders"]) == (
-        "a folder with all ranks", "a folder with some of the ranks",
-    )  # fmt: skip
+    whole, *some = (open_loadable(folder, tp=None, options={}) for folder in folders)
+    assert some[0].facts() == some[1].facts()
+    assert whole.kind == "a split checkpoint with all ranks"
+    assert {one.kind for one in some} == {"a split checkpoint with some of the ranks"}
 
 
 def test_reshard_of_several_folders(source, tmp_path):
