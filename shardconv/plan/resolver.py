@@ -9,6 +9,7 @@ from shardconv.errors import PlanError, UsageError
 from shardconv.formatting import ranges
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.rule import REPLICATE_OPTION
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import (
     TensorGroup,
@@ -57,6 +58,10 @@ class Resolver:
         used = {rule.mount for rule in users if rule in self._used_rules}
         for rule in users:
             if not rule.optional and rule not in self._used_rules:
+                if rule.origin == REPLICATE_OPTION:
+                    raise UsageError(
+                        f"{REPLICATE_OPTION} {rule.pattern!r} matches no tensor of {where}: correct or remove it"
+                    )
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
             if rule.mount and rule.mount not in used:
                 raise PlanError(

@@ -298,6 +298,44 @@ def test_reshard_of_several_folders(source, tmp_path):
     assert contents(tmp_path / "two") == contents(tmp_path / "expected")
 
 
+def test_verify_of_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "2-3", "0-1")
+    result = call("verify", *folders, "--against", source)
+    assert (result.code, result.err) == (0, "")
+    assert "4 ranks" in result.out
+    assert f"every tensor of {source}\ncorrect" in result.out
+    report = shardconv.verify(folders)
+    files = [path.read_bytes() for path in source.glob("*.safetensors")]
+    num_bytes = sum(len(file) - 8 - struct.unpack("<Q", file[:8])[0] for file in files)
+    assert (report.ranks, report.num_bytes) == ((0, 1, 2, 3), num_bytes)
+
+
+def test_verify_of_several_folders_names_the_folder_of_a_difference(source, tmp_path):
+    folders = split(source, tmp_path, "0-1", "2-3")
+    (folders[1] / "config.json").write_text("{}")
+    damaged = folders[1] / "rank-3-of-4.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    shutil.copy(folders[0] / "rank-0-of-4.safetensors", folders[0] / "other.safetensors")
+    report = shardconv.verify(folders)
+    assert any(text.startswith(f"{folders[1] / 'config.json'}: ") for text in report.differences)
+    assert any(str(damaged) in text for text in report.differences)
+    assert report.other_weights == (str(folders[0] / "other.safetensors"),)
+
+
+def test_verify_of_several_folders_without_all_ranks(source, tmp_path):
+    result = call("verify", *split(source, tmp_path, "0", "2-3"))
+    assert result.code == 1
+    assert "rank 1 of 4 is missing" in result.err
+
+
+def test_page_of_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "0-1", "2-3")
+    assert call("verify", *folders, "--html", tmp_path / "page.html").code == 0
+    assert (tmp_path / "page.html").is_file()
+
+
 def test_commands_take_several_folders(source, tmp_path):
     folders = split(source, tmp_path, "0-1", "2-3")
     assert call("merge", *folders, "-o", tmp_path / "back").code == 0

@@ -114,7 +114,7 @@ REFUSED = {
     ),
     "folder": (lambda made, folder: folder, ["--overwrite"], 1, "is a folder, a link or a device"),
     "link": (lambda made, folder: link(folder / "link.html"), ["--overwrite"], 1, "is a folder, a link or a device"),
-    "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 1, "is in the source"),
+    "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 2, "is in the source"),
     "URL": (lambda made, folder: "s3://bucket/page.html", [], 2, "s3://bucket/page.html"),
     "families": (lambda made, folder: folder / "page.html", ["--list-families", "x"], 2, "--list-families"),
     "proof": (lambda made, folder: folder / "page.html", ["--prove"], 2, "--html does not show --prove"),

@@ -172,7 +172,7 @@ REFUSED = {
         "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
     ),
     "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
-    "unknown family": (lambda _: llama(), "lama", shardconv.PlanError, "family 'lama' is unknown"),
+    "unknown family": (lambda _: llama(), "lama", shardconv.errors.UsageError, "family 'lama' is unknown"),
     "by_name": (lambda _: llama(), "by_name", shardconv.PlanError, "no family is known for model type 'llama'"),
     "derived class": (
         lambda _: with_class(Doubled), "auto", ValueError, "layers.1.mlp.up_proj: a Doubled may compute something else",
