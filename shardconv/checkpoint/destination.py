@@ -110,10 +110,11 @@ def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
         UsageError: if they overlap.
     """
     destination = Path(shown(target.resolve()))
-    for source in dict.fromkeys(Path(shown(path.resolve())) for path in sources):
+    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
+        source = Path(text)
         if destination == source:
             raise UsageError(f"{target}: is the source: choose another path with -o")
         if destination.is_relative_to(source):
-            raise UsageError(f"{target}: is in the source {source}: choose another path with -o")
+            raise UsageError(f"{target}: is in the source {text}: choose another path with -o")
         if source.is_relative_to(destination):
-            raise UsageError(f"{target}: contains the source {source}: choose another path with -o")
+            raise UsageError(f"{target}: contains the source {text}: choose another path with -o")

@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 from shardconv.errors import UsageError
-from shardconv.storage.url import is_url, without_secrets
+from shardconv.storage.url import SCHEMES, is_url, without_secrets
 
+#: A URL without its colon, which would be a path.
+_NO_COLON = re.compile(rf"(?P<scheme>{'|'.join(SCHEMES)})//(?P<rest>[^/].*)", re.DOTALL)
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB_HOST = re.compile(r"(?:huggingface\.co|hf\.co)/")
 #: Commands that copy a folder from or to remote storage, by scheme.
@@ -23,8 +25,13 @@ def local_path(path: str | Path) -> Path:
     """Convert a user path to a Path.
 
     Raises:
-        UsageError: if it is a URL.
+        UsageError: if it is a URL, or one without its colon.
     """
+    if match := _NO_COLON.fullmatch(os.fspath(path)):
+        url = without_secrets(f"{match['scheme']}://{match['rest']}")
+        raise UsageError(
+            f"{match['scheme']}//...: is not a URL (did you mean {url}?): add the colon, or begin a local path with ./"
+        )
     if not is_url(path):
         return Path(path)
     url = without_secrets(path)
