@@ -14,7 +14,7 @@ _KINDS = {
 }
 #: The server of a request, without the user and password before it.
 _SERVER = re.compile(r"https?://(?:[^/?#\s]*@)?(?P<server>(?:\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::\d+)?)(?=[/?#\s)]|$)")
-#: What stores answer where a bucket or container does not exist; requests for lists have no other reason for a 404.
+#: What stores answer where a bucket or container does not exist; a 404 of a list has the same cause.
 _IS_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist|performing list request")
 #: Where the credentials of a scheme come from.
 _CREDENTIALS = {
