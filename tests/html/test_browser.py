@@ -82,7 +82,7 @@ def test_checkpoint_without_bytes_has_no_chart(show):
 
 def test_verification_shows_checks_and_differences(show):
     page = show("verify")
-    assert "differences: split the source again" in page.locator(".verdict").inner_text()
+    assert "differences: pass the source that was split" in page.locator(".verdict").inner_text()
     assert "checksums" in page.get_by_role("table", name="Checks").inner_text()
     search = page.get_by_label("Search differences")
     search.fill("layers.2 k_proj")
