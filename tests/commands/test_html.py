@@ -73,7 +73,7 @@ def test_page_of_a_failed_verification(made, tmp_path):
     assert result.code == 3
     found = data_of(page)
     assert found["verify"]["differences"] == json.loads(result.out)["differences"] != []
-    assert found["remedy"].startswith("split the source again")
+    assert found["remedy"].startswith("pass the source that was split to --against; if you did, split the source again")
 
 
 @pytest.mark.parametrize("tp", [pytest.param([], marks=MATRIX), ["--tp", "2"]], ids=["all", "tp 2"])

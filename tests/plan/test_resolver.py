@@ -140,7 +140,7 @@ def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, patt
 
 @UNBALANCED
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
-    with pytest.raises(shardconv.PlanError, match=r"replicate=.*braces are unbalanced"):
+    with pytest.raises(shardconv.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 
