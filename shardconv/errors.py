@@ -1,7 +1,7 @@
 """The exceptions of shardconv and their exit codes.
 
     ShardconvError                1   base class: an error that the user can act on
-    ├── UsageError                2   contradicting, unknown or unusable options
+    ├── UsageError                2   contradicting, unknown or unusable options or arguments
     ├── SourceError               1   the source cannot be read: a header, a source file, an index, a config
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read

@@ -100,20 +100,20 @@ def rate(num_bytes: int, seconds: float) -> str:
     return f"{seconds:.1f} s, {size(num_bytes / seconds)}/s"
 
 
-_UNITS = {"": 1} | {unit: 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
-_UNITS |= {unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), 1)}
+_UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
+_UNITS |= {f"{prefix}I": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``5GB`` (powers of ten) or ``5GiB`` (powers of two).
+    """Bytes of a size such as ``5GB`` or ``5G`` (powers of ten), or ``5GiB`` or ``5Gi`` (powers of two).
 
     Raises:
         ValueError: if it is not one, or is less than a byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
-    unit = _UNITS.get(match[2].upper()) if match else None
+    unit = _UNITS.get(match[2].upper().removesuffix("B")) if match else None
     if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
-        raise ValueError(f"{text!r:.40} is not a size (expected a number of bytes, or such as 500MB, 5GB or 5GiB)")
+        raise ValueError(f"is not a size (got {text!r:.40}, expected a number of bytes, or such as 500MB, 5GB or 5GiB)")
     return num_bytes
 
 

@@ -228,7 +228,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
     assert json.loads(call("merge", ".", "--json", "--dry-run", "-o", "../x").out)["path"] == "../x"
     refused = call("merge", ".")
     assert "here-merged: is in the source" in refused.err
-    assert refused.code == 1
+    assert refused.code == 2
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
         (["split", "x", "--tp", "2", "--dtype", "bfloat16"], 2, "'bfloat16' is not one of 'bf16', 'fp16', 'fp32'"),
         (["run", "x", "--dtype", "bfloat16"], 2, "'bfloat16' is not one of 'bf16', 'fp16', 'fp32'"),
         (["split", "x", "--tp", "2", "--treads", "1"], 2, "No such option"),
-        (["verify", "x", "y"], 2, "unexpected extra argument"),
+        (["verify"], 2, "Missing argument 'DIR...'"),
         (["split", "x", "--tp", "2"], 1, "x: does not exist"),
         (["plan", "x"], 1, "x: does not exist"),
         (["merge", "x"], 1, "x: does not exist"),
@@ -261,6 +261,56 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("split tiny --tp 5000", "--tp is wrong (got 5000"),
+        ("split tiny --tp 2 --rules lama", "family 'lama' is unknown"),
+        ("split tiny --tp 2 --replicate lm_haed", "--replicate 'lm_haed' matches no tensor"),
+        ("split tiny --tp 2 --replicate [", "--replicate '['"),
+        ("split tiny --tp 2 --experts expert", "does not have tensors of experts"),
+        ("split tiny --tp 2 --from meta", "does not hold files of --from meta"),
+        ("split tiny --tp 2 -o tiny", "tiny: is the source"),
+        ("split tiny --tp 2 -o tiny/out", "tiny/out: is in the source"),
+        ("split tiny --tp 2 -o .", "contains the source"),
+        ("merge tiny-tp2 --from meta", "is a split checkpoint, and --from is for rank files of other tools"),
+        ("verify tiny-tp2 --follow-links", "--follow-links requires --against"),
+        ("verify tiny-tp2 --from meta", "is a split checkpoint, and --from is for rank files of other tools"),
+        ("verify tiny-tp2 tiny-tp2", "tiny-tp2: is given twice"),
+        ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
+        ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
+    ],
+)
+def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message):
+    shutil.copytree(made / "tiny", tmp_path / "tiny")
+    shardconv.split(tmp_path / "tiny", tmp_path / "tiny-tp2", tp=2)
+    monkeypatch.chdir(tmp_path)
+    result = call(*command.split())
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "tiny-tp2"]
+
+
+@pytest.mark.parametrize(
+    ("option", "proposed"),
+    [
+        ("--overwrit", ["--overwrite"]),
+        ("--tps", ["--tp"]),
+        ("--quite", ["--quiet"]),
+        ("--check", ["--check-model", "--checksums"]),
+        ("--no", ["--no-checksums"]),
+        ("--output-dir", ["--output"]),
+        ("--modl", []),
+        ("--xyz", []),
+        ("-z", []),
+    ],
+)
+def test_unknown_option_proposes_the_nearest_ones(option, proposed):
+    result = call("split", "x", "--tp", 2, option, "1")
+    assert result.code == 2
+    assert re.findall("'(-[^']*)'", result.err) == [option, *proposed]
 
 
 def raising(error: BaseException):

@@ -18,7 +18,7 @@ from shardconv.checkpoint.paths import local_path, missing_hint
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.source import Source, open_files, open_source, standalone_config
 from shardconv.checkpoint.stored_plan import quantized_tensors, stored_rules
-from shardconv.errors import PlanError, SourceError, UsageError
+from shardconv.errors import SourceError, UsageError
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter import A, AdapterTensors, with_adapter_grids
 from shardconv.plan.plan import TensorSpec, logical_tensors
@@ -105,8 +105,8 @@ def plan_adapter(
 
     Raises:
         SourceError: if the base model cannot be read.
-        PlanError: if the adapter does not fit the base model, or the base model is padded.
-        UsageError: if the plan is to be that of an engine.
+        PlanError: if the adapter does not fit the base model.
+        UsageError: if the base model is padded, or the plan is to be that of an engine.
     """
     of_base = base.request.engine if isinstance(base, PlannedSource) else options.get("engine")
     if (engine := of_base or engine_of(layout)) is not None:
@@ -115,7 +115,7 @@ def plan_adapter(
         )
     found = _base_of(base, options)
     if found.request.pad:
-        raise PlanError(f"{adapter.source.path}: --pad is not supported for adapters: split the base model without it")
+        raise UsageError(f"{adapter.source.path}: --pad is not supported for adapters: split the base model without it")
     rules = found.rules.without_engine().with_optional_rules()
     tensors = fitted(adapter, rules, found.tensors)
     paths = (adapter.source.path, *adapter.source.paths, *adapter.source.auxiliary_files.values(), *found.paths)

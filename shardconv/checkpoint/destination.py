@@ -11,7 +11,7 @@ from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.meta_params import PARAMS_NAME
-from shardconv.errors import OutputError, SplitCheckpointError
+from shardconv.errors import OutputError, SplitCheckpointError, UsageError
 from shardconv.storage.table import shown
 
 _IN_SPLIT = re.compile(
@@ -119,13 +119,14 @@ def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
     """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
 
     Raises:
-        OutputError: if they overlap.
+        UsageError: if they overlap.
     """
     destination = Path(shown(target.resolve()))
-    for source in dict.fromkeys(Path(shown(path.resolve())) for path in sources):
+    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
+        source = Path(text)
         if destination == source:
-            raise OutputError(f"{target}: is the source: choose another path with -o")
+            raise UsageError(f"{target}: is the source: choose another path with -o")
         if destination.is_relative_to(source):
-            raise OutputError(f"{target}: is in the source {source}: choose another path with -o")
+            raise UsageError(f"{target}: is in the source {text}: choose another path with -o")
         if source.is_relative_to(destination):
-            raise OutputError(f"{target}: contains the source {source}: choose another path with -o")
+            raise UsageError(f"{target}: contains the source {text}: choose another path with -o")

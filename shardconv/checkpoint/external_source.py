@@ -17,7 +17,7 @@ from shardconv.checkpoint.layout import MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.meta_params import PARAMS_NAME, MadeConfig, complete_config, config_of_params, head_sizes
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
-from shardconv.errors import PlanError, SourceError
+from shardconv.errors import PlanError, SourceError, UsageError
 from shardconv.formatting import counted
 from shardconv.layouts.external import DCP_NAME, DCP_TITLE, META, external_layout
 from shardconv.plan.plan import TensorSpec
@@ -103,12 +103,12 @@ def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
     """The names of the rank files, with that of their metadata."""
     if key == DCP_NAME:
         files = sorted(name for name in names if name == METADATA_NAME or name.endswith(SUFFIX))
-        expected = f"{METADATA_NAME} and *{SUFFIX}" if METADATA_NAME not in files else ""
+        is_there = METADATA_NAME in files
     else:
         files = rank_files(external_layout(key), names)
-        expected = "" if files else external_layout(key).files.pattern
-    if expected:
-        raise SourceError(f"{folder}: does not hold files of --from {key} (expected {expected}): correct --from")
+        is_there = bool(files)
+    if not is_there:
+        raise UsageError(f"{folder}: does not hold files of --from {key}: correct or remove --from")
     return files
 
 

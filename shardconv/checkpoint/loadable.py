@@ -55,6 +55,13 @@ class Loadable:
             f"--tp {self.manifest.tp}, and pass --adapter NAME)"
         )
 
+    @property
+    def kind(self) -> str:
+        """What is at the path, which has to be the same for all ranks, as facts of the kinds differ."""
+        if self.source is not None:
+            return "a source"
+        return f"a split checkpoint with {'all' if self.manifest.is_complete else 'some of the'} ranks"
+
     def open_rank(self, rank: int, *, verify: bool = False, progress: Progress | None = None) -> RankReader:
         """Open the shards of a rank.
 
@@ -89,15 +96,13 @@ class Loadable:
         """Facts that have to be the same on all ranks: plural name to value, which JSON can represent.
 
         A manifest has checksums of a split checkpoint, but not of a source, whose folder may have any name on a host.
-        Where hosts have some of the ranks, checksums are not compared, and all hosts have to have such folders.
+        Where hosts have some of the ranks, checksums are not compared.
 
         Raises:
             SourceError: if the source cannot be read.
         """
         source, manifest = self.source, self.manifest
-        kind = "a folder with all ranks" if manifest.is_complete else "a folder with some of the ranks"
         return {
-            "kinds of folders": None if source is not None else kind,
             "checkpoints": to_json(manifest.shared if source is None else replace(manifest, source_name=""), ""),
             "values of tensors": None if source is None else sample_checksum(source),
         }

@@ -10,8 +10,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from shardconv.errors import UsageError
-from shardconv.storage.url import LOCK_NAME, is_url, without_secrets
+from shardconv.storage.url import LOCK_NAME, SCHEMES, is_url, without_secrets
 
+#: A URL without its colon, which would be a path.
+_NO_COLON = re.compile(rf"(?P<scheme>{'|'.join(SCHEMES)})//(?P<rest>[^/].*)", re.DOTALL)
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)")
 _STAGING_NAME = re.compile(r"\.(?P<name>.+)\.partial")
 _HUB_HOST = re.compile(r"(?:huggingface\.co|hf\.co)/")
@@ -27,8 +29,13 @@ def local_path(path: str | Path) -> Path:
     """Convert a user path to a Path.
 
     Raises:
-        UsageError: if it is a URL.
+        UsageError: if it is a URL, or one without its colon.
     """
+    if match := _NO_COLON.fullmatch(os.fspath(path)):
+        url = without_secrets(f"{match['scheme']}://{match['rest']}")
+        raise UsageError(
+            f"{match['scheme']}//...: is not a URL (did you mean {url}?): add the colon, or begin a local path with ./"
+        )
     if not is_url(path):
         return Path(path)
     url = without_secrets(path)

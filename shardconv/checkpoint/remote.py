@@ -101,12 +101,28 @@ def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
     location = parse(url)
     files = _files_of(location)
     if not files or (location.file and location.file not in files):
-        raise SourceError(f"{location}: does not exist")
+        raise _missing(location)
     name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
     _keep_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
     copied = [each for each, file in files.items() if contents and _is_small(each, file)]
     with mirror(name, location.to("").rstrip("/"), files, copied) as folder:
         yield folder / location.file if location.file else folder
+
+
+def _missing(location: Location) -> SourceError:
+    """The error for a missing file or folder.
+
+    Raises:
+        SourceError: if its bucket or container is missing, too.
+    """
+    from shardconv.storage.stores import has_bucket  # noqa: PLC0415 - local checkpoints do not need its imports
+
+    if location.is_web or location.scheme == "hf" or not has_bucket(location):
+        return SourceError(f"{location}: does not exist")
+    if not location.path:
+        return SourceError(f"{location}: is empty")
+    kind = "file" if location.file else "folder"
+    return SourceError(f"{location}: does not exist, but its bucket or container does: correct the name of the {kind}")
 
 
 def _is_small(name: str, file: "RemoteFile") -> bool:

@@ -107,7 +107,7 @@ def remote_staging(path: Path, output: "RemoteOutput", *, is_folder: bool, overw
         yield path
         return
     if is_folder and output.location.file:
-        raise OutputError(f"{output.location}: ends with .safetensors (expected a folder): choose another path with -o")
+        raise UsageError(f"{output.location}: ends with .safetensors (expected a folder): choose another path with -o")
     with output.writing(_order, overwrite=overwrite) as folder:
         yield folder
 

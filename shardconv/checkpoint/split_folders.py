@@ -57,19 +57,43 @@ def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) 
         source_layout: the layout of another tool's rank files; None to detect it.
 
     Raises:
-        UsageError: if no folder is given, one is given twice, or there are several and a layout.
+        UsageError: if no folder is given, one is given twice, or there is a layout for several or for a split
+            checkpoint.
         SourceError: if rank files of another tool cannot be read.
+    """
+    found = local_folders(paths)
+    if len(found) == 1 and (source := open_if_external(found[0], source_layout)) is not None:
+        return found, source
+    refuse_layout(found, source_layout)
+    return found, None
+
+
+def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
+    """The local paths of one folder or of several.
+
+    Raises:
+        UsageError: if no folder is given, or one is given twice.
     """
     found = [local_path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not found:
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
     if twice := next((path for at, path in enumerate(found) if path in found[:at]), None):
         raise UsageError(f"{twice}: is given twice: pass each folder once")
-    if len(found) == 1:
-        return found, open_if_external(found[0], source_layout)
-    if source_layout is not None:
+    return found
+
+
+def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
+    """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint.
+
+    Raises:
+        UsageError: if there is a layout.
+    """
+    if source_layout is not None and len(found) > 1:
         raise UsageError(f"--from is for one folder (got {len(found)}): remove it, or pass one folder")
-    return found, None
+    if source_layout is not None:
+        raise UsageError(
+            f"{found[0]}: is a split checkpoint, and --from is for rank files of other tools: remove --from"
+        )
 
 
 def read_folders(paths: Sequence[Path]) -> SplitFolders:

@@ -1,7 +1,7 @@
 """Verify a split checkpoint bit for bit against its checksums and its source."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_if_external, open_source
 from shardconv.checkpoint.source_reader import open_tensors
-from shardconv.checkpoint.verify_external import compare_sources, tensor_differences
+from shardconv.checkpoint.split_folders import SplitFolders, local_folders, read_folders, refuse_layout
+from shardconv.checkpoint.verify_external import compare_sources, is_other_model, tensor_differences
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import (
     SplitFolder,
@@ -38,7 +39,7 @@ class VerifyReport:
     """Result of a verification.
 
     Attributes:
-        path: the split checkpoint.
+        path: the split checkpoint; several folders have spaces between them.
         against: the source it was compared with, or None.
         tp: number of ranks.
         layout: of the rank files.
@@ -53,7 +54,7 @@ class VerifyReport:
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
-        ranks: the ranks that the folder has, which were checked.
+        ranks: the ranks that the folder or folders have, which were checked.
     """
 
     path: str
@@ -75,7 +76,7 @@ class VerifyReport:
 
 @reads_remote("src", "against")
 def verify(
-    src: StrPath,
+    src: StrPath | Sequence[StrPath],
     *,
     against: StrPath | None = None,
     follow_links: bool = False,
@@ -86,11 +87,11 @@ def verify(
 ) -> VerifyReport:
     """Check a split checkpoint: headers, checksums, equality of replicas, zeros in the padding, auxiliary files.
 
-    In a folder with some of the ranks, these are checked.
+    In a folder with some of the ranks, these are checked; several folders have all ranks together.
 
     Args:
-        src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
-            another tool.
+        src: the split checkpoint, the folders that have some of the ranks each, a folder that vLLM saved of a dense
+            unquantized model, or one with rank files of another tool.
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
@@ -102,24 +103,23 @@ def verify(
     Raises:
         SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
-        UsageError: if ``ignore`` is given without ``against``, or matches nothing; or a layout for a folder that does
-            not hold rank files of another tool.
+        UsageError: if ``ignore`` or ``follow_links`` is given without ``against``, or ``ignore`` matches nothing; or a
+            layout for a folder that does not hold rank files of another tool.
     """
     began = time.perf_counter()
-    folder = local_path(src)
-    if ignore and against is None:
-        raise UsageError("--ignore requires --against: add --against SOURCE, or remove --ignore")
-    if (external := open_if_external(folder, source_layout)) is not None:
+    folders = local_folders(src)
+    _check_options(against, ignore=ignore, follow_links=follow_links)
+    if len(folders) == 1 and (external := open_if_external(folders[0], source_layout)) is not None:
         return _verify_external(
             external, against, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
         )
-    if source_layout is not None and against is None:
-        raise UsageError(f"{src}: is a split checkpoint, and --from is for rank files of other tools: remove --from")
-    manifest = read_split(folder)
-    source = None
+    if against is None:
+        refuse_layout(folders, source_layout)
+    split = read_folders(folders) if len(folders) > 1 else _one_folder(folders[0])
+    manifest, source, found = split.manifest, None, " ".join(map(shown, folders))
     if against is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
-            raise UsageError(f"{src}: {merged}: merge {src} and compare its tensors, or remove --against")
+            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,
@@ -127,21 +127,24 @@ def verify(
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
     compared_with = None if against is None else shown(against)
     checked = () if manifest.explicit_files else ("auxiliary files",)
-    differences = auxiliary_differences(manifest, folder) + _index_differences(manifest, folder)
+    differences = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
     if source is not None:
-        differences += tensor_differences(manifest.source_tensors, source) + _file_differences(manifest, source)
-    ranks = _compare_ranks(manifest, folder, source, threads=threads, progress=progress)
-    for name, path in manifest.adapter_folders(folder).items():
+        differences += tensor_differences(manifest.source_tensors, source)
+        if not is_other_model(manifest.source_tensors, source):
+            differences += _file_differences(manifest, source)
+    ranks = _compare_ranks(split, source, threads=threads, progress=progress)
+    for name in manifest.adapters:
         checked = (*checked, f"adapter {name}")
-        differences += _adapter_differences(path, threads)
+        for folder in split.folders:
+            differences += _adapter_differences(folder.manifest.adapter_folders(folder.path)[name], threads)
     return VerifyReport(
-        path=shown(src),
+        path=found,
         against=compared_with,
         tp=manifest.tp,
         layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=_num_bytes(manifest),
-        other_weights=_other_weights(manifest, folder),
+        other_weights=tuple(name for folder in split.folders for name in _other_weights(folder, len(folders))),
         checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
@@ -149,19 +152,38 @@ def verify(
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
-        ranks=manifest.ranks,
+        ranks=_held(manifest),
     )
 
 
+def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
+    """Refuse options of ``against`` without it."""
+    options = {"--ignore": ignore, "--follow-links": follow_links}
+    if against is None and (option := next((name for name, given in options.items() if given), None)):
+        raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
+
+
+def _one_folder(path: Path) -> SplitFolders:
+    """One folder, which may have some of the ranks."""
+    manifest = read_split(path)
+    return SplitFolders(manifest, (SplitFolder(path, manifest),))
+
+
+def _held(manifest: Manifest) -> tuple[int, ...]:
+    """The ranks that were checked, ascending."""
+    return tuple(sorted(set(manifest.ranks)))
+
+
 def _num_bytes(manifest: Manifest) -> int:
-    if manifest.is_complete:
+    if len(_held(manifest)) == manifest.tp:
         return total_bytes(manifest.source_tensors.values())
     return sum(manifest.rank_layout.rank_bytes)
 
 
 def _compared(manifest: Manifest, compared_with: str | None) -> str:
     text = f"every tensor of {compared_with}"
-    return text if manifest.is_complete else f"{name_ranks(manifest.ranks)} of {text}"
+    ranks = _held(manifest)
+    return text if len(ranks) == manifest.tp else f"{name_ranks(ranks)} of {text}"
 
 
 def _verify_external(
@@ -226,11 +248,12 @@ class _RankFiles(NamedTuple):
 
 
 def _compare_ranks(
-    manifest: Manifest, folder: Path, source: Source | None, *, threads: int | None, progress: Progress | None
+    split: SplitFolders, source: Source | None, *, threads: int | None, progress: Progress | None
 ) -> _RankFiles:
     """Compare the rank files with their checksums, and with a source that has the same tensors."""
+    manifest = split.manifest
     try:
-        reader, inputs = read_ranks(manifest, [SplitFolder(folder, manifest)])
+        reader, inputs = read_ranks(manifest, split.folders)
     except IntegrityError as error:
         return _RankFiles([str(error)])
     is_compared = source is not None and source.specs == manifest.source_tensors
@@ -244,9 +267,17 @@ def _compare_ranks(
     return _RankFiles(differences, checked, is_compared)
 
 
-def _other_weights(manifest: Manifest, folder: Path) -> tuple[str, ...]:
-    names = {path.name for path in folder.iterdir() if is_weights(path.name)}
-    return tuple(sorted(names - {*manifest.rank_files, *manifest.rank_indexes}))
+def _folder_differences(folder: SplitFolder, count: int) -> list[str]:
+    """The differences of files other than rank files in one of ``count`` folders."""
+    found = auxiliary_differences(folder.manifest, folder.path) + _index_differences(folder.manifest, folder.path)
+    return [str(folder.path / text) if count > 1 else text for text in found]
+
+
+def _other_weights(folder: SplitFolder, count: int) -> list[str]:
+    """The weights in one of ``count`` folders that are not of the split checkpoint."""
+    names = {path.name for path in folder.path.iterdir() if is_weights(path.name)}
+    other = sorted(names - {*folder.manifest.rank_files, *folder.manifest.rank_indexes})
+    return [shown(folder.path / name) if count > 1 else name for name in other]
 
 
 def _index_differences(manifest: Manifest, folder: Path) -> list[str]:

@@ -10,6 +10,9 @@ from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.errors import IntegrityError
 from shardconv.plan.plan import TensorSpec
 
+#: The most differences that are listed if they are most tensors; more are another model.
+_MAX_LISTED = 5
+
 
 def compare_sources(
     source: Source, against: Source | None, *, threads: int | None, progress: Progress | None
@@ -38,17 +41,30 @@ def compare_sources(
     return sorted(set(differences))
 
 
+def is_other_model(specs: Mapping[str, TensorSpec], source: Source) -> bool:
+    """Whether so few tensors have the name, dtype and shape of a source's that it is of another model."""
+    names = specs.keys() | source.specs.keys()
+    num_same = sum(specs.get(name) == source.specs.get(name) for name in names)
+    return len(names) - num_same > _MAX_LISTED and 2 * num_same < len(names)
+
+
 def tensor_differences(specs: Mapping[str, TensorSpec], source: Source) -> list[str]:
-    """Descriptions of the tensors whose name, dtype or shape differs from that of a source."""
-    source_specs = source.specs
-    differences = [f"{name}: is not in {source.path}" for name in specs.keys() - source_specs.keys()]
-    differences += [f"{name}: is in {source.path} only" for name in source_specs.keys() - specs.keys()]
-    differences += [
-        f"{name}: is {_describe(spec)} (expected {_describe(source_specs[name])} as in {source.path})"
+    """Descriptions of the tensors whose name, dtype or shape differs from that of a source; one of another model."""
+    missing, other = specs.keys() - source.specs.keys(), source.specs.keys() - specs.keys()
+    changed = {
+        name: f"{name}: is {_describe(spec)} (expected {_describe(source.specs[name])} as in {source.path})"
         for name, spec in specs.items()
-        if name in source_specs and source_specs[name] != spec
-    ]
-    return sorted(differences)
+        if name in source.specs and source.specs[name] != spec
+    }
+    if is_other_model(specs, source):
+        total = len(specs.keys() | source.specs.keys())
+        return [
+            f"{source.path}: is another model (of {total} tensors, {len(missing)} are not in it, {len(other)} are only "
+            f"in it, and {len(changed)} have another dtype or shape)"
+        ]
+    differences = [f"{name}: is not in {source.path}" for name in missing]
+    differences += [f"{name}: is in {source.path} only" for name in other]
+    return sorted([*differences, *changed.values()])
 
 
 def _describe(spec: TensorSpec) -> str:

@@ -57,7 +57,7 @@ class HtmlFile:
             raise UsageError("--html - is stdout, which has the result (expected a file): pass the name of a file")
         for source in (Path(source) for source in sources if isinstance(source, Path)):
             if path.resolve().is_relative_to(source.resolve()):
-                raise OutputError(f"{path}: is in the source {source}: choose another file for --html")
+                raise UsageError(f"{path}: is in the source {source}: choose another file for --html")
         _check_file(path, overwrite=overwrite)
         return cls(path, overwrite)
 

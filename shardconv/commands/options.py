@@ -255,6 +255,6 @@ max_file_size_option = section(
     click.option(
         "--max-file-size",
         metavar="SIZE",
-        help="Write larger rank files as several files, with an index per rank. SIZE is such as 5GB.",
+        help="Write larger rank files as several files, with an index per rank. SIZE is such as 5GB or 5GiB.",
     ),
 )

@@ -5,7 +5,8 @@ it, or above the function of its command. The options under a heading have the o
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
 import click
@@ -27,6 +28,9 @@ GENERATION, MODEL, REPORT, CHECKS, COST, DISPLAY = "Generation", "Model", "Repor
 HEADINGS = (SOURCE, PLAN, ADAPTERS, OUTPUT, GENERATION, MODEL, REPORT, CHECKS, COST, DISPLAY)
 #: The most characters of an option and its values before their help text starts on the next line.
 _MAX_WIDTH = 26
+#: The most options that the error for an unknown one proposes, and the least similarity of one that does not begin with
+#: the text, from 0 to 1.
+_MAX_PROPOSED, _SIMILAR = 3, 0.75
 _RANGE = re.compile(r"(; )?([\d.]+<=)?x[<>]=[\d.]+")
 
 _heading_of: dict[click.Parameter, str] = {}
@@ -66,8 +70,24 @@ def _without_range(text: str) -> str:
     return _RANGE.sub("", text).replace("[; ", "[").replace("  []", "")
 
 
+def _nearest(option: str, options: Iterable[str]) -> list[str]:
+    """The options that a user may have meant: those that begin with the text, else the most similar one."""
+    known = sorted(name for name in options if name.startswith("--"))
+    begun = [name for name in known if name.startswith(option)]
+    return begun[:_MAX_PROPOSED] or get_close_matches(option, known, n=1, cutoff=_SIMILAR)
+
+
 class Command(click.Command):
     """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; the error for an unknown option proposes only the nearest ones."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            options = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+            error.possibilities = _nearest(error.option_name, options)  # type: ignore[misc] # its filter is lenient
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, in columns that are equally wide under all headings."""

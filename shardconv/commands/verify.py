@@ -23,6 +23,7 @@ from shardconv.commands.options import (
 from shardconv.commands.sections import CHECKS, Command, section
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
+from shardconv.errors import UsageError
 from shardconv.formatting import counted, size
 from shardconv.plan.engines import ENGINES
 
@@ -44,8 +45,12 @@ class _VerifyFlags(TypedDict):
     threads: int | None
 
 
-@click.command(cls=Command, epilog="shardconv verify llama-tp8\nshardconv verify llama-tp8 --against llama")
-@click.argument("src", type=SOURCE_PATH, metavar="DIR")
+@click.command(
+    cls=Command,
+    epilog="shardconv verify llama-tp8\nshardconv verify host0/llama-tp8 host1/llama-tp8\n"
+    "shardconv verify llama-tp8 --against llama",
+)
+@click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
 @follow_links_option
 @ignore_option
 @from_option
@@ -67,7 +72,7 @@ class _VerifyFlags(TypedDict):
 @html_options
 @output_options
 def verify(
-    src: SourcePath,
+    src: tuple[SourcePath, ...],
     *,
     engine: str | None,
     html: Path | None,
@@ -78,16 +83,18 @@ def verify(
 ) -> None:
     """Compare the split checkpoint DIR with its checksums.
 
-    With --against, also with its source, and with --engine, with the model of an engine. Exits 3 on a difference.
+    Several folders have some of the ranks each. With --against, also with its source, and with --engine, with the
+    model of an engine. Exits 3 on a difference.
     """
     from shardconv.checkpoint.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
-    page = HtmlFile.of(html, overwrite=overwrite, sources=(src, options["against"]))
-    checked = _check_engine(local_path(src)) if engine is not None else None
+    page = HtmlFile.of(html, overwrite=overwrite, sources=(*src, options["against"]))
+    checked = _check_engine(src) if engine is not None else None
     with source_progress(console, "verify") as progress:
         report = run(src, progress=progress, **options)
     remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"
+    remedy = f"pass the source that was split to --against; if you did, {remedy}" if report.against else remedy
     remedies = [remedy] if report.differences else []  # differences from an engine have remedies of their own
     if checked is not None:
         engines = (*report.checked, f"{checked.engine} {checked.version}")
@@ -101,20 +108,22 @@ def verify(
         sys.exit(3)
 
 
-def _page(src: SourcePath, report: "VerifyReport", remedies: list[str]) -> bytes:
-    """The page of a verification, with the stored plan."""
+def _page(src: tuple[SourcePath, ...], report: "VerifyReport", remedies: list[str]) -> bytes:
+    """The page of a verification, with the stored plan, which is the same in all folders."""
     from shardconv.html.page import write_page
 
-    plan, no_plan = plan_for_page(src, None)
+    plan, no_plan = plan_for_page(src[0], None)
     if plan is not None and plan.tp is None:
-        plan, no_plan = None, f"{src}: is not a split checkpoint of shardconv, which stores its plan"
+        plan, no_plan = None, f"{src[0]}: is not a split checkpoint of shardconv, which stores its plan"
     return write_page(plan, no_plan=no_plan, verify=report, remedy="; ".join(remedies))
 
 
-def _check_engine(src: Path) -> "EngineReport":
+def _check_engine(src: tuple[SourcePath, ...]) -> "EngineReport":
+    if len(src) > 1:
+        raise UsageError(f"--engine checks one folder with all ranks (got {len(src)} folders): remove it, or pass one")
     from shardconv.engines.check import check_engine
 
-    return check_engine(src)
+    return check_engine(local_path(src[0]))
 
 
 def _is_sure(report: "VerifyReport") -> bool:

@@ -125,7 +125,7 @@ def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLa
     try:
         return replace(layout, max_file_bytes=parse_size(str(max_size)))
     except ValueError as error:
-        raise UsageError(f"--max-file-size: {error}") from error
+        raise UsageError(f"--max-file-size {error}: correct it") from error
 
 
 def rules_for(name: str, config: Mapping[str, object]) -> ChosenRules:

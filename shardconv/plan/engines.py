@@ -6,7 +6,7 @@ Data on how the sharding of an engine differs from that of shardconv's own runti
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardconv.errors import PlanError
+from shardconv.errors import UsageError
 from shardconv.plan.rule import Rule
 
 #: Prefix of the origin of an engine's rules.
@@ -60,9 +60,9 @@ def engine_named(name: str | None) -> Engine:
     """The engine of this name; shardconv's own runtime for None.
 
     Raises:
-        PlanError: if the engine is unknown.
+        UsageError: if the engine is unknown.
     """
     known = {**ENGINES, SHARDCONV.name: SHARDCONV}
     if name is not None and name not in known:
-        raise PlanError(f"engine {name!r} is not supported (expected {', '.join(known)})")
+        raise UsageError(f"engine {name!r} is not supported (expected {', '.join(known)})")
     return SHARDCONV if name is None else known[name]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from shardconv.errors import PlanError
+from shardconv.errors import UsageError
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 
@@ -51,7 +51,7 @@ def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
         if len(shape) > 1 and name not in singles and _PACKED.match(name)
     }
     if not experts:
-        raise PlanError("--experts expert: the checkpoint does not have tensors of experts: remove the option")
+        raise UsageError("--experts expert: the checkpoint does not have tensors of experts: remove the option")
     return experts
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, UsageError
 from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.family_format import parse_block, parse_family
@@ -37,12 +37,12 @@ def load_family(name: str) -> Family:
     """The family of this name, with expanded blocks and what it inherits.
 
     Raises:
-        PlanError: if the family is unknown.
+        UsageError: if the family is unknown.
     """
     table = _index().tables.get(name)
     if table is None:
         similar = suggest(_index().of_type, family_names(), name)
-        raise PlanError(
+        raise UsageError(
             f"family {name!r} is unknown (similar: {similar}): shardconv plan --list-families [WORD] lists them"
         )
     family = parse_family(name, table, f"family {name}")

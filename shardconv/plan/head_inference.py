@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from math import gcd
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, UsageError
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.tensor_placement import HEAD_FIELDS
@@ -36,7 +36,7 @@ def with_heads(
         cause = f"it may differ between {' and '.join(towers)}"
         remedy = "--head-dim, or --rules FILE"
     if head_dim is not None and head_dim < 1:
-        raise PlanError(f"--head-dim is {head_dim} (expected at least 1)")
+        raise UsageError(f"--head-dim is {head_dim} (expected at least 1)")
     if head_dim is None and len(towers) < 2 and (inferred := _head_dim_by_shape(tensors)):
         head_dim, source = inferred
         sentence = f"head_dim = {head_dim}, from the shape of {source}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, UsageError
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read
@@ -17,7 +17,7 @@ from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule import Rule
+from shardconv.plan.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.transformers_plan import transformers_family
@@ -225,9 +225,9 @@ def _with_optional(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, .
 
 def _replicate_rule(name: str) -> Rule:
     try:
-        return Rule(name, "replicate", origin="--replicate", by_user=True)
+        return Rule(name, "replicate", origin=REPLICATE_OPTION, by_user=True)
     except ValueError as error:
-        raise PlanError(f"--replicate {name!r}: {error}") from error
+        raise UsageError(f"--replicate {name!r}: {error}") from error
 
 
 def family_of(config: Mapping[str, object], name: str = "") -> Family:

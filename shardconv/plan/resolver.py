@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import cached_property
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, UsageError
+from shardconv.formatting import ranges
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.placed_tensors import PlacedTensors, padding_share, rank_bytes
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.rule import REPLICATE_OPTION
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import (
     TensorGroup,
@@ -57,6 +59,10 @@ class Resolver:
         used = {rule.mount for rule in users if rule in self._used_rules}
         for rule in users:
             if not rule.optional and rule not in self._used_rules:
+                if rule.origin == REPLICATE_OPTION:
+                    raise UsageError(
+                        f"{REPLICATE_OPTION} {rule.pattern!r} matches no tensor of {where}: correct or remove it"
+                    )
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
             if rule.mount and rule.mount not in used:
                 raise PlanError(
@@ -136,14 +142,14 @@ class Resolver:
 
         Raises:
             PlanError: if a tensor cannot be sharded for ``tp`` ranks; the message names the sizes that are supported.
+            UsageError: if ``tp`` is not an integer from 1 to :data:`MAX_TP`.
         """
         if type(tp) is not int or not 1 <= tp <= MAX_TP:
-            raise PlanError(f"tp = {tp!r}: expected an integer from 1 to {MAX_TP}")
+            raise UsageError(f"--tp is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it")
         try:
             plans = {group: planner.plan(tp) for group, planner in self._planners.items()}
         except BlockedError as error:
-            is_unsure = bool(self.rules.uncertain) and self.rules.uncertain in error.reason
-            raise PlanError(f"{error}. {self._remedy(tp, is_unsure=is_unsure)}") from error
+            raise self._unsupported(tp, error) from error
         tensors = {name: plans[group] for name, group in self._group_of.items()}
         return Plan(tp, self.rules.family, tensors, self.rules, assumed)
 
@@ -192,13 +198,16 @@ class Resolver:
             return BlockedTp(tp, error.tensor, error.reason)
         return None
 
-    def _remedy(self, tp: int, *, is_unsure: bool) -> str:
-        unpadded = self.padded(0)
-        sizes = [str(size) for size in CANDIDATE_TPS if unpadded.blocked(size) is None]
-        remedy = (
-            f"{'Otherwise use' if is_unsure else 'Use'} --tp {', '.join(sizes)}."
-            if sizes
-            else f"No size up to {max(tp, CANDIDATE_TPS[-1])} is supported."
-        )
+    def _unsupported(self, tp: int, error: BlockedError) -> PlanError:
+        """The error for an unsupported tensor parallel size, with the supported ones and the cost of padding."""
+        resolver = self if self.rules.pad else self.padded(0)
+        sizes = [size for size in CANDIDATE_TPS if resolver.blocked(size) is None]
+        expected = f" (expected one of {ranges(sizes)})" if sizes else f", as is every size up to {CANDIDATE_TPS[-1]},"
         padded = None if self.rules.pad else self.padded_size(tp)
-        return remedy if padded is None else f"{remedy} tp {tp}: supported with --pad, {padded.describe()}."
+        pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
+        remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", pad]))
+        is_unsure = bool(self.rules.uncertain) and self.rules.uncertain in error.reason
+        otherwise = "Otherwise pass" if is_unsure else "Pass"
+        return PlanError(
+            f"--tp {tp} is unsupported{expected} because of {error}{f'. {otherwise} {remedy}' if remedy else ''}"
+        )

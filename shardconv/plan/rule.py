@@ -16,6 +16,9 @@ class Style:
     packed: bool = False
 
 
+#: The origin of the rules of this option.
+REPLICATE_OPTION = "--replicate"
+
 #: The styles of a rule, under the names that transformers gives them where it has them.
 STYLES = {
     "colwise": Style(weight=-2, bias=-1),

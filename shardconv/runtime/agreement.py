@@ -7,11 +7,14 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from socket import gethostname
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardconv.checkpoint.views import View, describe_views
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.errors import PeerError, RunError, ShardconvError
@@ -68,24 +71,34 @@ def run_on_first(step: Callable[[], T]) -> T:
     return results[0]
 
 
-def check_same(folder: Path, axis: Axis, facts: Mapping[str, object]) -> None:
+def check_same(
+    path: Path, axis: Axis, facts: Mapping[str, object], named: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Check that facts are the same on all ranks.
 
     Args:
-        folder: the split checkpoint, for the message.
+        path: of the checkpoint, for the message.
         axis: the ranks.
-        facts: plural name to fact, which JSON can represent.
+        facts: plural name to fact, which JSON can represent. Only its digest is compared.
+        named: plural name to fact, as the message shows it. Where these differ, ``facts`` may differ for that reason.
 
     Raises:
         RunError: on all ranks, if some are not.
     """
-    same = same_on_all_ranks([digest(json.dumps(fact, sort_keys=True).encode()) for fact in facts.values()], axis)
-    if different := [name for name, is_same in zip(facts, same, strict=True) if not is_same]:
-        own = ", ".join(fact for name, fact in facts.items() if name in different and isinstance(fact, str))
-        raise RunError(
-            f"{folder}: the ranks see different {' and '.join(different)}"
-            f"{f' (rank {axis.rank}: {own})' if own else ''}: make them the same on all ranks"
-        )
+    digests = {name: digest(json.dumps(fact, sort_keys=True).encode()) for name, fact in {**named, **facts}.items()}
+    same = same_on_all_ranks(list(digests.values()), axis)
+    if all(same):
+        return
+    different = [name for name, is_same in zip(digests, same, strict=True) if not is_same]
+    different = [name for name in different if name in named] or different
+    text = ", ".join(named[name] for name in different if name in named)
+    own = View(str([digests[name] for name in different]), text, gethostname(), shown(path))
+    views = [own] * axis.size
+    dist.all_gather_object(views, own, group=axis.group)
+    raise RunError(
+        f"{path}: the ranks see different {' and '.join(different)} ({describe_views(views, 'rank')}): make them the "
+        f"same on all ranks"
+    )
 
 
 def is_first_rank() -> bool:

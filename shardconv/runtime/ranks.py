@@ -45,7 +45,8 @@ def connect_ranks(
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
     own = {f"versions of {package}": version for package, version in versions().items()}
-    check_same(checkpoint.path, axis, {**facts, "kinds of devices": found.type, **own})
+    named = {"kinds of checkpoints": checkpoint.kind, "kinds of devices": found.type, **own}
+    check_same(checkpoint.path, axis, facts, named)
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
     return checkpoint, found, axis.with_shared_memory() if found.type == "cpu" else axis
 

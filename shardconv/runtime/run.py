@@ -20,7 +20,7 @@ from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.paths import missing_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
-from shardconv.errors import PlanWarning, RunError, is_connection_error
+from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer
 from shardconv.runtime.adapter import SplitAdapter
@@ -116,13 +116,13 @@ def check_prompts(prompts: Sequence[str]) -> None:
     """Refuse to run without a prompt, or with a prompt that is not text.
 
     Raises:
-        RunError: if all prompts are empty, or one is not UTF-8.
+        UsageError: if all prompts are empty, or one is not UTF-8.
     """
     if not any(prompt.strip() for prompt in prompts):
-        raise RunError("no prompt given: pass --prompt TEXT, or write a prompt per line to stdin")
+        raise UsageError("no prompt given: pass --prompt TEXT, or write a prompt per line to stdin")
     for number, prompt in enumerate(prompts, 1):
         if not prompt.isascii() and any("\ud800" <= char <= "\udfff" for char in prompt):
-            raise RunError(f"prompt {number} is not UTF-8: convert it")
+            raise UsageError(f"prompt {number} is not UTF-8: convert it")
 
 
 def run_rank(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.staging import as_output_errors, joined_staging
 from shardconv.checkpoint.team import Rows, Team
+from shardconv.checkpoint.views import View, describe_views
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
 
@@ -70,14 +72,15 @@ class SplitTeam(Team):
 
     def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
         """See :class:`Team`."""
-        every = self._exchange(
-            {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
-        )
-        if different := [name for name in every[0] if any(one[name] != every[0][name] for one in every)]:
-            process = next(at for at, one in enumerate(every) if one != every[0])
+        own = {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
+        every, hosts = zip(*self._exchange((own, gethostname())), strict=True)
+        if different := [name for name in own if any(one[name] != every[0][name] for one in every)]:
+            views = [
+                View(str([one[name] for name in different]), "", host) for one, host in zip(every, hosts, strict=True)
+            ]
             raise RunError(
-                f"{target}: processes 0 and {process} see different {', '.join(different)}: pass the same source and "
-                f"options to all processes"
+                f"{target}: the processes see different {', '.join(different)} ({describe_views(views, 'process')}): "
+                f"pass the same source and options to all processes"
             )
         self._members = self._find_members(target.absolute().parent)
 

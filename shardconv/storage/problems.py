@@ -8,10 +8,14 @@ _STATUS = re.compile(r"status code: (?P<code>\d{3})")
 _KIND = re.compile(r"kind: (?P<kind>Connect|Timeout|Interrupted|Decode|Request)\b")
 _RETRIES = re.compile(r"after (?P<count>\d+) retries")
 _KINDS = {
-    "Connect": "the server cannot be reached",
-    "Timeout": "the server did not answer in time",
-    "Interrupted": "the connection was lost",
+    "Connect": "the server{} cannot be reached",
+    "Timeout": "the server{} did not answer in time",
+    "Interrupted": "the connection to the server{} was lost",
 }
+#: The server of a request, without the user and password before it.
+_SERVER = re.compile(r"https?://(?:[^/?#\s]*@)?(?P<server>(?:\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::\d+)?)(?=[/?#\s)]|$)")
+#: What stores answer where a bucket or container does not exist; a 404 of a list has the same cause.
+_IS_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist|performing list request")
 #: Where the credentials of a scheme come from.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public bucket",
@@ -83,7 +87,8 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
     if known := next((text for kind, text in _KNOWN.items() if kind == name or kind in str(error)), ""):
         return known
     if is_missing(error):
-        return "does not exist"
+        missing = "its bucket or container does not exist: correct its name, or the endpoint"
+        return missing if _IS_BUCKET.search(str(error)) else "does not exist"
     if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"} or _lacks(error):
         remedy = f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
         return f"access is denied{f' (status {status})' if status else ''}{remedy}"
@@ -91,7 +96,8 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
     if status:
         return f"cannot be {done}: the server answered with status {status}{tried}"
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
-    return f"cannot be {done}: {_KINDS.get(kind, 'the request failed')}{tried}"
+    server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
+    return f"cannot be {done}: {_KINDS.get(kind, 'the request failed').format(server)}{tried}"
 
 
 def _lacks(error: Exception) -> bool:

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from shardconv.errors import ShardconvError, SourceError, UsageError
 from shardconv.storage.aws_profile import credential_provider, profile_options
-from shardconv.storage.problems import explain
+from shardconv.storage.problems import explain, is_missing
 from shardconv.storage.remote_file import RemoteFile
 from shardconv.storage.requirements import obstore, obstore_stores
 from shardconv.storage.url import Location
@@ -73,6 +73,21 @@ def list_files(
         for name, size in sizes.items()
         if size or name not in folders  # some tools write an empty object for a folder
     }
+
+
+def has_bucket(location: Location) -> bool:
+    """Whether the bucket or container of a missing file exists; also False if the store does not say.
+
+    Raises:
+        SourceError: if it does not exist.
+    """
+    try:
+        next(iter(obstore().list(open_store(location), location.prefix or None, chunk_size=1)), None)
+    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
+        if is_missing(error):
+            raise explain(error, str(location)) from None
+        return False
+    return True
 
 
 def _sizes(store: "ObjectStore", prefix: str, location: Location) -> dict[str, int]:

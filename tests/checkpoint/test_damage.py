@@ -14,7 +14,7 @@ from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.split import split
 from shardconv.checkpoint.verify import verify
 from shardconv.layouts.layout import NATIVE
-from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import cases
@@ -209,18 +209,29 @@ def test_against_a_source(made, name, source, code):
 
 
 @pytest.mark.parametrize(
-    ("specs", "said"),
+    ("change", "said"),
     [
         ({"model.norm.weight": ("F16", (64,))}, "model.norm.weight: is BF16 [64] (expected F16 [64] as in {})"),
         ({"extra": ("U8", (1,))}, "extra: is in {} only"),
+        ({"lm_head.weight": None}, "lm_head.weight: is not in {}"),
     ],
 )
-def test_against_a_source_of_another_shape(made, tmp_path, specs, said):
+def test_against_a_source_of_another_shape(made, tmp_path, change, said):
+    specs = {name: spec for name, spec in {**llama_specs(llama_config(layers=1)), **change}.items() if spec is not None}
     other = write_weights(tmp_path / "other.safetensors", specs)
     result = call("verify", made / "split", "--against", other)
     assert result.code == 3
-    assert said.format(other) in result.out
-    assert f"lm_head.weight: is not in {other}" in result.out
+    assert [line for line in result.out.splitlines() if said.format(other) in line]
+    assert "is another model" not in result.out
+
+
+def test_against_another_model_is_one_difference(made, tmp_path):
+    other = write_checkpoint(tmp_path / "other", config=llama_config(hidden=32))
+    result = call("verify", made / "split", "--against", other)
+    assert result.code == 3
+    (line,) = [line for line in result.out.splitlines() if line.startswith("DIFFERENT")]
+    assert f"{other}: is another model (of " in line
+    assert "verification failed: 1 difference: pass the source that was split to --against" in result.out
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

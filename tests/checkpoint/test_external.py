@@ -689,7 +689,7 @@ def test_verify_reads_the_layout_that_is_asked_for(llama, in_meta_order, tmp_pat
     shardconv.split(llama, tmp_path / "split", tp=2)
     with pytest.raises(UsageError, match="is a split checkpoint, and source_layout is for rank files of other tools"):
         shardconv.verify(tmp_path / "split", source_layout="meta")
-    with pytest.raises(SourceError, match='does not hold files of source_layout="deepseek"'):
+    with pytest.raises(UsageError, match='does not hold files of source_layout="deepseek"'):
         shardconv.verify(tmp_path, source_layout="deepseek")
 
 

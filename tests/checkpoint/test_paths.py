@@ -1,6 +1,7 @@
 """Paths of users: URLs are refused where only local paths can be used, and names on the Hugging Face Hub."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import shardconv
 from shardconv.checkpoint.paths import local_path
 from shardconv.errors import UsageError
-from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.checkpoints import DEMO, contents, llama_config, write_checkpoint
 from tests.support.command import call, finish, start
 
 URLS = {
@@ -209,3 +210,32 @@ def test_folder_that_only_has_a_lock_is_explained(tmp_path, command):
         f"shardconv: {tmp_path}: a run has not finished writing it: wait until it finishes, or if it was killed, "
         f"remove {tmp_path / '.shardconv.lock'} and run its command again\n"
     )
+
+
+# --- URLs without their colon ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        ("s3//bucket/x", "s3://bucket/x"),
+        ("gs//bucket", "gs://bucket"),
+        ("hf//org/model", "hf://org/model"),
+        ("https//user:secret@host/x?signature=secret", "https://host/x"),
+    ],
+)
+def test_url_without_its_colon_is_refused(path, url):
+    with pytest.raises(UsageError, match=f"is not a URL .did you mean {re.escape(url)}\\?.: add the colon") as caught:
+        local_path(path)
+    assert "secret" not in str(caught.value)
+
+
+def test_destination_without_the_colon_of_its_url_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("split", DEMO, "--tp", 2, "-o", "s3//bucket/x")
+    assert (result.code, "did you mean s3://bucket/x?" in result.err) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_with_the_name_of_a_scheme_is_a_path():
+    assert local_path("./s3//bucket") == Path("s3/bucket")

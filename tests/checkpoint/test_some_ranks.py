@@ -285,11 +285,10 @@ def test_merge_of_a_folder_with_all_ranks_and_one_with_some(source, tmp_path, or
 def test_ranks_that_load_folders_of_different_kinds(source, tmp_path):
     """The kinds differ, so an error names them; folders with different ranks have the same facts."""
     folders = split(source, tmp_path, "0-3", "0-1", "2-3")
-    whole, *some = (open_loadable(folder, tp=None, options={}).facts() for folder in folders)
-    assert some[0] == some[1]
-    assert (whole["kinds of folders"], some[0]["kinds of folders"]) == (
-        "a folder with all ranks", "a folder with some of the ranks",
-    )  # fmt: skip
+    whole, *some = (open_loadable(folder, tp=None, options={}) for folder in folders)
+    assert some[0].facts() == some[1].facts()
+    assert whole.kind == "a split checkpoint with all ranks"
+    assert {one.kind for one in some} == {"a split checkpoint with some of the ranks"}
 
 
 def test_reshard_of_several_folders(source, tmp_path):
@@ -297,6 +296,44 @@ def test_reshard_of_several_folders(source, tmp_path):
     shardconv.split(source, tmp_path / "expected", tp=2)
     shardconv.reshard(folders, tmp_path / "two", tp=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "expected")
+
+
+def test_verify_of_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "2-3", "0-1")
+    result = call("verify", *folders, "--against", source)
+    assert (result.code, result.err) == (0, "")
+    assert "4 ranks" in result.out
+    assert f"every tensor of {source}\ncorrect" in result.out
+    report = shardconv.verify(folders)
+    files = [path.read_bytes() for path in source.glob("*.safetensors")]
+    num_bytes = sum(len(file) - 8 - struct.unpack("<Q", file[:8])[0] for file in files)
+    assert (report.ranks, report.num_bytes) == ((0, 1, 2, 3), num_bytes)
+
+
+def test_verify_of_several_folders_names_the_folder_of_a_difference(source, tmp_path):
+    folders = split(source, tmp_path, "0-1", "2-3")
+    (folders[1] / "config.json").write_text("{}")
+    damaged = folders[1] / "rank-3-of-4.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    shutil.copy(folders[0] / "rank-0-of-4.safetensors", folders[0] / "other.safetensors")
+    report = shardconv.verify(folders)
+    assert any(text.startswith(f"{folders[1] / 'config.json'}: ") for text in report.differences)
+    assert any(str(damaged) in text for text in report.differences)
+    assert report.other_weights == (str(folders[0] / "other.safetensors"),)
+
+
+def test_verify_of_several_folders_without_all_ranks(source, tmp_path):
+    result = call("verify", *split(source, tmp_path, "0", "2-3"))
+    assert result.code == 1
+    assert "rank 1 of 4 is missing" in result.err
+
+
+def test_page_of_several_folders(source, tmp_path):
+    folders = split(source, tmp_path, "0-1", "2-3")
+    assert call("verify", *folders, "--html", tmp_path / "page.html").code == 0
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_commands_take_several_folders(source, tmp_path):

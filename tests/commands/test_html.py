@@ -73,7 +73,7 @@ def test_page_of_a_failed_verification(made, tmp_path):
     assert result.code == 3
     found = data_of(page)
     assert found["verify"]["differences"] == json.loads(result.out)["differences"] != []
-    assert found["remedy"].startswith("split the source again")
+    assert found["remedy"].startswith("pass the source that was split to --against; if you did, split the source again")
 
 
 @pytest.mark.parametrize("tp", [pytest.param([], marks=MATRIX), ["--tp", "2"]], ids=["all", "tp 2"])
@@ -114,7 +114,7 @@ REFUSED = {
     ),
     "folder": (lambda made, folder: folder, ["--overwrite"], 1, "is a folder, a link or a device"),
     "link": (lambda made, folder: link(folder / "link.html"), ["--overwrite"], 1, "is a folder, a link or a device"),
-    "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 1, "is in the source"),
+    "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 2, "is in the source"),
     "URL": (lambda made, folder: "s3://bucket/page.html", [], 2, "s3://bucket/page.html"),
     "families": (lambda made, folder: folder / "page.html", ["--list-families", "x"], 2, "--list-families"),
     "proof": (lambda made, folder: folder / "page.html", ["--prove"], 2, "--html does not show --prove"),

@@ -736,7 +736,7 @@ CASES: Mapping[str, Case] = {
     "layout of vLLM": Case(moved(RIGHT, split=na(OTHER_NAMES), reshard=na(OTHER_NAMES)), layout="vllm"),
     # sizes that do not divide
     "heads and widths that do not divide": Case(
-        refused(error("is not a multiple of", "supported with --pad")), base="odd",
+        refused(error("is not a multiple of", "--pad to pad with zeros")), base="odd",
     ),
     "heads and widths that do not divide, padded": Case(moved(RIGHT), base="odd", options=("--pad",)),
     "slopes for each head, padded in each group": Case(

@@ -169,10 +169,10 @@ REFUSED = {
     "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "does not have a config"),
     "tp": (
         lambda _: replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
-        "auto", shardconv.PlanError, "2 is not a multiple of 4.*Use tp=",
+        "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
     ),
     "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
-    "unknown family": (lambda _: llama(), "lama", shardconv.PlanError, "family 'lama' is unknown"),
+    "unknown family": (lambda _: llama(), "lama", shardconv.errors.UsageError, "family 'lama' is unknown"),
     "by_name": (lambda _: llama(), "by_name", shardconv.PlanError, "no family is known for model type 'llama'"),
     "derived class": (
         lambda _: with_class(Doubled), "auto", ValueError, "layers.1.mlp.up_proj: a Doubled may compute something else",

@@ -37,6 +37,13 @@ def files(tmp_path_factory):
     assert call("plan", source, "--html", folder / "sizes.html", "-q").code == 0
     verified = call("verify", folder / "tiny-tp4", "--against", other, "--html", folder / "verify.html", "-q")
     assert verified.code == 3
+    damaged = folder / "damaged"
+    shutil.copytree(folder / "tiny-tp4", damaged)
+    (damaged / "config.json").write_text("{}")
+    data = bytearray((damaged / "rank-1-of-4.safetensors").read_bytes())
+    data[-1] ^= 1
+    (damaged / "rank-1-of-4.safetensors").write_bytes(data)
+    assert call("verify", damaged, "--html", folder / "damaged.html", "-q").code == 3
     shardconv.split(source, folder / "tiny-rank1", tp=2, ranks=1)
     assert call("verify", folder / "tiny-rank1", "--html", folder / "rank1.html", "-q").code == 0
     (folder / "cost.html").write_bytes(write_page(plan_report([tensor_report("a")]), cost=cost_report()))

@@ -82,13 +82,39 @@ def test_checkpoint_without_bytes_has_no_chart(show):
 
 def test_verification_shows_checks_and_differences(show):
     page = show("verify")
-    assert "differences: split the source again" in page.locator(".verdict").inner_text()
+    assert "differences: pass the source that was split" in page.locator(".verdict").inner_text()
     assert "checksums" in page.get_by_role("table", name="Checks").inner_text()
     search = page.get_by_label("Search differences")
     search.fill("layers.2 k_proj")
     rows = page.locator("#verification tbody").last.locator("tr").all_inner_texts()
     assert len(rows) == 1
     assert rows[0].startswith("model.layers.2.self_attn.k_proj.weight")
+
+
+def results(page):
+    """Check to the result that the page shows."""
+    rows = page.get_by_role("table", name="Checks").locator("tbody tr").all()
+    return dict(row.locator("th, td").all_inner_texts() for row in rows)
+
+
+def test_failed_checks_are_shown_as_failed(show):
+    page = show("damaged")
+    found = results(page)
+    assert found["auxiliary files"] == "failed: 1 difference"
+    assert found["checksums"] == "failed: 1 difference"
+    assert found["padding zero"] == "no difference found"
+    assert page.locator("#verification .passed").count() == 0
+
+
+def test_differences_that_no_check_is_named_for_are_a_failed_check(show):
+    """A source with fewer layers."""
+    found = results(show("verify"))
+    assert found["other comparisons"].startswith("failed: ")
+    assert [result for result in found.values() if result == "passed"] == []
+
+
+def test_checks_without_differences_are_shown_as_passed(show):
+    assert results(show("rank1"))["checksums"] == "passed"
 
 
 def test_verification_of_some_ranks_names_them(show):
@@ -169,6 +195,12 @@ def test_page_is_accessible(show, scheme):
     results = axe.Axe().run(page).response
     assert [f"{one['id']}: {one['nodes'][0]['html']}" for one in results["violations"]] == []
     assert "color-contrast" in {one["id"] for one in results["passes"]}
+
+
+def test_tables_fit_a_window_of_1280_pixels(show):
+    page = show("plan")
+    widths = "[...document.querySelectorAll('.frame')].map((frame) => frame.scrollWidth - frame.clientWidth)"
+    assert set(page.evaluate(widths)) == {0}
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, UsageError
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
@@ -86,7 +86,7 @@ def test_replicated_tensors_of_distributed_experts_are_refused(mixtral):
 
 def test_checkpoint_without_experts_is_refused(made):
     _, folder = made("llama")
-    with pytest.raises(PlanError, match="the checkpoint does not have tensors of experts"):
+    with pytest.raises(UsageError, match="the checkpoint does not have tensors of experts"):
         shardconv.make_plan(folder / "source", tp=2, experts="expert")
 
 

@@ -393,7 +393,7 @@ NAME_AND_TP = pytest.mark.parametrize(("name", "tp"), [(name, tp) for name, tps 
 @NAME_AND_TP
 def test_error_proposes_padding(written_once, name, tp, tmp_path):
     _, source = written_once(name)
-    with pytest.raises(PlanError, match=rf"tp {tp}: supported with pad=True, [0-9.]+% more memory"):
+    with pytest.raises(PlanError, match=rf"^tp={tp} is unsupported .*, or pad=True to pad .*[0-9.]+% more memory"):
         shardconv.split(source, tmp_path / "split", tp=tp)
 
 
@@ -613,7 +613,8 @@ def test_plan_lists_the_costs_of_padding(one_layer, costs):
 def test_split_without_the_option_reports_the_cost_of_padding(one_layer, costs, tmp_path):
     refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1
-    assert f"Use --tp 1, 2, 4, 8. tp 3: supported with --pad, {costs[3]} more memory." in refused.err
+    assert "--tp 3 is unsupported (expected one of 1, 2, 4, 8) because of " in refused.err
+    assert f". Pass a supported size, or --pad to pad with zeros ({costs[3]} more memory)" in refused.err
 
 
 def test_split_prints_padded_sizes_and_their_cost(one_layer, costs, tmp_path):

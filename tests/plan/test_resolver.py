@@ -83,7 +83,7 @@ def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
 def test_invalid_tp_is_refused(tp, checkpoint):
-    with pytest.raises(shardconv.PlanError, match="an integer from 1"):
+    with pytest.raises(shardconv.errors.UsageError, match="an integer from 1"):
         shardconv.make_plan(checkpoint("llama"), tp=tp)
 
 
@@ -140,7 +140,7 @@ def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, patt
 
 @UNBALANCED
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
-    with pytest.raises(shardconv.PlanError, match=r"replicate=.*braces are unbalanced"):
+    with pytest.raises(shardconv.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 

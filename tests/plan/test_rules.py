@@ -98,7 +98,7 @@ def test_policy_for_a_checkpoint_is_refused(checkpoint):
 @pytest.mark.parametrize("name", ["lama", "mine"])
 def test_unknown_family_on_the_command_line(checkpoint, name):
     result = call("plan", checkpoint("llama"), "--rules", name)
-    assert result.code == 1
+    assert result.code == 2
     assert f"family '{name}' is unknown" in result.err
 
 

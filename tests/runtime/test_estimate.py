@@ -366,7 +366,7 @@ def test_config_that_is_a_link(tiny, tmp_path):
 
 
 def test_unsupported_tp_is_refused(tiny):
-    with pytest.raises(PlanError, match="Use tp="):
+    with pytest.raises(PlanError, match="tp=3 is unsupported"):
         estimate_cost(tiny, tps=[3])
 
 
@@ -436,7 +436,7 @@ def test_quiet_command_prints_nothing(tiny):
         (["--cost", "--alpha", "nan"], 2, "Invalid value for '--alpha': got 'nan', expected a number from 0"),
         (["--cost", "--beta", "-1"], 2, "Invalid value for '--beta'"),
         (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': got 'nan', expected a number from 0"),
-        (["--cost", "--tp", "3"], 1, "Use --tp"),
+        (["--cost", "--tp", "3"], 1, "--tp 3 is unsupported"),
         (["--seq", "5"], 2, "--seq applies to --cost only"),
         (["--cost", "--prove"], 2, "--prove cannot be combined with --cost"),
         (["--cost", "--measure-link", "--alpha", "3"], 2, "pass one or the other"),

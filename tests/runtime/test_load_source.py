@@ -175,7 +175,10 @@ def change_values(source):
 
 
 CHANGES = {
-    "other values": (change_values, "the ranks see different values of tensors"),
+    "other values": (
+        change_values,
+        r"the ranks see different values of tensors \(rank 0 in .*/one differs from rank 1 in .*/other\)",
+    ),
     "other config": (
         lambda source: change_config(source, {"rope_theta": 7.0, "rms_norm_eps": 1e-3}),
         "the ranks see different checkpoints",
@@ -205,7 +208,11 @@ def check_seen_as_one(axis, paths):
 
 def test_ranks_with_a_source_and_a_split(ranks, copied, tmp_path):
     shardconv.split(copied[0], tmp_path / "split", tp=2)
-    ranks("pair", check_seen, [copied[0], tmp_path / "split"], ["the ranks see different .*checkpoints"])
+    message = (
+        rf"the ranks see different kinds of checkpoints \(rank 0 in {copied[0]}: a source; "
+        rf"rank 1 in {tmp_path / 'split'}: a split checkpoint with all ranks\): make"
+    )
+    ranks("pair", check_seen, [copied[0], tmp_path / "split"], [message])
 
 
 def test_ranks_with_different_options(ranks, copied):

@@ -386,13 +386,13 @@ def test_errors_before_ranks_start(split, tmp_path):
 
 def test_prompts_that_are_not_utf8(single):
     result = call("run", single, "--device", "cpu", "--prompt", "caf\udce9")
-    assert (result.code, result.err) == (1, "shardconv: prompt 1 is not UTF-8: convert it\n")
+    assert (result.code, result.err) == (2, "shardconv: prompt 1 is not UTF-8: convert it\n")
     for given, message in (
         (b"a list\ncaf\xe9\n", "prompt 2 is not UTF-8: convert it"),
         (b"\n", "no prompt given: pass "),
     ):
         result = run_python("-m", "shardconv", "run", single, "--device", "cpu", given=given, is_text=False)
-        assert (result.returncode, message in result.stderr.decode()) == (1, True), result.stderr
+        assert (result.returncode, message in result.stderr.decode()) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(("file", "text", "message"), [

@@ -85,7 +85,8 @@ def test_a_server_that_is_gone_is_one_error(monkeypatch, tmp_path):
         url = server.url
     result = call("plan", f"{url}/model.safetensors")
     assert result.code == 1
-    assert "cannot be read: the server cannot be reached" in result.err
+    server = url.removeprefix("http://")
+    assert f"cannot be read: the server {server} cannot be reached" in result.err
     assert result.err.count("\n") == 1
 
 

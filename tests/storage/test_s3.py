@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import shardconv
 from shardconv.checkpoint.torch_files import TorchChunk, read_torch_chunks
 from shardconv.errors import SourceError
-from shardconv.storage import table
+from shardconv.storage import stores, table
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.external import deepseek_ranks, write_deepseek
@@ -119,10 +120,51 @@ def test_the_plan_of_a_remote_split_is_that_in_its_manifest(made, s3):
     assert remote.source == "s3://bucket/split"
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/none", "s3://no-bucket/x", "s3://bucket/models/model/none.safetensors"])
-def test_a_url_that_does_not_exist_is_one_error(s3, url):
+NO_BUCKET = "its bucket or container does not exist: correct its name, or the endpoint"
+ONLY = "does not exist, but its bucket or container does: correct the name of the"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/none", f"{ONLY} folder"),
+        ("s3://bucket/models/model/none.safetensors", f"{ONLY} file"),
+        ("s3://no-bucket/x", NO_BUCKET),
+        ("s3://no-bucket/x.safetensors", NO_BUCKET),
+        ("s3://no-bucket", NO_BUCKET),
+    ],
+)
+def test_a_missing_bucket_is_not_a_missing_folder(s3, url, message):
     result = call("plan", url)
-    assert (result.code, result.err) == (1, f"shardconv: {url}: does not exist\n")
+    assert (result.code, result.err) == (1, f"shardconv: {url}: {message}\n")
+
+
+def test_a_missing_file_where_lists_are_denied(s3, monkeypatch):
+    """The store does not say whether the bucket exists."""
+    real = stores.obstore
+
+    class Denied:
+        def __getattr__(self, name):
+            return getattr(real(), name)
+
+        def list(self, *_, **__):
+            raise PermissionError("status code: 403")
+
+    monkeypatch.setattr(stores, "obstore", Denied)
+    result = call("plan", "s3://bucket/none.safetensors")
+    assert (result.code, result.err) == (1, "shardconv: s3://bucket/none.safetensors: does not exist\n")
+
+
+@pytest.mark.parametrize("user", ["", "user:se%2Fcret@"])
+def test_a_refused_connection_names_the_server_without_credentials(s3, monkeypatch, user):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "max_retries": 1})
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{user}{server}")
+    result = call("plan", "s3://bucket/models/model")
+    assert f"s3://bucket/models/model: cannot be read: the server {server} cannot be reached" in result.err
+    assert "cret" not in result.err
 
 
 def test_errors_name_the_url_and_not_the_stand_in(s3, tmp_path):

@@ -114,7 +114,7 @@ def test_overwriting_removes_the_old_manifest_before_a_new_file_is_visible(made,
 def test_a_destination_in_or_around_the_source_is_refused(s3, target):
     before = s3.objects("model/")
     result = call("split", "s3://bucket/model", "--tp", "2", "-o", target, "--overwrite")
-    assert result.code == 1
+    assert result.code == 2
     assert "choose another path with -o" in result.err
     assert s3.objects("model/") == before
 

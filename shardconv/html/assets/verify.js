@@ -22,30 +22,53 @@ function verifySection(report, remedy) {
   return section('verification', 'Verification', shown, found);
 }
 
+// The differences that each check finds, by their text.
+const FOUND_BY = [
+  [/^auxiliary files$/, /: differs from its checksum|: is missing, (not a regular file|or differs from the index)/],
+  [/^checksums$/, /: the bytes of .* differ from their checksum/],
+  [/^replicas equal$/, /expected equal replicas/],
+  [/^padding zero$/, /: the padding of .* is not zero/],
+  [/every tensor of /, /: byte \d+ of the tensor differs from the source/],
+];
+
 function checksTable(report) {
-  const done = report.checked.map((check) => ({ check, isDone: true }));
   const columns = [
     { label: 'Check', cell: ({ check }) => breakable(check) },
-    { label: 'Done', cell: doneMark },
+    { label: 'Result', cell: resultMark },
   ];
-  return simpleTable('Checks', columns, [...done, ...missingChecks(report)]);
+  return simpleTable('Checks', columns, [...doneChecks(report), ...missingChecks(report)]);
 }
 
-function doneMark({ isDone, note }) {
-  if (isDone) return element('span', { class: 'done' }, 'yes');
-  return [element('span', { class: 'missing' }, 'no'), `: ${note}`];
+/** The checks that were made; a last one has the differences that are not found by one of them. */
+function doneChecks({ checked, differences }) {
+  const rest = new Set(differences);
+  const done = checked.map((check) => {
+    const texts = FOUND_BY.filter(([name]) => name.test(check)).map(([, text]) => text);
+    const found = differences.filter((difference) => texts.some((text) => text.test(difference)));
+    for (const difference of found) rest.delete(difference);
+    if (found.length) return { check, result: 'failed', note: counted(found.length, 'difference') };
+    return { check, result: differences.length ? 'done' : 'passed', note: '' };
+  });
+  if (!rest.size) return done;
+  return [...done, { check: 'other comparisons', result: 'failed', note: counted(rest.size, 'difference') }];
+}
+
+const RESULTS = { passed: 'passed', done: 'no difference found', failed: 'failed', missing: 'not made' };
+
+function resultMark({ result, note }) {
+  return [element('span', { class: result }, RESULTS[result]), note ? `: ${note}` : null];
 }
 
 function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, saved_by: savedBy, against }) {
   const missing = [];
   if (!hasChecksums) {
     const origin = savedBy ? `saved by ${savedBy}` : 'split with --no-checksums';
-    missing.push({ check: 'checksums', isDone: false, note: `there are none: ${origin}` });
+    missing.push({ check: 'checksums', result: 'missing', note: `there are none: ${origin}` });
   }
   if (!isCompared) {
     const check = against === null ? 'every tensor of the source' : `every tensor of ${against}`;
     const note = against === null ? '--against SRC compares them' : 'the tensors or the rank files differ';
-    missing.push({ check, isDone: false, note });
+    missing.push({ check, result: 'missing', note });
   }
   return missing;
 }
