@@ -17,7 +17,7 @@ demo: $(VENV)/.installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/torchao: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group torchao
@@ -34,7 +34,7 @@ test-azure: $(VENV)/.installed $(VENV)/azurite
 	PATH="$(CURDIR)/$(VENV)/azurite/node_modules/.bin:$$PATH" $(BIN)/python -m pytest tests/storage/test_other_stores.py
 
 test-matrix: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m matrix
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 
 $(VENV)/vision: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision
