@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before init_process_group: it keeps the default group of its import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
-from shardconv.errors import RunError
+from shardconv.errors import RunError, UsageError
 from shardconv.parent import PARENT
 
 #: The environment variable with the rendezvous of ranks that :func:`launch` started.
@@ -47,6 +47,7 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
 
     Raises:
         RunError: if a rank failed, with its message, or was killed.
+        UsageError: if what is wrong are options or the prompts on stdin.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
     with TemporaryDirectory(prefix="shardconv-") as folder:
@@ -68,7 +69,8 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     causes, consequences = errors
     if causes:
-        raise RunError(causes[0])
+        is_usage = any(failure.exitcode == UsageError.exit_code for failure in result.failures.values())
+        raise (UsageError if is_usage else RunError)(causes[0])
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         raise RunError(f"rank {first.local_rank} was killed by {name}; the other ranks were terminated")

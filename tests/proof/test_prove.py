@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.errors import PlanError, RunError
+from shardconv.errors import RunError, UsageError
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
@@ -279,7 +279,7 @@ def test_model_without_a_tp_plan(tmp_path):
     assert transformers_family("gpt2") is None
     assert transformers_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
-    with pytest.raises(PlanError, match="family 'transformers' is unknown"):
+    with pytest.raises(UsageError, match="family 'transformers' is unknown"):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 

@@ -91,30 +91,30 @@ def test_split_reads_a_store(made, store, tmp_path):
 
 
 def test_split_writes_the_tensors_of_a_local_split(made, store):
-    shardconv.split(made / "model", f"{store.url}/out/split", tp=2)
-    assert without_identity(store.objects("out/split/")) == without_identity(contents(made / "split"))
+    shardconv.split(made / "model", f"{store.url}/stores/split", tp=2)
+    assert without_identity(store.objects("stores/split/")) == without_identity(contents(made / "split"))
 
 
 def test_merge_writes_the_bytes_of_the_source(made, store):
-    shardconv.split(made / "model", f"{store.url}/out/both", tp=2)
-    shardconv.merge(f"{store.url}/out/both", f"{store.url}/out/merged")
-    assert store.objects("out/merged/") == contents(made / "model")
+    shardconv.split(made / "model", f"{store.url}/stores/both", tp=2)
+    shardconv.merge(f"{store.url}/stores/both", f"{store.url}/stores/merged")
+    assert store.objects("stores/merged/") == contents(made / "model")
 
 
 def test_an_existing_checkpoint_is_refused(made, store):
-    shardconv.split(made / "model", f"{store.url}/out/twice", tp=4)
-    before = store.objects("out/twice/")
-    result = call("split", made / "model", "--tp", "2", "-o", f"{store.url}/out/twice")
+    shardconv.split(made / "model", f"{store.url}/stores/twice", tp=4)
+    before = store.objects("stores/twice/")
+    result = call("split", made / "model", "--tp", "2", "-o", f"{store.url}/stores/twice")
     assert result.err == (
-        f"shardconv: {store.url}/out/twice: exists: choose another path with -o, or pass --overwrite\n"
+        f"shardconv: {store.url}/stores/twice: exists: choose another path with -o, or pass --overwrite\n"
     )  # fmt: skip
-    assert store.objects("out/twice/") == before
+    assert store.objects("stores/twice/") == before
 
 
 def test_an_existing_checkpoint_is_overwritten_on_request(made, store):
-    shardconv.split(made / "model", f"{store.url}/out/again", tp=4)
-    shardconv.split(made / "model", f"{store.url}/out/again", tp=2, overwrite=True)
-    assert without_identity(store.objects("out/again/")) == without_identity(contents(made / "split"))
+    shardconv.split(made / "model", f"{store.url}/stores/again", tp=4)
+    shardconv.split(made / "model", f"{store.url}/stores/again", tp=2, overwrite=True)
+    assert without_identity(store.objects("stores/again/")) == without_identity(contents(made / "split"))
 
 
 def test_of_two_runs_one_writes_and_one_fails(made, store):
@@ -123,31 +123,31 @@ def test_of_two_runs_one_writes_and_one_fails(made, store):
 
     def start_second(done: int, total: int) -> None:
         if not second:
-            second.append(call("split", made / "model", "--tp", "4", "-o", f"{store.url}/out/race"))
+            second.append(call("split", made / "model", "--tp", "4", "-o", f"{store.url}/stores/race"))
 
-    shardconv.split(made / "model", f"{store.url}/out/race", tp=2, progress=start_second)
+    shardconv.split(made / "model", f"{store.url}/stores/race", tp=2, progress=start_second)
     assert "another run is writing it since" in second[0].err
-    assert without_identity(store.objects("out/race/")) == without_identity(contents(made / "split"))
+    assert without_identity(store.objects("stores/race/")) == without_identity(contents(made / "split"))
 
 
 def test_a_failed_run_leaves_no_visible_file(made, store):
     with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/out/failed", tp=2, progress=_interrupt)
-    assert store.objects("out/failed/") == {}
+        shardconv.split(made / "model", f"{store.url}/stores/failed", tp=2, progress=_interrupt)
+    assert store.objects("stores/failed/") == {}
 
 
 def test_only_azure_keeps_invisible_parts_of_a_failed_run(made, store):
     """Its protocol does not have a request that removes them; it does so after a week."""
     with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/out/parts", tp=2, progress=_interrupt)
-    assert ("out/parts/rank-0-of-2.safetensors" in store.unfinished()) is store.url.startswith("az")
+        shardconv.split(made / "model", f"{store.url}/stores/parts", tp=2, progress=_interrupt)
+    assert ("stores/parts/rank-0-of-2.safetensors" in store.unfinished()) is store.url.startswith("az")
 
 
 def test_a_failed_run_is_repeated(made, store):
     with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/out/repeated", tp=2, progress=_interrupt)
-    shardconv.split(made / "model", f"{store.url}/out/repeated", tp=2)
-    assert without_identity(store.objects("out/repeated/")) == without_identity(contents(made / "split"))
+        shardconv.split(made / "model", f"{store.url}/stores/repeated", tp=2, progress=_interrupt)
+    shardconv.split(made / "model", f"{store.url}/stores/repeated", tp=2)
+    assert without_identity(store.objects("stores/repeated/")) == without_identity(contents(made / "split"))
 
 
 def _interrupt(done: int, total: int) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import shardconv
-from shardconv.cli import main
 
 #: Environment of a new process, which imports the package under test.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
@@ -26,6 +25,8 @@ class Result(NamedTuple):
 
 def call(*arguments: object) -> Result:
     """Run a command in this process, as the console script does."""
+    from shardconv.cli import main  # noqa: PLC0415 - forked_client.py imports this module, and starts often
+
     out, err = io.StringIO(), io.StringIO()
     argv, handlers = sys.argv, {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     sys.argv = ["shardconv", *map(str, arguments)]

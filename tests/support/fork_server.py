@@ -6,11 +6,12 @@ Started by :mod:`tests.support.forked`. LISTENER is the descriptor of a listenin
 server exits when the other end of the pipe ALIVE is closed. A request is a message with the descriptors of
 stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
-A forked process has the standard streams, environment, folder, signals and session of its request, and leaves through
-Python's own exit. Of the server's state it has only the imported modules: the server has one thread, reads no
-random numbers and runs no operations of torch.
+A forked process has the standard streams, environment, folder, signals and session of its request, and exits as Python
+does, without the teardown of modules. Of the server's state it has only the imported modules: the server has one
+thread, reads no random numbers and runs no operations of torch.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -38,6 +39,11 @@ IMPORTED = (
     "transformers.models.encoder_decoder",
     "transformers.models.llama.modeling_llama",
     "transformers.models.llama.tokenization_llama",
+    "shardconv.checkpoint.meta_writer",
+    "shardconv.checkpoint.plan_report",
+    "shardconv.checkpoint.split",
+    "shardconv.checkpoint.strided",
+    "shardconv.cli",
     "shardconv.proof.compare",
     "shardconv.proof.model_check",
     "shardconv.proof.prove",
@@ -61,7 +67,7 @@ def main() -> None:
     gc.freeze()  # no collection in a forked process copies their pages
     request = Server(listener, alive).serve()
     if request is not None:
-        execute(request["arguments"])
+        leave(execute(request["arguments"]))
 
 
 class Server:
@@ -166,19 +172,38 @@ def set_up(request: dict[str, Any]) -> None:
     random.seed()
 
 
-def execute(arguments: list[str]) -> None:
-    """Run ``[-u] -m MODULE ...`` or ``[-u] SCRIPT ...``."""
+def execute(arguments: list[str]) -> int:
+    """Run ``[-u] -m MODULE ...`` or ``[-u] SCRIPT ...``; returns the exit code."""
     if arguments[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         arguments = arguments[1:]
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path[0] = str(Path.cwd())
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments
-        sys.path[0] = str(Path(arguments[0]).parent)
-        runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path[0] = str(Path(arguments[0]).parent)
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            raise
+        return error.code or 0
+    return 0
+
+
+def leave(code: int) -> None:
+    """Exit as Python does, but without the teardown of modules, which would copy all memory of the server."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            try:
+                stream.flush()
+            except OSError:
+                code = 120  # as Python's own
+    os._exit(code)
 
 
 if __name__ == "__main__":
