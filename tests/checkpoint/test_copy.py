@@ -140,7 +140,7 @@ def random_rows(rng: np.random.Generator) -> FileRows | None:
     return FileRows(size, size + space) if space else None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=75)
 @given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
 def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
     """split, reshard and merge are such copies; each result equals that of numpy."""
@@ -164,7 +164,7 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_byt
     assert merged == [source_file]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(case=cases(), stripe_bytes=st.integers(1, 200), gap=st.integers(1, 40), seed=st.integers(0, 9), data=st.data())
 def test_copy_to_some_ranks(tmp_path, monkeypatch, case, stripe_bytes, gap, seed, data):
     """Whatever is not read, files are those of numpy, and checksums those of a copy to all ranks."""

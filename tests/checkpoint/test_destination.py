@@ -352,7 +352,7 @@ def test_overwrite_refuses_a_destination_with_the_plan_file(made, target):
     shutil.copytree(made / "split", target)
     (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
     result = call("split", made / "source", "--tp", "2", "-o", target, "--rules", target / "plan.toml", "--overwrite")
-    assert result.code == 1
+    assert result.code == 2
     assert "plan.toml: choose another path" in result.err
     assert (target / "plan.toml").is_file()
 

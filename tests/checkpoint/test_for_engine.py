@@ -19,7 +19,7 @@ from shardconv.checkpoint.planning import make_plan, plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
-from shardconv.errors import PlanError, ShardconvError, SourceError, WorldSizeError
+from shardconv.errors import PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
 from shardconv.plan.placement import Interval, Padding
@@ -78,7 +78,7 @@ def test_tp_that_the_engine_does_not_support(source):
 
 
 def test_unknown_engine_is_refused(source):
-    with pytest.raises(PlanError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
+    with pytest.raises(UsageError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
         make_plan(source, tp=2, engine="other")
 
 

@@ -26,6 +26,7 @@ from shardconv.layers import (
 from shardconv.layers.functional import parallel_linear
 
 LAYOUTS = ["pairs", "four"]
+from tests.support.matrix import cases
 
 
 def linears(*sizes):
@@ -292,10 +293,12 @@ def check_classes(axis):
         VocabParallelEmbedding.convert_parallel_embedding(table, 1, group=axis)
 
 
+CHECKS = (check_chains, check_no_false_alarms, check_forward, check_policy, check_ties, check_classes)
+
+
 @pytest.mark.parametrize(
-    "check", [check_chains, check_no_false_alarms, check_forward, check_policy, check_ties, check_classes]
+    ("layout", "check"), cases(itertools.product(LAYOUTS, CHECKS), lambda layout, _: layout == "four")
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_checks(ranks, layout, check):
     ranks(layout, check)
 

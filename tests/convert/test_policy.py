@@ -5,6 +5,7 @@ them, for two and four ranks; if a family shards the same tensors, placements ar
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from shardconv.convert import gather_state_dict
 from shardconv.layers.parallel_module import description
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.gpt import GPT, Block, batch
+from tests.support.matrix import cases
 from tests.support.models import MODELS, Model
 
 
@@ -319,8 +321,14 @@ def check_placements(axis, before, after):
     assert not any("norm" in name.lower() or "shared" in name or "embed" in name for name in sharded)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("layout", ["pair", "four"])
+#: By default, every second model on two ranks and the others on four.
+MODELS_ON_RANKS = cases(
+    itertools.product(["pair", "four"], CASES),
+    lambda layout, name: (layout == "pair") == ([*CASES].index(name) % 2 == 0),
+)
+
+
+@pytest.mark.parametrize(("layout", "name"), MODELS_ON_RANKS)
 def test_models(ranks, layout, name):
     ranks(layout, check_case, name)
 

@@ -201,6 +201,7 @@ def test_check_with_a_pytorch_file_that_transformers_does_not_find_names_the_com
     assert f"shardconv split {tmp_path} --tp 1" in result.err
 
 
+@MATRIX
 def test_text_of_a_pytorch_file_equals_that_of_the_safetensors_file(tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "demo")
     write_pytorch(source, load_file(DEMO / "model.safetensors"))
