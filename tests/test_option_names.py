@@ -33,7 +33,7 @@ FUNCTIONS = [one for one in (getattr(shardconv, name) for name in shardconv.__al
         ("pass --head-dim or --config FILE.", "pass head_dim or config=FILE."),
         ("use --for vllm, not --layout vllm", 'use engine="vllm", not layout="vllm"'),
         ("(--from meta)", '(source_layout="meta")'),
-        ("Use --tp 1, 2, 4.", "Use tp=1, 2, 4."),
+        ("--tp 3 is unsupported (expected", "tp=3 is unsupported (expected"),
         ("--replicate 'lm_head.weight' to", 'replicate=["lm_head.weight"] to'),
         ("--replicate model.norm.weight), or", 'replicate=["model.norm.weight"]), or'),
         ("with --ignore 'x*' --ignore y.bin.", 'with ignore=["x*", "y.bin"].'),

@@ -115,6 +115,8 @@ class PlanRequest:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
+        except UsageError as error:  # of the run that wrote the data
+            raise ValueError(str(error)) from error
 
 
 class Resolution(NamedTuple):

@@ -69,13 +69,14 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     causes, consequences = errors
     if causes:
-        is_usage = any(failure.exitcode == UsageError.exit_code for failure in result.failures.values())
-        raise (UsageError if is_usage else RunError)(causes[0])
+        rank, message = causes[0]
+        is_usage = rank in result.failures and result.failures[rank].exitcode == UsageError.exit_code
+        raise (UsageError if is_usage else RunError)(message)
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         raise RunError(f"rank {first.local_rank} was killed by {name}; the other ranks were terminated")
     if consequences:
-        raise RunError(consequences[0])
+        raise RunError(consequences[0][1])
     return int(first.exitcode)
 
 
@@ -115,12 +116,12 @@ def _run_processes(
 _CAUSE, _CONSEQUENCE = "cause", "consequence"
 
 
-def _errors(folder: Path) -> list[list[str]]:
+def _errors(folder: Path) -> list[list[tuple[int, str]]]:
     """Read the messages of failed ranks, oldest first: causes, then consequences of failures of other ranks."""
 
-    def messages(kind: str) -> list[str]:
+    def messages(kind: str) -> list[tuple[int, str]]:
         paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns)
-        return [path.read_text() for path in paths]
+        return [(int(path.name.rpartition("-")[2]), path.read_text()) for path in paths]
 
     return [messages(_CAUSE), messages(_CONSEQUENCE)]
 

@@ -403,6 +403,11 @@ def test_invalid_patterns_of_ignored_files(folder, ignore):
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
+def test_request_for_an_engine_that_is_unknown(folder):
+    change_manifest(folder, lambda data: data["request"].update(engine="other"))
+    check_refused(folder, "shardconv.json: cannot be used: engine 'other' is not supported", verified=False)
+
+
 UNSAFE_NAMES = [
     "../evil", "../../evil", "/tmp/evil", "sub/../../evil", "./evil", "", ".", "..", "C:\\evil", "..\\evil", "evil\0",
     "evil\n",

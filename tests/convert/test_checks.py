@@ -24,9 +24,9 @@ from shardconv.layers import (
     VocabParallelEmbedding,
 )
 from shardconv.layers.functional import parallel_linear
+from tests.support.matrix import cases
 
 LAYOUTS = ["pairs", "four"]
-from tests.support.matrix import cases
 
 
 def linears(*sizes):

@@ -190,7 +190,6 @@ def test_source_that_is_not_split(split):
     assert "equal to the unsharded model in float32" in result.err
 
 
-@MATRIX
 @pytest.mark.parametrize("name", ["model.pt", "weights.bin"])
 def test_check_with_a_pytorch_file_that_transformers_does_not_find_names_the_commands(split, tmp_path, name):
     for file in ("config.json", name, "training_args.bin"):
@@ -211,6 +210,7 @@ def test_text_of_a_pytorch_file_equals_that_of_the_safetensors_file(tmp_path):
     assert (result.code, result.out.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.err
 
 
+@MATRIX
 def test_source_on_ranks_that_torchrun_started():
     options = ["--tp", "2", "--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu", "-q"]
     ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
@@ -733,8 +733,9 @@ print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := 
 def test_no_thread_of_gloo_is_left_at_exit(tmp_path):
     """A thread that releases a message while the interpreter exits would abort the process (SIGABRT)."""
     environment = {**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "1", RENDEZVOUS: f"file://{tmp_path}/rendezvous"}
-    (tmp_path / "leave.py").write_text(LEAVE)
-    result = run_python(tmp_path / "leave.py", env=environment)
+    result = subprocess.run(  # not a forked process, which exits without the teardown of modules
+        [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=False, timeout=100, env=environment
+    )
     assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
