@@ -1,4 +1,4 @@
-"""What ranks or processes see of a checkpoint that has to be the same for all, in words."""
+"""Messages about a checkpoint that ranks or processes see differently, and that has to be the same for all."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ _MAX_NAMED = 3
 
 
 class View(NamedTuple):
-    """What one rank or process sees.
+    """The checkpoint as one rank or process sees it.
 
     Attributes:
-        value: is compared.
-        text: the value for people; "" if it is a checksum.
+        value: compared with those of the others.
+        text: the value in words; "" if it is a checksum.
         host: the name of the host.
         path: of the checkpoint; "" if it is not known.
     """
@@ -26,7 +26,7 @@ class View(NamedTuple):
 
 
 def describe_views(views: Sequence[View], noun: str) -> str:
-    """Who sees what, with hosts and paths where these are not the same for all.
+    """Ranks or processes by what they see, with hosts and paths where these differ.
 
     Args:
         views: of all ranks or processes, in order.
