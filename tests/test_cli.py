@@ -310,7 +310,8 @@ def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message
 def test_unknown_option_proposes_the_nearest_ones(option, proposed):
     result = call("split", "x", "--tp", 2, option, "1")
     assert result.code == 2
-    assert re.findall("'(-[^']*)'", result.err) == [option, *proposed]
+    named = re.findall(r"(?<=[ '(])--?[\w-]+", result.err.splitlines()[0])  # click 8.2 does not quote them
+    assert named == [option, *proposed]
 
 
 def raising(error: BaseException):

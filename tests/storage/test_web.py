@@ -160,12 +160,13 @@ def test_secrets_of_a_url_are_not_in_errors(web, status):
     assert not is_shown(result.out + result.err)
 
 
-def test_secrets_are_not_shown_where_urls_are_refused(tmp_path):
-    url = "https://the-user:the-password@host/model?signature=the-signature"
-    for arguments in (["split", ".", "--tp", "2", "-o", url], ["run", url, "--prompt", "x"], ["plan", url]):
-        result = call(*arguments)
-        assert result.code == 2
-        assert not is_shown(result.out + result.err)
+@pytest.mark.parametrize("arguments", [["split", ".", "--tp", "2", "-o"], ["run", "--prompt", "x"], ["plan"]])
+def test_secrets_are_not_shown_where_urls_are_refused(arguments):
+    if arguments[0] == "run":
+        pytest.importorskip("torch")
+    result = call(*arguments, "https://the-user:the-password@host/model?signature=the-signature")
+    assert result.code == 2
+    assert not is_shown(result.out + result.err)
 
 
 @pytest.mark.parametrize(
