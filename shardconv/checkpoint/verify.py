@@ -200,6 +200,7 @@ def _verify_external(
     source = None
     if against is not None:
         source = open_source(local_path(against), follow_links=follow_links, ignore=as_names(ignore))
+    is_compared = source is not None and source.specs == external.specs
     differences = compare_sources(external, source, threads=threads, progress=progress)
     compared_with = None if against is None else shown(against)
     return VerifyReport(
@@ -213,9 +214,9 @@ def _verify_external(
         checked=(
             "names and shapes",
             "replicas equal",
-            *([f"every tensor of {compared_with}"] if compared_with else []),
+            *([f"every tensor of {compared_with}"] if is_compared else []),
         ),
-        is_compared=against is not None,
+        is_compared=is_compared,
         has_checksums=False,
         differences=tuple(map(shown, differences)),
         left_out={} if source is None else source.left_out,
