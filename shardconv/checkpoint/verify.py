@@ -12,6 +12,7 @@ from shardconv.checkpoint.dtype_conversion import with_dtype
 from shardconv.checkpoint.formats import MERGED, is_weights
 from shardconv.checkpoint.header import total_bytes
 from shardconv.checkpoint.held import held_stripes
+from shardconv.checkpoint.layout import ADAPTERS
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
@@ -135,8 +136,7 @@ def verify(
     ranks = _compare_ranks(split, source, threads=threads, progress=progress)
     for name in manifest.adapters:
         checked = (*checked, f"adapter {name}")
-        for folder in split.folders:
-            differences += _adapter_differences(folder.manifest.adapter_folders(folder.path)[name], threads)
+        differences += _adapter_differences(name, split, threads)
     return VerifyReport(
         path=found,
         against=compared_with,
@@ -200,6 +200,7 @@ def _verify_external(
     source = None
     if against is not None:
         source = open_source(local_path(against), follow_links=follow_links, ignore=as_names(ignore))
+    is_compared = source is not None and source.specs == external.specs
     differences = compare_sources(external, source, threads=threads, progress=progress)
     compared_with = None if against is None else shown(against)
     return VerifyReport(
@@ -213,9 +214,9 @@ def _verify_external(
         checked=(
             "names and shapes",
             "replicas equal",
-            *([f"every tensor of {compared_with}"] if compared_with else []),
+            *([f"every tensor of {compared_with}"] if is_compared else []),
         ),
-        is_compared=against is not None,
+        is_compared=is_compared,
         has_checksums=False,
         differences=tuple(map(shown, differences)),
         left_out={} if source is None else source.left_out,
@@ -225,12 +226,13 @@ def _verify_external(
     )
 
 
-def _adapter_differences(folder: Path, threads: int | None) -> list[str]:
-    """The differences of an adapter of a split checkpoint from its checksums."""
+def _adapter_differences(name: str, split: SplitFolders, threads: int | None) -> list[str]:
+    """The differences of an adapter of a split checkpoint: from its checksums, and between the folders."""
     try:
-        return [f"{folder}: {difference}" for difference in verify(folder, threads=threads).differences]
+        found = verify([folder.path / ADAPTERS / name for folder in split.folders], threads=threads).differences
     except SplitCheckpointError as error:
-        return [str(error)]
+        found = (str(error),)
+    return [f"adapter {name}: {difference}" for difference in found]
 
 
 class _RankFiles(NamedTuple):

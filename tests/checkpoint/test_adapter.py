@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint import low_rank
-from shardconv.errors import PlanError, ShardconvError, SourceError, UsageError
+from shardconv.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
 from shardconv.layouts.layout import NATIVE
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
 from tests.support.checkpoints import contents
@@ -196,6 +196,38 @@ def test_adapters_on_several_hosts(together, tmp_path):
     shardconv.reshard(folders, tmp_path / "resharded", tp=4)
     shardconv.split(source, tmp_path / "four", tp=4, adapters=adapters)
     assert contents(tmp_path / "resharded") == contents(tmp_path / "four")
+
+
+def test_verify_finds_adapters_of_hosts_that_differ(together, tmp_path):
+    """Each folder alone is correct."""
+    source, (_, adapter), _ = together
+    other = shutil.copytree(adapter, tmp_path / adapter.name)
+    save_file({name: tensor + 1 for name, tensor in load_file(adapter / WEIGHTS).items()}, other / WEIGHTS)
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for rank, (folder, one) in enumerate(zip(folders, (adapter, other), strict=True)):
+        shardconv.split(source, folder, tp=2, ranks=rank, adapters=[one])
+        assert shardconv.verify(folder).differences == ()
+    (difference,) = shardconv.verify(folders).differences
+    assert difference.startswith(f"adapter dora: {folders[1] / 'adapters' / 'dora'}: was split from another source")
+    with pytest.raises(SplitCheckpointError, match="was split from another source"):
+        shardconv.merge(folders, tmp_path / "merged")
+
+
+def test_verify_reads_the_adapters_of_all_hosts(together, tmp_path):
+    source, adapters, _ = together
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for rank, folder in enumerate(folders):
+        shardconv.split(source, folder, tp=2, ranks=rank, adapters=adapters)
+    report = shardconv.verify(folders)
+    assert report.differences == ()
+    assert {f"adapter {one.name}" for one in adapters} <= {*report.checked}
+    file = NATIVE.rank_file(1, 2)
+    with (folders[1] / "adapters" / "dora" / file).open("r+b") as opened:
+        opened.seek(-8, 2)
+        opened.write(b"another.")
+    differences = shardconv.verify(folders).differences
+    assert differences
+    assert all(text.startswith("adapter dora: ") and file in text for text in differences), differences
 
 
 def test_overwrite_replaces_adapters(together, made, tmp_path):

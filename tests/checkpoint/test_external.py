@@ -693,6 +693,20 @@ def test_verify_reads_the_layout_that_is_asked_for(llama, in_meta_order, tmp_pat
         shardconv.verify(tmp_path, source_layout="deepseek")
 
 
+def test_verify_counts_a_source_with_other_tensors_as_not_compared(llama, in_meta_order, tmp_path):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    compared = f"every tensor of {llama}"
+    report = shardconv.verify(source, against=llama)
+    assert (report.is_compared, compared in report.checked, report.differences) == (True, True, ())
+    tensors = {f"other.{name}": tensor for name, tensor in read(llama).items()}
+    (other := tmp_path / "other").mkdir()
+    save_file(tensors, other / "model.safetensors")
+    report = shardconv.verify(source, against=other)
+    assert (report.is_compared, report.checked) == (False, ("names and shapes", "replicas equal"))
+    (difference,) = report.differences
+    assert f"{other}: is another model" in difference
+
+
 @pytest.mark.usefixtures("listed_here")
 def test_verify_finds_a_replica_that_differs(in_meta_order, tmp_path):
     ranks = ranks_of(in_meta_order, 4)

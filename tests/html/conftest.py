@@ -1,9 +1,13 @@
 """A headless browser, and the pages that its tests open. They are skipped without playwright and chromium."""
 
+import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import shardconv
 from shardconv.html.page import write_page
@@ -40,10 +44,12 @@ def files(tmp_path_factory):
     damaged = folder / "damaged"
     shutil.copytree(folder / "tiny-tp4", damaged)
     (damaged / "config.json").write_text("{}")
-    data = bytearray((damaged / "rank-1-of-4.safetensors").read_bytes())
-    data[-1] ^= 1
-    (damaged / "rank-1-of-4.safetensors").write_bytes(data)
+    damage(damaged / "rank-1-of-4.safetensors")
     assert call("verify", damaged, "--html", folder / "damaged.html", "-q").code == 3
+    adapters = [write_adapter(folder / name) for name in ("ad", "ad2")]
+    shardconv.split(source, folder / "adapted", tp=4, adapters=adapters)
+    damage(folder / "adapted" / "adapters" / "ad" / "rank-1-of-4.safetensors")
+    assert call("verify", folder / "adapted", "--html", folder / "adapted.html", "-q").code == 3
     shardconv.split(source, folder / "tiny-rank1", tp=2, ranks=1)
     assert call("verify", folder / "tiny-rank1", "--html", folder / "rank1.html", "-q").code == 0
     (folder / "cost.html").write_bytes(write_page(plan_report([tensor_report("a")]), cost=cost_report()))
@@ -60,6 +66,25 @@ def files(tmp_path_factory):
     nothing = replace(plan_report([tensor_report("a", rows=0)]), supported_bytes=(0, 0))
     (folder / "nothing.html").write_bytes(write_page(nothing))
     (folder / "bidi.html").write_bytes(write_page(plan_report([tensor_report("a")], source="a\u202eb\udcff")))
+    return folder
+
+
+def damage(path: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def write_adapter(folder: Path) -> Path:
+    """A LoRA adapter of one layer of the model, with random values."""
+    folder.mkdir()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    values = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    tensors = {f"{module}.lora_A.weight": values, f"{module}.lora_B.weight": values.T.copy()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 

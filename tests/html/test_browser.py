@@ -113,6 +113,13 @@ def test_differences_that_no_check_is_named_for_are_a_failed_check(show):
     assert [result for result in found.values() if result == "passed"] == []
 
 
+def test_damage_of_an_adapter_is_a_failure_of_its_check_alone(show):
+    found = results(show("adapted"))
+    assert found.pop("adapter ad") == "failed: 1 difference"
+    assert {"adapter ad2", "checksums", "auxiliary files"} <= found.keys()
+    assert [check for check, result in found.items() if result.startswith("failed")] == []
+
+
 def test_checks_without_differences_are_shown_as_passed(show):
     assert results(show("rank1"))["checksums"] == "passed"
 

@@ -22,7 +22,7 @@ function verifySection(report, remedy) {
   return section('verification', 'Verification', shown, found);
 }
 
-// The differences that each check finds, by their text.
+// The differences that each check finds, by their text; those of an adapter start with the name of its check.
 const FOUND_BY = [
   [/^auxiliary files$/, /: differs from its checksum|: is missing, (not a regular file|or differs from the index)/],
   [/^checksums$/, /: the bytes of .* differ from their checksum/],
@@ -30,6 +30,14 @@ const FOUND_BY = [
   [/^padding zero$/, /: the padding of .* is not zero/],
   [/every tensor of /, /: byte \d+ of the tensor differs from the source/],
 ];
+
+/** The check that finds a difference; null for one that no check is named for. */
+function foundBy(difference, checked) {
+  const adapter = checked.find((check) => check.startsWith('adapter ') && difference.startsWith(`${check}: `));
+  if (adapter) return adapter;
+  const names = FOUND_BY.filter(([, text]) => text.test(difference)).map(([name]) => name);
+  return checked.find((check) => names.some((name) => name.test(check))) ?? null;
+}
 
 function checksTable(report) {
   const columns = [
@@ -41,16 +49,14 @@ function checksTable(report) {
 
 /** The checks that were made; a last one has the differences that are not found by one of them. */
 function doneChecks({ checked, differences }) {
-  const rest = new Set(differences);
+  const found = differences.map((difference) => foundBy(difference, checked));
+  const numberOf = (check) => found.filter((each) => each === check).length;
+  const failed = (check, number) => ({ check, result: 'failed', note: counted(number, 'difference') });
   const done = checked.map((check) => {
-    const texts = FOUND_BY.filter(([name]) => name.test(check)).map(([, text]) => text);
-    const found = differences.filter((difference) => texts.some((text) => text.test(difference)));
-    for (const difference of found) rest.delete(difference);
-    if (found.length) return { check, result: 'failed', note: counted(found.length, 'difference') };
+    if (numberOf(check)) return failed(check, numberOf(check));
     return { check, result: differences.length ? 'done' : 'passed', note: '' };
   });
-  if (!rest.size) return done;
-  return [...done, { check: 'other comparisons', result: 'failed', note: counted(rest.size, 'difference') }];
+  return numberOf(null) ? [...done, failed('other comparisons', numberOf(null))] : done;
 }
 
 const RESULTS = { passed: 'passed', done: 'no difference found', failed: 'failed', missing: 'not made' };
