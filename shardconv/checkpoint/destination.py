@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +23,14 @@ _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
-def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary_files: Collection[str] = ()) -> None:
+def check_destination(
+    path: Path,
+    *,
+    is_folder: bool,
+    overwrite: bool,
+    auxiliary_files: Collection[str] = (),
+    ranks: Sequence[int] | None = None,
+) -> None:
     """Check that a destination may be written.
 
     Args:
@@ -31,6 +38,7 @@ def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary
         is_folder: whether a folder will be written.
         overwrite: whether an existing checkpoint may be replaced.
         auxiliary_files: names of the auxiliary files that will be written.
+        ranks: the ranks that will be written; None for a checkpoint that is not of some ranks.
 
     Raises:
         OutputError: if the destination must not be replaced.
@@ -44,31 +52,38 @@ def check_destination(path: Path, *, is_folder: bool, overwrite: bool, auxiliary
         got, expected = ("folder", "file") if got_folder else ("link" if path.is_symlink() else "file", "folder")
         raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
     if not overwrite:
-        _refuse_some_ranks(path)
+        _refuse_other_ranks(path, ranks)
         raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
     if got_folder:
         _check_replaceable(path, auxiliary_files)
 
 
-def _refuse_some_ranks(path: Path) -> None:
-    """Refuse a folder with some of the ranks, which belong together with those of other folders."""
+def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
+    """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
     with suppress(SplitCheckpointError):
-        if is_split(path) and not (manifest := read_manifest(path)).is_complete:
+        if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
             raise OutputError(
                 f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
-                f"choose another folder with -o, as merge and reshard take several folders with some ranks each"
+                f"choose another folder with -o, as merge, reshard and verify take several folders with some ranks each"
             )
 
 
 def check_target(
-    path: Path, *, is_folder: bool, overwrite: bool, dry_run: bool, auxiliary_files: Collection[str] = ()
+    path: Path,
+    *,
+    is_folder: bool,
+    overwrite: bool,
+    dry_run: bool,
+    auxiliary_files: Collection[str] = (),
+    ranks: Sequence[int] | None = None,
 ) -> bool:
     """Check a destination like :func:`check_destination`; a dry run does not require ``overwrite``.
 
     Returns:
         Whether the destination exists and requires ``overwrite``.
     """
-    check_destination(path, is_folder=is_folder, overwrite=overwrite or dry_run, auxiliary_files=auxiliary_files)
+    allow = overwrite or dry_run
+    check_destination(path, is_folder=is_folder, overwrite=allow, auxiliary_files=auxiliary_files, ranks=ranks)
     got_folder = path.is_dir() and not path.is_symlink()
     return os.path.lexists(path) and not (got_folder and not any(path.iterdir()))
 

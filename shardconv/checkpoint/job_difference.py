@@ -1,7 +1,8 @@
 """The difference of a run from the interrupted one that it is to continue, by the options and files of both."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from shardconv.formatting import exact_size
@@ -12,6 +13,14 @@ _OPTIONS = {
     "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
     "experts": "--experts", "engine": "--for", "pad": "--pad",
 }  # fmt: skip
+#: Command to the settings that are from its options; its other settings are those of its source.
+_CHOSEN = {
+    "split": {*_OPTIONS},
+    "reshard": {"tp", "layout", "maximum file size", "engine", "pad"},
+    "pad": {"pad"},
+    "merge": set[str](),
+    "unpad": set[str](),
+}
 #: What follows from the options and the source, whose differences are named first.
 _DERIVED = {"plan", "sample of the source's values", "set of files"}
 #: Characters of a value in a message.
@@ -21,7 +30,8 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Describe the first difference of a job from that of the interrupted run; None if they are the same."""
-    for name in sorted(new, key=_DERIVED.__contains__):
+    chosen = _CHOSEN[new["command"]]
+    for name in sorted(new, key=partial(_order, new["command"])):
         value: Any = new[name]
         other: Any = old.get(name)
         if value == other:
@@ -29,17 +39,31 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
         if name == "source":
             return _of_files(value, other)
         if name == "options":
-            return _of_options(value, other)
-        if name in _OPTIONS:
-            return _of_option(name, value, other)
-        return f"the interrupted run has another {name}{_values(value, other)}"
+            return _of_options(value, other, chosen)
+        return _of_option(name, value, other) if name in chosen else _of_setting(name, value, other)
     return None
 
 
-def _of_options(new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
+def _order(command: str, name: str) -> int:
+    """The place of a setting among the others, with those first that others follow from."""
+    if name in {"version of shardconv", "command"}:
+        return 0
+    if name in _DERIVED:
+        return 3
+    # the files that a split reads follow from its options, the settings of other commands from the files
+    return 1 if (name == "source") == (command != "split") else 2
+
+
+def _of_setting(name: str, new: object, old: object) -> str:
+    return f"the interrupted run has another {name}{_values(new, old)}"
+
+
+def _of_options(new: Mapping[str, Any], old: Mapping[str, Any], chosen: Collection[str]) -> str:
     """The first difference of the options that choose a plan; a family and a plan file are the same option."""
     name = next(name for name in new if new[name] != old.get(name))
-    if _OPTIONS.get(name) != "--rules":
+    if name not in chosen:
+        return _of_setting(name, new[name], old.get(name))
+    if _OPTIONS[name] != "--rules":
         return _of_option(name, new[name], old.get(name))
     had, got = ((one["plan_file"] or [one["family"]])[0] for one in (old, new))
     if had == got:

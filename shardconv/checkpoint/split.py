@@ -146,8 +146,9 @@ def split(
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
+    chosen = choose_ranks(ranks, tp)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
-    source, chosen, team = planned.source, choose_ranks(ranks, tp), team or Team()
+    source, team = planned.source, team or Team()
     target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     _check_team(team, target, resume=resume)
     if layout == META:
@@ -159,8 +160,9 @@ def split(
         output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
     check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
     exists = check_target(
-        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names
-    )
+        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names,
+        ranks=chosen,
+    )  # fmt: skip
     resumed_bytes = 0
     if not dry_run:
         job = SplitWriting(

@@ -23,6 +23,7 @@ import shardconv
 from shardconv.checkpoint import job as job_module
 from shardconv.checkpoint import staging
 from shardconv.checkpoint.copy import CopyJob
+from shardconv.checkpoint.job_difference import difference
 from shardconv.checkpoint.shards import ShardWriter
 from shardconv.commands import notes
 from shardconv.errors import OutputError
@@ -392,6 +393,36 @@ def test_another_source(job, tmp_path, target):
     other = job.on(shutil.copytree(job.source, tmp_path / "copy"))
     refused(other, target, f"the interrupted run read {job.source}/")
     resume(job, target)
+
+
+@pytest.mark.parametrize("job", ["merge", "reshard"], indirect=True)
+@pytest.mark.parametrize("options", [{"tp": 2}, {"tp": 4, "dtype": "fp32"}, {"tp": 4, "layout": "vllm"}], ids=str)
+def test_source_that_was_split_again_is_not_named_as_an_option(job, made, tmp_path, target, options):
+    """``merge`` does not have options for what the manifests of its sources differ in."""
+    source = tmp_path / "source"
+    shardconv.split(made / "source", source, tp=4, dtype="bf16")
+    job = job.on(source)
+    interrupt(job, target, 3)
+    shardconv.split(made / "source", source, overwrite=True, **options)
+    result = job.call(target, "--resume")
+    assert (result.code, re.findall(r"--[a-z-]+", result.err)) == (1, ["--resume"])
+    assert f"{source}/" in result.err
+
+
+@pytest.mark.parametrize("command", ["merge", "unpad"])
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ({"tp": 2}, {"tp": 4}, "has another tp (got 4, expected 2)"),
+        ({"dtype": None}, {"dtype": "fp32"}, "has another dtype (got fp32, expected None)"),
+        ({"options": {"head_dim": 8}}, {"options": {"head_dim": 16}}, "has another head_dim (got 16, expected 8)"),
+        ({"options": {"pad": 0}}, {"options": {"pad": 1}}, "has another pad (got 1, expected 0)"),
+        ({"tp": 2, "source": {"/a": "1 B"}}, {"tp": 4, "source": {"/b": "1 B"}}, "read /a (got /b)"),
+    ],
+)
+def test_settings_without_an_option_of_the_command(command, old, new, message):
+    job = {"command": command}
+    assert difference(job | old, job | new) == f"the interrupted run {message}"
 
 
 def flip(path: Path, offset: int = -1) -> None:

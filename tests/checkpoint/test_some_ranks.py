@@ -483,8 +483,10 @@ WRONG_RANKS = {
     "1-2-3": "--ranks is malformed",
     "0,0": "--ranks has rank 0 twice",
     "0-2,1": "--ranks has rank 1 twice",
-    "9" * 5000: "--ranks is malformed (got '999",
-    f"0-{'9' * 5000}": "--ranks is malformed (got '0-999",
+    "9" * 18: f"--ranks has rank {'9' * 18} (expected ranks from 0 to 3, for --tp 4)",
+    "9" * 19: f"--ranks has rank {'9' * 19} (19 digits, expected ranks from 0 to 3, for --tp 4)",
+    "9" * 5000: f"--ranks has rank {'9' * 20}... (5000 digits, expected ranks from 0 to 3, for --tp 4)",
+    f"0-{'9' * 5000}": f"--ranks has rank {'9' * 20}... (5000 digits, expected ranks from 0 to 3, for --tp 4)",
 }
 
 
@@ -494,6 +496,14 @@ def test_wrong_ranks(source, tmp_path, ranks):
     assert (result.code, result.out) == (2, "")
     assert WRONG_RANKS[ranks] in result.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_ranks_are_found_before_the_source_is_read(tmp_path):
+    result = call("split", tmp_path / "nothing", "--tp", 4, "--ranks", 9)
+    assert (result.code, result.err) == (
+        2,
+        "shardconv: --ranks has rank 9 (expected ranks from 0 to 3, for --tp 4): correct it\n",
+    )
 
 
 @pytest.mark.parametrize("ranks", [[], [-1], [4], [1, 1], [1.0], [True]], ids=str)
@@ -508,6 +518,7 @@ RIGHT_RANKS = {
     " 5-7 , 2,0": (0, 2, 5, 6, 7),
     0: (0,),
     range(6, 8): (6, 7),
+    f"{'0' * 5000}1-{'0' * 20}2": (1, 2),
     None: tuple(range(8)),
 }
 
@@ -528,9 +539,20 @@ def test_other_ranks_are_not_proposed_to_replace_those_in_a_folder(source, tmp_p
     result = call("split", source, "--tp", TP, "--ranks", "2-3", "-o", tmp_path / "host0")
     assert result.err == (
         f"shardconv: {tmp_path / 'host0'}: exists (with ranks 0, 1 of 4, which --overwrite would remove): choose "
-        f"another folder with -o, as merge and reshard take several folders with some ranks each\n"
+        f"another folder with -o, as merge, reshard and verify take several folders with some ranks each\n"
     )
     assert contents(tmp_path) == before
+
+
+def test_the_same_ranks_may_replace_those_in_a_folder(source, tmp_path):
+    (folder,) = split(source, tmp_path, "0-1")
+    before = contents(folder)
+    command = ["split", source, "--tp", TP, "--ranks", "1,0", "-o", folder]
+    result = call(*command)
+    expected = f"shardconv: {folder}: exists: choose another path with -o, or pass --overwrite\n"
+    assert (result.code, result.err) == (1, expected)
+    assert call(*command, "--overwrite", "--quiet").code == 0
+    assert contents(folder) == before
 
 
 @pytest.mark.parametrize("options", [(), ("--tp", "2")], ids=["stored tp", "another tp"])
