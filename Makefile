@@ -27,10 +27,11 @@ test-torchao: $(VENV)/.installed $(VENV)/torchao
 	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
 
 # Azurite, Microsoft's emulation of Azure Blob Storage
-$(VENV)/azurite:
-	npm install --silent --no-save --prefix $@ azurite@3.37.0
+$(VENV)/azurite/.installed:
+	npm install --silent --no-save --prefix $(@D) azurite@3.37.0
+	touch $@
 
-test-azure: $(VENV)/.installed $(VENV)/azurite
+test-azure: $(VENV)/.installed $(VENV)/azurite/.installed
 	PATH="$(CURDIR)/$(VENV)/azurite/node_modules/.bin:$$PATH" $(BIN)/python -m pytest tests/storage/test_other_stores.py
 
 test-matrix: $(VENV)/.installed

@@ -20,7 +20,7 @@ _EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _NOTHING_LEFT = "nothing was left behind"
-_SOME_LEFT = "a second signal ended the removal of files, so some may be left behind"
+_SOME_LEFT = "a signal ended the removal of files, so some may be left behind"
 #: Seconds between two attempts to raise an exception that would be lost now, and the largest number of attempts.
 _RETRY_SECONDS, _MAX_RETRIES = 0.05, 400
 
@@ -50,17 +50,26 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def _left(error: BaseException) -> str:
-    """What a signal left behind: a later one that ends the removal of files replaces the exception of the first."""
-    signals: list[BaseException] = []
+    """What a signal left behind, which notes say: those of the signal, and of earlier ones that it replaced."""
+    notes: dict[str, None] = {}
     other: BaseException | None = error
     while other is not None:
         if isinstance(other, (KeyboardInterrupt, Terminated)):
-            signals.append(other)
+            notes |= dict.fromkeys(getattr(other, "__notes__", []))
         other = other.__context__
-    notes = [note for one in signals for note in getattr(one, "__notes__", [])]
-    if notes:
-        return "; ".join(notes)
-    return _NOTHING_LEFT if len(signals) == 1 else _SOME_LEFT
+    return "; ".join(notes) or _NOTHING_LEFT
+
+
+class Removal:
+    """A context that removes files: a signal that ends it gets a note that some may be left behind."""
+
+    def __enter__(self) -> None:
+        """Do nothing: the end counts."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Add the note to a signal."""
+        if isinstance(error, (KeyboardInterrupt, Terminated)):
+            error.add_note(_SOME_LEFT)
 
 
 def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts

@@ -4,7 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from shardconv.checkpoint import staging
 from shardconv.exits import Terminated, describe
+from shardconv.storage.mirror import mirror
+from shardconv.temporary import TemporaryFolder
 
 
 def noted(error: BaseException, note: str) -> BaseException:
@@ -18,10 +21,7 @@ def noted(error: BaseException, note: str) -> BaseException:
         ([KeyboardInterrupt()], "interrupted; nothing was left behind"),
         ([noted(KeyError("cache"), "of the error"), Terminated()], "terminated; nothing was left behind"),
         ([noted(KeyboardInterrupt(), "files may be left")], "interrupted; files may be left"),
-        (
-            [KeyboardInterrupt(), KeyboardInterrupt()],
-            "interrupted; a second signal ended the removal of files, so some may be left behind",
-        ),
+        ([KeyboardInterrupt(), KeyboardInterrupt()], "interrupted; nothing was left behind"),
         (
             [KeyboardInterrupt(), noted(Terminated(), "files may be left"), Terminated()],
             "terminated; files may be left",
@@ -33,3 +33,32 @@ def test_message_of_a_signal(raised, message):
     for first, second in pairwise(raised):
         second.__context__ = first
     assert describe(raised[-1])[0] == message
+
+
+def in_staging(tmp_path):
+    return staging.staging(tmp_path / "out", is_folder=True, overwrite=False, num_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [in_staging, lambda _: mirror("model", "s3://bucket/model", {}), lambda _: TemporaryFolder()],
+    ids=["staging folder", "stand-ins", "temporary folder"],
+)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_during_a_removal_says_that_files_may_be_left(place, signals, tmp_path, monkeypatch):
+    """Of two signals, the first one starts the removal."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    def remove():
+        with place(tmp_path):
+            if signals == 2:
+                raise Terminated
+
+    monkeypatch.setattr(staging, "_remove", interrupt)
+    monkeypatch.setattr("shutil.rmtree", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        remove()
+    left = "a signal ended the removal of files, so some may be left behind"
+    assert describe(caught.value) == (f"interrupted; {left}", 130)

@@ -16,6 +16,7 @@ LAYERS = [
     "errors",
     "parent",
     "exits",
+    "temporary",
     "formatting",
     "protocols",
     "storage",

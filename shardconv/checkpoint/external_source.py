@@ -56,7 +56,7 @@ def open_external(
 
     Raises:
         SourceError: if a file is missing, damaged or a link out of the folder, or a tensor is unknown or does not fit.
-        UsageError: if the layout is unknown.
+        UsageError: if the layout is unknown, or the folder does not hold files of it.
     """
     names = [name for name, path in files.kept.items() if "/" not in name and not path.is_dir()]
     key = asked or detect(folder, names)

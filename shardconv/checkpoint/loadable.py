@@ -3,6 +3,7 @@
 Owns the differences between the two. Whatever loads a checkpoint reads the manifest, and shards from a reader.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.write import check_ranks, checksum_file
 from shardconv.errors import SplitCheckpointError, UsageError
+from shardconv.storage.table import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Loadable:
         if not found:
             return ""
         names = ", ".join(absolute_path(folder).name for folder in found)
+        source, adapter = (shlex.quote(shown(path)) for path in (self.path, found[0]))
         return (
-            f"adapters that are not applied: {names} (to apply one, shardconv split {self.path} --adapter {found[0]} "
+            f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} "
             f"--tp {self.manifest.tp}, and pass --adapter NAME)"
         )
 

@@ -99,6 +99,7 @@ def merge(
     Raises:
         SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
             of one split.
+        UsageError: if the destination is in the source, or contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """

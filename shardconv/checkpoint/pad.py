@@ -131,7 +131,7 @@ def pad(
     Raises:
         SourceError: if the source cannot be read, or does not have a config.json.
         PlanError: if outputs would differ, or config.json cannot express the padded sizes.
-        UsageError: if nothing needs padding.
+        UsageError: if nothing needs padding, or the destination is in the source or contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """

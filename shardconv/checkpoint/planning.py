@@ -244,6 +244,7 @@ def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
     Raises:
         SourceError: if the checkpoint cannot be read.
         PlanError: if no plan is known to be correct.
+        UsageError: if the family or ``tp`` is not valid, or an option does not apply to the checkpoint.
     """
     resolver, assumed = plan_source(src, **options).resolution
     return resolver.plan(tp, assumed=assumed)

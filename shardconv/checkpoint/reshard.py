@@ -120,7 +120,7 @@ def reshard(
             of one split.
         PlanError: if the checkpoint cannot be split for ``tp`` in this layout.
         UsageError: if the layout is unknown, or it is the layout of an engine and the checkpoint was split with options
-            that change the plan.
+            that change the plan, or the destination is in the source or contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """

@@ -140,7 +140,7 @@ def split(
             padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
             quantized source.
         UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
-            change the plan.
+            change the plan, or the destination is in the source or contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
             that of the same arguments.
     """

@@ -17,6 +17,7 @@ from shardconv.checkpoint.journal import JOURNAL_NAME, Journal
 from shardconv.checkpoint.paths import absolute_path, staging_folder
 from shardconv.checkpoint.remote_output import remote_staging
 from shardconv.errors import OutputError
+from shardconv.exits import Removal
 from shardconv.storage.table import remote_output
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
@@ -141,12 +142,13 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
                 error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
             raise
         finally:
-            if journal is not None:
-                journal.close()
-            if _is_same_folder(partial, descriptor):
-                _recover(partial, path)
-                if not is_kept:
-                    _remove(partial)
+            with Removal():
+                if journal is not None:
+                    journal.close()
+                if _is_same_folder(partial, descriptor):
+                    _recover(partial, path)
+                    if not is_kept:
+                        _remove(partial)
     finally:
         os.close(descriptor)
 

@@ -80,6 +80,7 @@ def convert_model(
     Raises:
         PlanError: if no rules are known for the model, the tensor parallel size is unsupported, or a policy does not
             fit the model.
+        UsageError: if the family is unknown, or ``experts`` is "expert" and the model does not have experts.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` is none of those.

@@ -8,12 +8,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.errors import RunError, one_line
 from shardconv.hf.package import import_transformers
+from shardconv.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from shardconv.protocols import ModelConfig, PretrainedModel
@@ -124,7 +124,7 @@ def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path
     if folder is not None and given == config:
         yield folder
         return
-    with TemporaryDirectory(prefix="shardconv-") as name:
+    with TemporaryFolder() as name:
         Path(name, CONFIG_NAME).write_text(json.dumps(given), "utf-8")
         yield Path(name)
 

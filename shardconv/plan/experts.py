@@ -38,7 +38,7 @@ def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
     """Find the tensors of experts among those of a checkpoint.
 
     Raises:
-        PlanError: if there are none.
+        UsageError: if there are none.
     """
     singles = {name: match for name in shapes if (match := _SINGLE.match(name))}
     counts: dict[str, int] = {}

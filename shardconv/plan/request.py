@@ -135,10 +135,13 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         request: the options of the user.
 
     Raises:
-        PlanError: if no rule matches a tensor, or options do not fit together.
+        PlanError: if no rule matches a tensor, options do not fit together, or the plan file is not valid.
+        UsageError: if the family is unknown, or an option does not apply to the checkpoint.
     """
     check_quantization(tensors, config)
     user = parse_plan_file(*request.plan_file) if request.plan_file else None
+    if user is not None:
+        _check_families(user)
     base = family_of(config or {}, request.family or (user.inherits if user else ""))
     towers = towers_in(tensors) if base.name == NAMES_FAMILY else []
     assumed_heads = uncertain = ""
@@ -159,6 +162,18 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         if replaced := resolver.replaced(base_rules):
             assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver.padded(request.pad), tuple(assumed))
+
+
+def _check_families(user: Family) -> None:
+    """Check that the families exist that a plan file names."""
+    submodels = {f"submodel {start!r}": submodel.family for start, submodel in (user.submodels or {}).items()}
+    inherited = "" if user.inherits == TRANSFORMERS else user.inherits
+    for key, name in {"inherits": inherited, **submodels}.items():
+        try:
+            if name:
+                load_family(name)
+        except UsageError as error:
+            raise PlanError(f"{user.origin}: {key}: {error.args[0]}") from error
 
 
 def _assumptions(

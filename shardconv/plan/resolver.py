@@ -42,7 +42,9 @@ class Resolver:
         where: the source of the tensors, for messages.
 
     Raises:
-        PlanError: if no rule matches a tensor, or a rule or a block of the user's matches none.
+        PlanError: if no rule matches a tensor, or a rule or a block of a plan file matches none.
+        UsageError: if a name or pattern to replicate matches no tensor, or experts are to be whole on a rank, and there
+            are none.
     """
 
     def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet, *, where: str = "this checkpoint") -> None:

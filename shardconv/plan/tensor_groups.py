@@ -77,6 +77,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
 
     Raises:
         PlanError: if no rule matches a tensor.
+        UsageError: if experts are to be whole on a rank, and there are none.
     """
     ruled, matcher = matcher_of(rules)
     no_match = (SCALAR, rules.models[0])

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Unpack
 
 from shardconv.checkpoint.copy import Progress
@@ -25,6 +24,7 @@ from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.storage.table import shown
+from shardconv.temporary import TemporaryFolder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -58,6 +58,7 @@ def prove(
     Raises:
         SourceError: if the checkpoint cannot be read, or with ``check_model`` does not have the tensors of its model.
         PlanError: if no rules exist for it.
+        UsageError: if the family or a tensor parallel size is not valid, or an option does not apply to it.
         RunError: if the small model cannot be built or run.
 
     Example:
@@ -71,7 +72,7 @@ def prove(
         require_model(config, tensors, shown(src))
     resolver, pads = planned.resolution.resolver, bool(request.pad)
     possible, unsupported = _plans(resolver, tps)
-    with TemporaryDirectory(prefix="shardconv-") as name:
+    with TemporaryFolder() as name:
         folder = Path(name)
         model, note = write_small_model(config, folder, heads=heads_for([*possible]), has_real_counts=pads)
         small = open_source(folder / SMALL)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, 
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions
 from shardconv.runtime.source_tensors import load_source
+from shardconv.temporary import TemporaryFolder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
@@ -111,7 +111,7 @@ def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
         peft = import_module("peft")
     except ImportError as error:
         raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
-    with TemporaryDirectory() as place, warnings.catch_warnings():
+    with TemporaryFolder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
         merged = Path(place, "adapter")
         merge(folder, merged)

@@ -69,6 +69,7 @@ def estimate_cost(
         SourceError: if the checkpoint cannot be read.
         RunError: if there is a config alone, and transformers does not have the model.
         PlanError: if no rules exist for the model, or a tp size is unsupported.
+        UsageError: if the family or a tp size is not valid, or an option does not apply to the model.
         ValueError: if ``batch`` or ``seq`` is less than 1.
 
     Example:

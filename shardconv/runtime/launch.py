@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcs
 
 from shardconv.errors import RunError, UsageError
 from shardconv.parent import PARENT
+from shardconv.temporary import TemporaryFolder
 
 #: The environment variable with the rendezvous of ranks that :func:`launch` started.
 RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
@@ -50,7 +50,7 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
         UsageError: if what is wrong are options or the prompts on stdin.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
-    with TemporaryDirectory(prefix="shardconv-") as folder:
+    with TemporaryFolder() as folder:
         threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
         common = {
             "WORLD_SIZE": str(ranks),

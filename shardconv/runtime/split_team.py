@@ -26,6 +26,7 @@ from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.views import View, describe_views
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
+from shardconv.exits import Removal
 
 #: Time that a process waits for the slowest one. Processes that have died are detected at once.
 _PATIENCE = timedelta(days=2)
@@ -241,7 +242,8 @@ def _new_file(path: Path) -> Iterator[None]:
             path.touch()
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with Removal():
+                path.unlink(missing_ok=True)
 
 
 def _lost() -> RunError:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardconv.errors import ShardconvError, SourceError
+from shardconv.exits import Removal
 from shardconv.storage import table
 from shardconv.storage.remote_file import RemoteFile
 
@@ -58,7 +59,8 @@ def mirror(
         for each in files:
             table.files.pop(folder / each, None)
         table.folders.pop(folder, None)
-        shutil.rmtree(top, ignore_errors=True)
+        with Removal():
+            shutil.rmtree(top, ignore_errors=True)
 
 
 def _make(path: Path, file: RemoteFile) -> None:

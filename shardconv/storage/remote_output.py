@@ -5,7 +5,6 @@ folder, and uploaded at the end in an order that the caller chooses. Names are r
 """
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +22,7 @@ from shardconv.storage.transfer import submit
 from shardconv.storage.upload import UploadFiles
 from shardconv.storage.url import LOCK_NAME, Location
 from shardconv.storage.write_requests import Key, Requests, exists, finish, read
+from shardconv.temporary import TemporaryFolder
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
@@ -108,7 +108,7 @@ class RemoteOutput:
     @contextmanager
     def _staging(self) -> Iterator[Path]:
         """Provide the local folder for new files."""
-        with tempfile.TemporaryDirectory(prefix="shardconv-", ignore_cleanup_errors=True) as folder:
+        with TemporaryFolder() as folder:
             self._staged = staged = Path(folder).resolve()
             table.outputs[staged], table.folders[staged] = self, self.location.to("").rstrip("/")
             try:

@@ -1,12 +1,15 @@
 """Loading checkpoints in S3: parameters are those of the local checkpoint, and each rank fetches its own bytes once."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 import shardconv
+from shardconv.checkpoint.loadable import open_loadable
+from shardconv.checkpoint.remote import local_folder
 from shardconv.errors import PeerError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
@@ -100,3 +103,15 @@ def test_run_of_a_url(home, s3, tmp_path):
     assert remote.code == 0, remote.err
     assert '"path": "s3://bucket/source"' in remote.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_for_an_adapter_at_a_url_has_the_url(home, s3, tmp_path):
+    source, _ = source_and_split(home, "llama", 2)
+    place = shutil.copytree(source, tmp_path / "place")
+    (place / "adapter_config.json").write_text("{}")
+    (place / "adapter_model.safetensors").write_bytes(b"")
+    upload(place, "bucket", "a place")
+    with local_folder("s3://bucket/a place") as folder:
+        note = open_loadable(folder, tp=2, options={"ignore": ("adapter_*",)}).adapter_note
+    command = "shardconv split 's3://bucket/a place' --adapter 's3://bucket/a place' --tp 2"
+    assert f"(to apply one, {command}, and pass --adapter NAME)" in note

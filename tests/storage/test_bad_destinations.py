@@ -9,8 +9,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+import moto.s3.models
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
 
 import shardconv
 from shardconv.storage import stores
@@ -64,8 +67,10 @@ def remove_lock(s3: S3Server) -> None:
     s3.client.delete_object(Bucket="bucket", Key=f"{FOLDER}/.shardconv.lock")
 
 
-def remove_bucket(s3: S3Server) -> None:
-    s3.fault = lambda _, path, query: "404" if path.startswith("/gone") else None
+def remove_bucket(_: S3Server) -> None:
+    backends = moto.s3.models.s3_backends
+    backends[DEFAULT_ACCOUNT_ID]["aws"].buckets.pop("gone")
+    backends.bucket_accounts.pop("gone")
 
 
 CASES = {
@@ -138,20 +143,33 @@ def test_bad_destination(name, made, s3, monkeypatch):
         shardconv.split(made / "model", case.url, tp=4)
     for file, data in case.there:
         put(file, data)(s3)
-    before = s3.objects(f"{FOLDER}/")
+    before = files_at(case.url, s3)
+    s3.requests.clear()
     s3.fault = faults(case, s3)
     result = call("split", made / "model", "--tp", "2", "-o", case.url, *["--overwrite"] * case.overwrite)
     s3.fault = lambda *_: None
+    assert bool(s3.requests) == (case.code != 2), "a URL that is not valid is refused before a request"
     assert result.code == case.code
     assert case.message in result.err
     assert result.err.count("shardconv: ") == 1
-    assert s3.unfinished() == []
-    check_left(case, before, s3.objects(f"{FOLDER}/"))
+    assert [name for bucket in buckets(s3) for name in s3.unfinished(bucket)] == []
+    check_left(case, before, files_at(case.url, s3))
+
+
+def buckets(s3: S3Server) -> set[str]:
+    return {bucket["Name"] for bucket in s3.client.list_buckets()["Buckets"]}
+
+
+def files_at(url: str, s3: S3Server) -> dict[str, bytes]:
+    """The files of a destination; none if the server does not have its bucket."""
+    location = urlsplit(url)
+    bucket, folder = location.hostname or "", location.path.strip("/")
+    return s3.objects(f"{folder}/", bucket) if bucket in buckets(s3) else {}
 
 
 def check_left(case: Case, before: dict[str, bytes], found: dict[str, bytes]) -> None:
     if case.left == INCOMPLETE:
-        assert not found.keys() & {"shardconv.json", "config.json"}
+        assert [name for name in found if name.endswith(("shardconv.json", ".index.json", "config.json"))] == []
     elif case.left == OTHER:
         assert found in ({".shardconv.lock": LOCK}, {"shardconv.json": b"theirs"})
     else:
