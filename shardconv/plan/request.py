@@ -67,7 +67,7 @@ class PlanRequest:
         if engine_named(self.engine) is SHARDCONV:
             object.__setattr__(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
-            raise PlanError(
+            raise UsageError(
                 f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
                 f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
@@ -113,7 +113,7 @@ class PlanRequest:
                 may_miss=data.get("may_miss", False),
                 pad=pad,
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, UsageError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
 
 
