@@ -67,7 +67,7 @@ class PlanRequest:
         if engine_named(self.engine) is SHARDCONV:
             object.__setattr__(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
-            raise PlanError(
+            raise UsageError(
                 f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
                 f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardconv.errors import RunError, one_line
+from shardconv.errors import RunError, UsageError, one_line
 from shardconv.hf.tokenizer import load_tokenizer
 from shardconv.protocols import PretrainedModel, Tokenizer
 
@@ -110,11 +110,11 @@ def parse_ids(text: str) -> list[int]:
     """Parse token ids, separated by spaces or commas.
 
     Raises:
-        RunError: if there are none, or the text has anything else.
+        UsageError: if there are none, or the text has anything else.
     """
     words = [word for word in re.split(r"[\s,]+", text) if word]
     if not words or not all(word.isdecimal() for word in words):
-        raise RunError(f'--token-ids: got {text!r}, expected numbers, as in --token-ids "1 2 3"')
+        raise UsageError(f'--token-ids: got {text!r}, expected numbers, as in --token-ids "1 2 3"')
     return [int(word) for word in words]
 
 

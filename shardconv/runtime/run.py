@@ -73,7 +73,7 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int
     for prompt in prompts if options.token_ids else ():
         parse_ids(prompt)
     if prompts and not any(prompt.strip() for prompt in prompts):
-        raise RunError("--prompt is empty: pass some text, or leave it out and write a prompt per line to stdin")
+        raise UsageError("--prompt is empty: pass some text, or leave it out and write a prompt per line to stdin")
     if prompts:
         check_prompts(prompts)
     if options.check is not None:

@@ -408,6 +408,11 @@ def test_request_for_an_engine_that_is_unknown(folder):
     check_refused(folder, "shardconv.json: cannot be used: engine 'other' is not supported", verified=False)
 
 
+def test_options_in_a_manifest_that_contradict_each_other(folder):
+    change_manifest(folder, lambda data: data["request"].update(pad=1, engine="vllm"))
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
 UNSAFE_NAMES = [
     "../evil", "../../evil", "/tmp/evil", "sub/../../evil", "./evil", "", ".", "..", "C:\\evil", "..\\evil", "evil\0",
     "evil\n",

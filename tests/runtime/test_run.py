@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.commands.run import show_report
 from shardconv.console import Console
-from shardconv.errors import RunError, ShardconvError
+from shardconv.errors import RunError, ShardconvError, UsageError
 from shardconv.runtime.launch import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
 from tests.support.checkpoints import DEMO
@@ -376,12 +376,13 @@ def test_rank_file_with_other_bytes(split, tmp_path):
 
 
 def test_errors_before_ranks_start(split, tmp_path):
-    for options, message in (
-        (["--prompt", " "], "--prompt is empty"),
-        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], "nothing: does not exist"),
+    for options, code, message in (
+        (["--prompt", " "], 2, "--prompt is empty"),
+        (["--token-ids", "abc"], 2, "--token-ids: got 'abc', expected numbers"),
+        (["--prompt", PROMPT, "--check", str(tmp_path / "nothing")], 1, "nothing: does not exist"),
     ):
         result = call("run", split, "--device", "cpu", *options)
-        assert (result.code, result.out, result.err.count("\n")) == (1, "", 1)
+        assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
         assert message in result.err
 
 
@@ -601,12 +602,12 @@ def test_token_ids_as_prompts(split):
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
 
 
-@pytest.mark.parametrize(("ids", "message"), [
-    ("5 six", "got '5 six', expected numbers"),
-    ("5 1999", "1999 is not in the model's vocabulary of 1,999"),
+@pytest.mark.parametrize(("ids", "error", "message"), [
+    ("5 six", UsageError, "got '5 six', expected numbers"),
+    ("5 1999", RunError, "1999 is not in the model's vocabulary of 1,999"),
 ])  # fmt: skip
-def test_invalid_token_ids(single, ids, message):
-    with pytest.raises(RunError, match=message):
+def test_invalid_token_ids(single, ids, error, message):
+    with pytest.raises(error, match=message):
         rank_report(single, ids, token_ids=True)
 
 
