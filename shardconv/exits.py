@@ -50,7 +50,7 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 
 def _left(error: BaseException) -> str:
-    """What a signal left behind, which notes say: those of the signal, and of earlier ones that it replaced."""
+    """The notes of a signal and of earlier ones that it replaced, on files that may be left behind."""
     notes: dict[str, None] = {}
     other: BaseException | None = error
     while other is not None:
@@ -64,7 +64,7 @@ class Removal:
     """A context that removes files: a signal that ends it gets a note that some may be left behind."""
 
     def __enter__(self) -> None:
-        """Do nothing: the end counts."""
+        """Do nothing; the note is added on exit."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Add the note to a signal."""

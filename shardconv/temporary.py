@@ -1,4 +1,4 @@
-"""Temporary folders, about which a signal says whether they may be left behind."""
+"""Temporary folders; a message reports a signal that interrupts their removal."""
 
 from tempfile import TemporaryDirectory
 

@@ -21,7 +21,7 @@ _CHOSEN = {
     "merge": set[str](),
     "unpad": set[str](),
 }
-#: What follows from the options and the source, whose differences are named first.
+#: Settings that follow from the options and the source, whose differences are named first.
 _DERIVED = {"plan", "sample of the source's values", "set of files"}
 #: Characters of a value in a message.
 _MAX_SHOWN = 100

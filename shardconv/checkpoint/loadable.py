@@ -60,7 +60,7 @@ class Loadable:
 
     @property
     def kind(self) -> str:
-        """What is at the path, which has to be the same for all ranks, as facts of the kinds differ."""
+        """The kind of checkpoint, for messages; the same on all ranks, because each kind has other facts."""
         if self.source is not None:
             return "a source"
         return f"a split checkpoint with {'all' if self.manifest.is_complete else 'some of the'} ranks"

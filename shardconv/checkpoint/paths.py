@@ -62,7 +62,7 @@ def unfinished(path: Path) -> str:
     for folder in (absolute, *absolute.parents[:2]):
         if (match := _STAGING_NAME.fullmatch(folder.name)) and folder.is_dir():
             return (
-                f"holds the files of a run that has not finished, of {folder.parent / match['name']}: {_KILLED} "
+                f"holds the files of an unfinished run for {folder.parent / match['name']}: {_KILLED} "
                 f"run its command again with --resume, or remove {folder}"
             )
     return ""

@@ -76,7 +76,7 @@ def list_files(
 
 
 def has_bucket(location: Location) -> bool:
-    """Whether the bucket or container of a missing file exists; also False if the store does not say.
+    """Whether the bucket or container of a missing file exists; also False if it is unknown, as without permission.
 
     Raises:
         SourceError: if it does not exist.

@@ -188,7 +188,7 @@ def killed(made, tmp_path) -> Path:
 def test_staging_folder_of_an_unfinished_run_is_explained(killed, command, path):
     folder = killed.parent / ".tiny-tp2.partial"
     assert call(command[0], folder / path, *command[1:]).err == (
-        f"shardconv: {folder / path}: holds the files of a run that has not finished, of {killed}: wait until it "
+        f"shardconv: {folder / path}: holds the files of an unfinished run for {killed}: wait until it "
         f"finishes, or if it was killed, run its command again with --resume, or remove {folder}\n"
     )
 
