@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -28,19 +29,24 @@ class PlacedTensors(NamedTuple):
     @property
     def rank_bits(self) -> list[int]:
         """Bits on each rank."""
-        sizes = [self.placement.shard_numel(self.spec.shape, rank) for rank in range(self.placement.tp)]
-        return [self.number * self._element_bits * size for size in sizes]
+        placement, shape = self.placement, self.spec.shape
+        bits = self.number * _element_bits(self.spec.dtype)
+        if placement.dim is None:
+            return [bits * prod(shape)] * placement.tp
+        bits *= prod(shape[: placement.dim] + shape[placement.dim + 1 :])
+        return [bits * placement.local_size(rank) for rank in range(placement.tp)]
 
     @property
     def padding_bits(self) -> int:
         """Bits of padding on all ranks together."""
         elements = self.placement.num_padding * (prod(self.spec.shape) // max(self.placement.size, 1))
-        return self.number * self._element_bits * elements
+        return self.number * _element_bits(self.spec.dtype) * elements
 
-    @property
-    def _element_bits(self) -> int:
-        found = _BITS.search(self.spec.dtype)
-        return int(found[0]) if found else 8
+
+@cache
+def _element_bits(dtype: str) -> int:
+    found = _BITS.search(dtype)
+    return int(found[0]) if found else 8
 
 
 def rank_bytes(placed: Sequence[PlacedTensors]) -> list[int]:

@@ -77,11 +77,11 @@ class Unit:
         while first < last:
             index, low = divmod(first, group)
             high = min(last - index * group, group)
-            interval = Interval(index * unpadded + min(low, unpadded), index * unpadded + min(high, unpadded))
-            if index < groups:
-                entries.append(interval)
-                first += interval.size
-            entries.append(Padding(index * group + high - first))
+            held = max(min(high, unpadded) - low, 0) if index < groups else 0
+            if held:
+                entries.append(Interval(index * unpadded + low, index * unpadded + low + held))
+            if held < high - low:
+                entries.append(Padding(high - low - held))
             first = index * group + high
         return entries
 
@@ -113,7 +113,7 @@ def shard_dim(
     return _shard_dim(dim, tuple(segments), tp, groups, padded_groups)
 
 
-@lru_cache(64)  # many tensors of a model have the same units
+@lru_cache(1024)  # a report places the same few units for every tp
 def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padded_groups: int | None) -> Placement:
     width, total = sum(units.width for units in segments), padded_groups or groups
     has_full_groups = total % tp == 0 and all(units.multiple == 1 for units in segments)

@@ -7,8 +7,8 @@ server exits when the other end of the pipe ALIVE is closed. A request is a mess
 stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
 A forked process has the standard streams, environment, folder, signals and session of its request, and exits as Python
-does, without the teardown of modules. Of the server's state it has only the imported modules: the server has one
-thread, reads no random numbers and runs no operations of torch.
+does, without the teardown of modules. It lists PyTorch files itself, as it has imported torch. Of the server's state it
+has only the imported modules: the server has one thread, reads no random numbers and runs no operations of torch.
 """
 
 import atexit
@@ -26,8 +26,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from shardconv.checkpoint import torch_files
 from shardconv.parent import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
+from tests.support.torch_files import run_in_process
 
 IMPORTED = (
     "torch.distributed.nn",
@@ -61,6 +63,7 @@ def main() -> None:
     # ranks that a forked process launches are forked by this server, too
     handler = sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"]
     handler.Popen = lambda *arguments, **options: ForkedPopen(*arguments, server=path, **options)
+    torch_files.run_script = run_in_process
     assert threading.active_count() == 1
     assert len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()

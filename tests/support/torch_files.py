@@ -17,15 +17,16 @@ from tests.support.checkpoints import deal, part_names, write_index
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
+def run_in_process(request: str) -> CompletedProcess[str]:
+    """Run the script that lists tensors in this process, where torch is imported: the import takes seconds."""
+    with warnings.catch_warnings(action="ignore"):  # as in the script's process, where no caller reads them
+        listed = list(torch_listing.list_files(json.loads(request)))
+    return CompletedProcess([], 0, "\n".join(map(json.dumps, listed)), "")
+
+
 def list_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the script that lists tensors in the process of the test, where torch is imported; it takes seconds."""
-
-    def run(request: str) -> CompletedProcess[str]:
-        with warnings.catch_warnings(action="ignore"):  # as in the process, where no caller reads them
-            listed = list(torch_listing.list_files(json.loads(request)))
-        return CompletedProcess([], 0, "\n".join(map(json.dumps, listed)), "")
-
-    monkeypatch.setattr(torch_files, "run_script", run)
+    """List tensors in the process of the test."""
+    monkeypatch.setattr(torch_files, "run_script", run_in_process)
 
 
 def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:
