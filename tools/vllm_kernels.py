@@ -131,23 +131,29 @@ def _quantized_linears(missing: Missing) -> Iterator[None]:
 @contextmanager
 def _quantized_experts(missing: Missing) -> Iterator[None]:
     """Experts in formats that no CPU kernel has."""
-    from vllm.model_executor.layers.fused_moe.oracle import int_wna16, nvfp4  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, int_wna16, mxfp4, nvfp4  # noqa: PLC0415
 
-    compressed = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
-    selections = {
-        "select_wna16_moe_backend": (
-            int_wna16,
-            int_wna16.WNA16MoEBackend,
-            [f"{compressed}_wna16", "auto_gptq", "auto_awq"],
+    compressed, marlin = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe", int_wna16.MarlinExperts
+    cpu = int8.Int8MoeBackend.CPU
+    #: Function, what it returns where no backend has kernels, and the modules that call it.
+    selections = (
+        (
+            int_wna16.select_wna16_moe_backend,
+            (int_wna16.WNA16MoEBackend.MARLIN, marlin),
+            ("wna16", "auto_gptq", "auto_awq"),
         ),
-        "select_nvfp4_moe_backend": (nvfp4, nvfp4.NvFp4MoeBackend, [f"{compressed}_w4a4_nvfp4", "modelopt"]),
-    }
+        (nvfp4.select_nvfp4_moe_backend, (nvfp4.NvFp4MoeBackend.MARLIN, marlin), ("w4a4_nvfp4", "modelopt")),
+        (mxfp4.select_mxfp4_moe_backend, (mxfp4.Mxfp4MoeBackend.MARLIN, marlin), ("w4a4_mxfp4", "mxfp4")),
+        (fp8.select_fp8_moe_backend, (fp8.Fp8MoeBackend.MARLIN, marlin), ("w8a8_fp8", "fp8", "modelopt")),
+        (int8.select_int8_moe_backend, (cpu, int8.backend_to_kernel_cls(cpu)[-1]), ("w8a8_int8",)),
+    )
     with ExitStack() as stack:
-        for name, (oracle, backends, modules) in selections.items():
-            select = _with_default(getattr(oracle, name), (backends.MARLIN, int_wna16.MarlinExperts), missing)
+        for select, default, modules in selections:
             for module in modules:
-                caller = import_module(f"vllm.model_executor.layers.quantization.{module}")
-                stack.enter_context(mock.patch.object(caller, name, select))
+                path = f"{compressed}_{module}" if module.startswith("w") else module
+                caller = import_module(f"vllm.model_executor.layers.quantization.{path}")
+                selected = _with_default(select, default, missing)
+                stack.enter_context(mock.patch.object(caller, select.__name__, selected))
         yield
 
 

@@ -19,7 +19,7 @@ from shardconv.errors import IntegrityError, PlanError
 from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.rank_tensors import read_tensors
-from tests.formats.test_fp8 import KINDS, quantize
+from tests.formats.test_fp8 import F32, quantize
 from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
@@ -187,7 +187,7 @@ def compressed(scheme, model, unquantized, folder):
 
 
 def blocks(model, unquantized, folder):
-    return write(unquantized(model), folder, partial(quantize, kind=KINDS[0]), FP8)
+    return write(unquantized(model), folder, partial(quantize, kind=F32), FP8)
 
 
 def with_cache_scale(unquantized, folder):
@@ -195,7 +195,7 @@ def with_cache_scale(unquantized, folder):
 
 
 def _cache_scale(name, tensor):
-    stored = quantize(name, tensor, kind=KINDS[0])
+    stored = quantize(name, tensor, kind=F32)
     is_key = name.endswith("k_proj.weight")
     return stored | ({name.replace("k_proj.weight", "k_scale"): torch.tensor(0.5)} if is_key else {})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tests.formats.test_fp8 import KINDS, quantize
+from tests.formats.test_fp8 import F32, TENSOR, UE8M0, quantize
 from tests.formats.test_gptq import DATA, GROUP
 from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import GPT_OSS, to_modelopt_fp8, to_modelopt_nvfp4, write_mxfp4
@@ -54,17 +54,17 @@ def _compressed(scheme: str, model: str, models: Path, folder: Path, *, width: i
 def _fp8(kind: str, model: str, models: Path, folder: Path) -> None:
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
     settings |= {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}
-    settings |= {"scale_fmt": "ue8m0"} if kind == KINDS[1] else {}
-    settings |= {"weight_block_size": None} if kind == KINDS[2] else {}
+    settings |= {"scale_fmt": "ue8m0"} if kind == UE8M0 else {}
+    settings |= {"weight_block_size": None} if kind == TENSOR else {}
     write_quantized(_unquantized(models, model), folder, partial(quantize, kind=kind), settings)
 
 
 def _deepseek(models: Path, folder: Path) -> None:
     """All projections of attention are quantized, as vLLM fuses two of them."""
-    _fp8(KINDS[0], "deepseek_v3", models, folder)
+    _fp8(F32, "deepseek_v3", models, folder)
     tensors, end = read(folder), "kv_a_proj_with_mqa.weight"
     for name in [name for name in tensors if name.endswith(end)]:
-        tensors |= quantize(name, tensors[name], kind=KINDS[0])
+        tensors |= quantize(name, tensors[name], kind=F32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, {"topk_method": "noaux_tc"})  # with a bias of the scores
 
@@ -132,10 +132,10 @@ CHECKPOINTS = {
         for model, schemes in {"phi3": ("W4A16", "FP8"), "qwen3_moe": _OF_EXPERTS, "qwen2_moe": ("W4A16",)}.items()
         for scheme in schemes
     },
-    ("fp8, block scales", "llama"): Checkpoint(partial(_fp8, KINDS[0], "llama"), (2, 4)),
-    ("fp8, block scales", "qwen3_moe"): Checkpoint(partial(_fp8, KINDS[0], "qwen3_moe")),
+    ("fp8, block scales", "llama"): Checkpoint(partial(_fp8, F32, "llama"), (2, 4)),
+    ("fp8, block scales", "qwen3_moe"): Checkpoint(partial(_fp8, F32, "qwen3_moe")),
     ("fp8, block scales", "deepseek_v3"): Checkpoint(_deepseek, (2, 4)),
-    ("fp8, UE8M0 block scales", "llama"): Checkpoint(partial(_fp8, KINDS[1], "llama")),
+    ("fp8, UE8M0 block scales", "llama"): Checkpoint(partial(_fp8, UE8M0, "llama")),
     ("ModelOpt FP8", "llama"): Checkpoint(partial(_modelopt, "FP8", "llama"), (2, 4)),
     ("ModelOpt FP8", "qwen3_moe"): Checkpoint(partial(_modelopt, "FP8", "qwen3_moe")),
     ("ModelOpt NVFP4", "llama"): Checkpoint(partial(_modelopt, "NVFP4", "llama"), (2, 4)),
@@ -157,7 +157,7 @@ NOT_LOADED = {
     "GPTQ desc_act": (_recorded("gptq-4-act-order"), "desc_act"),
     "GPTQ 3 bits": (_recorded("gptq-3"), "Unsupported quantization config: bits=3"),
     "FP8 experts": (Checkpoint(partial(_compressed, "FP8", "qwen3_moe")), "input_scales of w1 and w3"),
-    "one scale per weight": (Checkpoint(partial(_fp8, KINDS[2], "llama")), "weight_scale_inv"),
+    "one scale per weight": (Checkpoint(partial(_fp8, TENSOR, "llama")), "weight_scale_inv"),
 }
 #: Format, model and tensor parallel size.
 CASES = [(*name, tp) for name, checkpoint in CHECKPOINTS.items() for tp in checkpoint.tps]

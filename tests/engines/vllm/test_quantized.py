@@ -82,7 +82,7 @@ def test_layout(form, model, tp, sources, tmp_path):
     if (form, model) in REFUSED:
         with pytest.raises(PlanError, match=REFUSED[form, model]) as error:
             shardconv.split(source, split, tp=tp, layout="vllm")
-        assert "--for vllm" in str(error.value)
+        assert 'engine="vllm"' in str(error.value)
         assert not split.exists()
         return
     shardconv.split(source, split, tp=tp, layout="vllm")
