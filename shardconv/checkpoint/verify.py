@@ -40,7 +40,7 @@ class VerifyReport:
     """Result of a verification.
 
     Attributes:
-        path: the split checkpoint; several folders have spaces between them.
+        paths: the folders of the split checkpoint.
         against: the source it was compared with, or None.
         tp: number of ranks.
         layout: of the rank files.
@@ -55,10 +55,10 @@ class VerifyReport:
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
-        ranks: the ranks that the folder or folders have, which were checked.
+        ranks: the ranks that the folders have, which were checked.
     """
 
-    path: str
+    paths: tuple[str, ...]
     against: str | None
     tp: int
     layout: str
@@ -117,9 +117,10 @@ def verify(
     if against is None:
         refuse_layout(folders, source_layout)
     split = read_folders(folders) if len(folders) > 1 else _one_folder(folders[0])
-    manifest, source, found = split.manifest, None, " ".join(map(shown, folders))
+    manifest, source = split.manifest, None
     if against is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+            found = " ".join(map(shown, folders))
             raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
@@ -138,7 +139,7 @@ def verify(
         checked = (*checked, f"adapter {name}")
         differences += _adapter_differences(name, split, threads)
     return VerifyReport(
-        path=found,
+        paths=tuple(map(shown, folders)),
         against=compared_with,
         tp=manifest.tp,
         layout=manifest.layout.name,
@@ -204,7 +205,7 @@ def _verify_external(
     differences = compare_sources(external, source, threads=threads, progress=progress)
     compared_with = None if against is None else shown(against)
     return VerifyReport(
-        path=shown(external.path),
+        paths=(shown(external.path),),
         against=compared_with,
         tp=external.num_ranks,
         layout=str(external.layout),
