@@ -24,6 +24,7 @@ from shardconv.checkpoint.split import SplitReport
 from shardconv.checkpoint.verify import VerifyReport
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import ENVIRONMENT, call, finish, run, start
+from tests.support.matrix import cases, each_once
 
 PACKAGE = Path(shardconv.__file__).parent
 REPORTS = {
@@ -58,7 +59,8 @@ def commands(made, tmp_path, monkeypatch) -> dict[str, list[str]]:
 
 
 each_command = pytest.mark.parametrize("command", REPORTS)
-each_writing_command = pytest.mark.parametrize("command", ["split", "merge", "reshard"])
+WRITING = ["split", "merge", "reshard"]
+each_writing_command = pytest.mark.parametrize("command", WRITING)
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -339,7 +341,9 @@ def test_exit_codes(commands, tmp_path, monkeypatch, command, error, code, messa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("arguments", [["split", "x", "--tp", "2"], ["merge", "x"]], ids=["split", "merge"])
+@pytest.mark.parametrize(
+    "arguments", cases([["split", "x", "--tp", "2"], ["merge", "x"]], lambda arguments: "merge" in arguments)
+)
 def test_only_debug_shows_the_traceback(commands, arguments):
     plain, debug = run(*arguments), run(*arguments, "--debug")
     assert "Traceback" not in plain.err
@@ -415,21 +419,21 @@ def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
 COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10[0-7])[;\d]*m")
 
 
-@each_writing_command
+@pytest.mark.parametrize("command", cases(WRITING, lambda command: command != "reshard"))
 def test_bar_on_a_terminal(commands, command):
     shown = stderr_on_a_terminal(commands[command])
     assert command in shown
     assert COLOR.search(shown)
 
 
-@each_writing_command
+@pytest.mark.parametrize("command", cases(WRITING, lambda command: command == "reshard"))
 def test_no_color(commands, command):
     shown = stderr_on_a_terminal(commands[command], NO_COLOR="1")
     assert command in shown
     assert not COLOR.search(shown)
 
 
-@each_command
+@pytest.mark.parametrize("command", cases(REPORTS, lambda command: command in {"split", "verify"}))
 def test_no_bar_when_quiet(commands, command):
     reading, writing = os.openpty()
     assert run(*commands[command], "-q", stderr=writing).code == 0
@@ -439,7 +443,7 @@ def test_no_bar_when_quiet(commands, command):
         shown.read(1)  # nothing was written, and all writers have exited
 
 
-@each_command
+@pytest.mark.parametrize("command", cases(REPORTS, lambda command: command in {"merge", "plan"}))
 def test_no_escapes_without_a_terminal(commands, command):
     assert "\x1b" not in run(*commands[command]).out
 
@@ -492,7 +496,7 @@ def test_narrow_pipes_do_not_truncate_the_table(commands):
     assert "model.layers.*.self_attn.q_proj.weight" in shown
 
 
-@pytest.mark.parametrize("options", [[], ["--json"], ["--all"]])
+@pytest.mark.parametrize("options", cases([[], ["--json"], ["--all"]], lambda options: options != ["--all"]))
 def test_closed_pipe(commands, options):
     """As after ``| head -1``: no traceback and no message."""
     reading, writing = os.pipe()
@@ -504,8 +508,7 @@ def test_closed_pipe(commands, options):
     assert "Exception ignored" not in err
 
 
-@each_command
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(("command", "number"), each_once(REPORTS, [0, 1, 2]))
 def test_closed_stream(commands, tmp_path, command, number):
     """As after ``>&-``: the stream is replaced by the null device, so that no file gets its descriptor."""
     patch = (

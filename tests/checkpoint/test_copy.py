@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv.checkpoint import copy as engine
@@ -19,6 +19,7 @@ from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
+from tests.support.matrix import cases
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
 
@@ -51,7 +52,7 @@ def placements(draw, tp: int):
 
 
 @st.composite
-def cases(draw):
+def tensors_and_placements(draw):
     """Some tensors, each with a placement for N ranks and one for M ranks."""
     tensors = []
     old_tp, new_tp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 2, 4, 6]))
@@ -140,48 +141,73 @@ def random_rows(rng: np.random.Generator) -> FileRows | None:
     return FileRows(size, size + space) if space else None
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=75)
-@given(case=cases(), stripe_bytes=st.integers(1, 200), block_bytes=st.integers(1, 64), seed=st.integers(0, 9))
-def test_copy_between_any_two_placements(tmp_path, monkeypatch, case, stripe_bytes, block_bytes, seed):
+@pytest.mark.parametrize("examples", cases([25, 75], lambda examples: examples == 25))
+def test_copy_between_any_two_placements(tmp_path, monkeypatch, examples):
     """split, reshard and merge are such copies; each result equals that of numpy."""
-    monkeypatch.setattr(engine, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(engine, "BLOCK_BYTES_PER_SHARD", 1)
-    rng = np.random.default_rng(seed)
-    arrays = random_arrays(rng, case)
-    old, old_files = side(arrays, [old for _, _, old, _ in case], [random_rows(rng) for _ in arrays])
-    new, new_files = side(arrays, [new for _, _, _, new in case], [random_rows(rng) for _ in arrays])
-    source, source_file = in_one_file(arrays)
 
-    split, checksums = run(
-        tmp_path, source, [source_file], old, [len(file) for file in old_files], stripe_bytes=stripe_bytes
+    @settings(deadline=None, max_examples=examples)
+    @given(
+        case=tensors_and_placements(),
+        stripe_bytes=st.integers(1, 200),
+        block_bytes=st.integers(1, 64),
+        seed=st.integers(0, 9),
     )
-    assert split == old_files
-    resharded, _ = run(
-        tmp_path, old, split, new, [len(file) for file in new_files], stripe_bytes=stripe_bytes, checksums=checksums
-    )
-    assert resharded == new_files
-    merged, _ = run(tmp_path, old, split, source, [len(source_file)], stripe_bytes=stripe_bytes, checksums=checksums)
-    assert merged == [source_file]
+    def check(case, stripe_bytes, block_bytes, seed):
+        monkeypatch.setattr(engine, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(engine, "BLOCK_BYTES_PER_SHARD", 1)
+        rng = np.random.default_rng(seed)
+        arrays = random_arrays(rng, case)
+        old, old_files = side(arrays, [old for _, _, old, _ in case], [random_rows(rng) for _ in arrays])
+        new, new_files = side(arrays, [new for _, _, _, new in case], [random_rows(rng) for _ in arrays])
+        source, source_file = in_one_file(arrays)
+
+        split, checksums = run(
+            tmp_path, source, [source_file], old, [len(file) for file in old_files], stripe_bytes=stripe_bytes
+        )
+        assert split == old_files
+        resharded, _ = run(
+            tmp_path, old, split, new, [len(file) for file in new_files], stripe_bytes=stripe_bytes, checksums=checksums
+        )
+        assert resharded == new_files
+        merged, _ = run(
+            tmp_path, old, split, source, [len(source_file)], stripe_bytes=stripe_bytes, checksums=checksums
+        )
+        assert merged == [source_file]
+
+    check()
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-@given(case=cases(), stripe_bytes=st.integers(1, 200), gap=st.integers(1, 40), seed=st.integers(0, 9), data=st.data())
-def test_copy_to_some_ranks(tmp_path, monkeypatch, case, stripe_bytes, gap, seed, data):
+@pytest.mark.parametrize("examples", cases([20, 50], lambda examples: examples == 20))
+def test_copy_to_some_ranks(tmp_path, monkeypatch, examples):
     """Whatever is not read, files are those of numpy, and checksums those of a copy to all ranks."""
-    monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap)
-    geometry.cache_clear()
-    tp = case[0][2].tp
-    ranks = tuple(data.draw(st.lists(st.integers(0, tp - 1), min_size=1, unique=True)))
-    arrays = random_arrays(np.random.default_rng(seed), case)
-    source, source_file = in_one_file(arrays)
-    placements_ = [old for _, _, old, _ in case]
-    (every, files), (some, expected) = side(arrays, placements_), side(arrays, placements_, ranks=ranks)
-    _, checksums = run(tmp_path, source, [source_file], every, [len(file) for file in files], stripe_bytes=stripe_bytes)
-    found, some_checksums = run(
-        tmp_path, source, [source_file], some, [len(file) for file in expected], stripe_bytes=stripe_bytes
+
+    @settings(deadline=None, max_examples=examples)
+    @given(
+        case=tensors_and_placements(),
+        stripe_bytes=st.integers(1, 200),
+        gap=st.integers(1, 40),
+        seed=st.integers(0, 9),
+        data=st.data(),
     )
-    assert found == expected
-    assert some_checksums == [checksums[rank] for rank in ranks]
+    def check(case, stripe_bytes, gap, seed, data):
+        monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap)
+        geometry.cache_clear()
+        tp = case[0][2].tp
+        ranks = tuple(data.draw(st.lists(st.integers(0, tp - 1), min_size=1, unique=True)))
+        arrays = random_arrays(np.random.default_rng(seed), case)
+        source, source_file = in_one_file(arrays)
+        placements_ = [old for _, _, old, _ in case]
+        (every, files), (some, expected) = side(arrays, placements_), side(arrays, placements_, ranks=ranks)
+        _, checksums = run(
+            tmp_path, source, [source_file], every, [len(file) for file in files], stripe_bytes=stripe_bytes
+        )
+        found, some_checksums = run(
+            tmp_path, source, [source_file], some, [len(file) for file in expected], stripe_bytes=stripe_bytes
+        )
+        assert found == expected
+        assert some_checksums == [checksums[rank] for rank in ranks]
+
+    check()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

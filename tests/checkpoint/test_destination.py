@@ -21,6 +21,7 @@ from shardconv.errors import OutputError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import Result, call, finish, start
 from tests.support.faults import (
+    COMMANDS,
     SLOW,
     beside,
     check_done,
@@ -32,6 +33,7 @@ from tests.support.faults import (
     put_notes,
     refuse_to_list,
 )
+from tests.support.matrix import cases, each_once
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 
@@ -115,11 +117,12 @@ def test_overwrite(job, target, put):
     check_done(job.call(target, "--overwrite"), job, target)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["NOTES.md", "extra/mine.txt", "other/deep/x", ".hidden", ".ssh/key", "extra/model.safetensors", "pipe", "link"],
-)
-@pytest.mark.parametrize("is_its_own", [False, True], ids=["other", "own"])
+OTHER_FILES = [
+    "NOTES.md", "extra/mine.txt", "other/deep/x", ".hidden", ".ssh/key", "extra/model.safetensors", "pipe", "link",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "is_its_own"), each_once(OTHER_FILES, [False, True]))
 def test_overwrite_keeps_a_folder_with_other_files(job, target, name, is_its_own):
     if is_its_own:
         job.function(job.source, target)
@@ -383,9 +386,10 @@ def test_second_run_while_the_first_writes(job, target, monkeypatch):
     check_done(Result(0, "", ""), job, target)
 
 
+@pytest.mark.parametrize("races", cases([6, 20], lambda races: races == 6))
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_many_races(job, target, overwrite):
-    for _ in range(20):
+def test_many_races(job, target, overwrite, races):
+    for _ in range(races):
         barrier = threading.Barrier(3)
         outcomes: list[str] = []
 
@@ -409,6 +413,7 @@ def test_many_races(job, target, overwrite):
         shutil.rmtree(target)
 
 
+@pytest.mark.parametrize("job", cases(COMMANDS, lambda name: name == "merge"), indirect=True)
 def test_race_of_processes(job, target):
     processes = [start(*job.arguments, "-o", target, patch=SLOW) for _ in range(3)]
     results = [finish(process) for process in processes]

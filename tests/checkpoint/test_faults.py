@@ -23,7 +23,7 @@ from shardconv.checkpoint.copy import CopyJob
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, run, start
 from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, cases
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 
@@ -69,7 +69,7 @@ def status_of_child(function: Callable[[], int]) -> int:
 @pytest.mark.parametrize(
     ("options", "stride"),
     [
-        pytest.param(["--overwrite"], 5, id="overwrite-every-fifth"),
+        pytest.param(["--overwrite"], 9, id="overwrite-every-ninth"),
         pytest.param([], 1, id="new", marks=MATRIX),
         pytest.param(["--overwrite"], 1, id="overwrite", marks=MATRIX),
         pytest.param(["--overwrite", "--resume"], 1, id="resume", marks=MATRIX),
@@ -112,9 +112,10 @@ def start_slowly(job: Job, target: Path, delay: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_killed_at_random_moments(job, target):
+@pytest.mark.parametrize("kills", cases([2, 10], lambda kills: kills == 2))
+def test_killed_at_random_moments(job, target, kills):
     moments = random.Random(0)
-    for _ in range(5):
+    for _ in range(kills):
         process = start_slowly(job, target, moments.uniform(0, 0.5))
         process.kill()
         killed = finish(process).code == -signal.SIGKILL

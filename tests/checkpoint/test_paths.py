@@ -11,6 +11,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.errors import UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, write_checkpoint
 from tests.support.command import call, finish, start
+from tests.support.matrix import each_once
 
 URLS = {
     "s3://bucket/out": "aws s3 cp --recursive",
@@ -181,9 +182,9 @@ def killed(made, tmp_path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("path", ["", "result"], ids=["staging folder", "folder in it"])
 @pytest.mark.parametrize(
-    "command", [("verify",), ("merge",), ("plan",), ("split", "--tp", "2"), ("run", "--token-ids", "1")]
+    ("command", "path"),
+    each_once([["verify"], ["merge"], ["plan"], ["split", "--tp", "2"], ["run", "--token-ids", "1"]], ["", "result"]),
 )
 def test_staging_folder_of_an_unfinished_run_is_explained(killed, command, path):
     folder = killed.parent / ".tiny-tp2.partial"

@@ -21,6 +21,7 @@ from shardconv.checkpoint.split_writing import split_by
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
+from tests.support.matrix import each_once
 
 #: Rules for tensors that do not belong to a model.
 PLAN = """
@@ -281,8 +282,9 @@ def umask(request) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-@pytest.mark.parametrize("weights", [0o600, 0o644, 0o444, 0o400, 0o664, 0o755], ids=oct)
-@pytest.mark.parametrize("index", [0o644, 0o600], ids=oct)
+@pytest.mark.parametrize(
+    ("weights", "index"), each_once([0o600, 0o644, 0o444, 0o400, 0o664, 0o755], [0o644, 0o600]), ids=oct
+)
 def test_files_have_the_permissions_of_a_copy_by_cp(tmp_path, weights, index):
     """safetensors writes weights that only the owner may read, and an index and a config that everyone may read."""
     source = write_checkpoint(tmp_path / "model", parts=2)

@@ -82,6 +82,7 @@ def test_fullgraph(ranks, model_type):
     ranks("pair", check_type, model_type, "aot_eager")
 
 
+@MATRIX
 def test_fullgraph_of_forward(ranks):
     ranks("pair", check_type, "llama", "eager")
 

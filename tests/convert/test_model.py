@@ -38,19 +38,31 @@ from tools.model_matrix.trial import model_class, small
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]
 GENERATING = [name for name in NAMES if MODELS[name].auto in ("AutoModelForCausalLM", "T5ForConditionalGeneration")]
 
-#: Models that run by default also at a tensor parallel size at which KV heads are replicated.
+#: Models that run by default at a tensor parallel size at which KV heads are replicated.
 ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt2", "falcon-7b"}
 #: Models of other structures, which run by default on two ranks.
 ON_TWO_RANKS = {
     "bert", "bloom", "cohere", "deepseek_v3", "falcon-40b", "gpt_bigcode", "gpt_neox", "gpt_oss", "mamba2", "olmo2",
     "qwen3", "t5",
 }  # fmt: skip
+#: Models that generate by default: grouped, fused, single, latent and cross attention, experts, and ALiBi.
+GENERATING_BY_DEFAULT = {
+    "llama",
+    "gpt2",
+    "mixtral",
+    "bloom",
+    "deepseek_v3",
+    "falcon-40b",
+    "gpt_bigcode",
+    "mamba2",
+    "t5",
+}
 
 
-def over_layouts(names):
-    """Each model on two and on four ranks."""
+def over_layouts(names, by_default=ON_FOUR_RANKS | ON_TWO_RANKS):
+    """Each model on two and on four ranks, and by default on one of them."""
     pairs = [(layout, name) for layout in ("pair", "four") for name in names]
-    return cases(pairs, lambda layout, name: name in ON_FOUR_RANKS or (layout == "pair" and name in ON_TWO_RANKS))
+    return cases(pairs, lambda layout, name: name in by_default and (layout == "four") == (name in ON_FOUR_RANKS))
 
 
 def models_of(model, axis):
@@ -105,7 +117,7 @@ def check_generation(axis, name):
     assert torch.equal(after.generate(ids, **options), before.generate(ids, **options))
 
 
-@pytest.mark.parametrize(("layout", "name"), over_layouts(GENERATING))
+@pytest.mark.parametrize(("layout", "name"), over_layouts(GENERATING, GENERATING_BY_DEFAULT))
 def test_generation(ranks, layout, name):
     ranks(layout, check_generation, name)
 

@@ -1,5 +1,6 @@
 """Shared-memory channel: its results equal those of torch's all_gather."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardconv.distributed import gather_from_tp, reduce_from_tp, shared_memory
+from tests.support.matrix import cases
 from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="requires memfd_create (Linux)")
@@ -159,14 +161,18 @@ def check_no_descriptor_leaks(axis):
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+CHECKS = [
+    check_messages, check_many, check_operations, check_reductions, check_long, check_calls_differ, check_interrupted,
+    check_threads, check_inference_mode, check_one_rank_cannot_join, check_no_descriptor_leaks,
+]  # fmt: skip
+#: Checks that take seconds run by default on one layout.
+SLOW = {check_messages: "four", check_interrupted: "strided"}
+
+
 @pytest.mark.parametrize(
-    "check",
-    [
-        check_messages, check_many, check_operations, check_reductions, check_long, check_calls_differ,
-        check_interrupted, check_threads, check_inference_mode, check_one_rank_cannot_join, check_no_descriptor_leaks,
-    ],
-)  # fmt: skip
+    ("layout", "check"),
+    cases(itertools.product(LAYOUTS, CHECKS), lambda layout, check: SLOW.get(check, layout) == layout),
+)
 def test_shared_memory(ranks, layout, check):
     ranks(layout, check)
 

@@ -17,6 +17,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.runtime.dequantize import Stored
 from shardconv.runtime.dequantize import dequantize as load_weight
+from tests.support.matrix import each_once
 from tests.support.models import Tensors
 from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, write
 
@@ -66,8 +67,7 @@ def fp8(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
     return cache(make)
 
 
-@pytest.mark.parametrize("model", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "model"), each_once(KINDS, SIZES))
 def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, model):
     source = fp8(kind, model)
     for tp in SIZES[model]:

@@ -24,6 +24,7 @@ from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.units import Unit, shard_dim
+from tests.support.matrix import each_once
 
 LAYOUTS = ["pairs", "strided", "four"]
 BATCH, IN, OUT = 5, 24, 40
@@ -440,8 +441,7 @@ def check_low_rank(axis, dim):
         LoRALinear(base, 0)
 
 
-@pytest.mark.parametrize("dim", [-1, 0])
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize(("dim", "layout"), each_once([-1, 0], ["pairs", "four"]))
 def test_low_rank(ranks, layout, dim):
     ranks(layout, check_low_rank, dim)
 

@@ -70,13 +70,15 @@ def check_indices(axis, dtype, num_classes, shape):
         compare(axis, logits, target, target, num_classes, **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    ("layout", "num_classes"),
+    ("layout", "num_classes", "shape"),
     cases(
-        [("pairs", 12), ("strided", 5), ("four", 10), ("four", 3)],
-        lambda layout, num_classes: (layout, num_classes) in {("strided", 5), ("four", 10)},
+        [(*one, shape) for one in [("pairs", 12), ("strided", 5), ("four", 10), ("four", 3)] for shape in SHAPES],
+        lambda layout, num_classes, shape: (
+            (layout, num_classes) == (("four", 10) if shape == SHAPES[1] else ("strided", 5))
+        ),
     ),
+    ids=str,
 )
 def test_class_indices(ranks, layout, num_classes, shape):
     ranks(layout, check_indices, torch.float64, num_classes, shape)
@@ -97,8 +99,11 @@ def check_probabilities(axis, num_classes, shape):
         compare(axis, logits, target, target, num_classes, **options)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("num_classes", [12, 5])
+@pytest.mark.parametrize(
+    ("num_classes", "shape"),
+    cases(itertools.product([12, 5], SHAPES), lambda num_classes, shape: (num_classes == 12) == (shape == SHAPES[1])),
+    ids=str,
+)
 def test_probabilities(ranks, num_classes, shape):
     ranks("four", check_probabilities, num_classes, shape)
 

@@ -20,6 +20,7 @@ from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
+from tests.support.matrix import each_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended
 
@@ -84,8 +85,7 @@ def check_model(axis, folder, source):
     dist.barrier()
 
 
-@pytest.mark.parametrize("check", [check_dtensors, check_model])
-@pytest.mark.parametrize("layout", ["pairs", "four"])
+@pytest.mark.parametrize(("check", "layout"), each_once([check_dtensors, check_model], ["pairs", "four"]))
 def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
     source = write(tmp_path, "llama")
     shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")

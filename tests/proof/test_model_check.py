@@ -17,6 +17,7 @@ from shardconv.plan.plan import logical_tensors
 from shardconv.plan.unused import known_unused
 from shardconv.proof.model_check import check_model
 from tests.support.command import call
+from tests.support.matrix import each_once
 from tests.support.models import MODELS, change_config, pack_experts, read
 from tests.support.mtp import HUB, KIND_OF, with_mtp
 from tools.model_matrix.trial import KINDS, model_class, small
@@ -132,8 +133,7 @@ BY_PLAN = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("command", ["split", "plan", "plan --prove", "plan --propose"])
+@pytest.mark.parametrize(("what", "command"), each_once(WRONG, ["split", "plan", "plan --prove", "plan --propose"]))
 def test_differences_are_errors_and_nothing_is_written(llama, tmp_path, command, what):
     change, message = WRONG[what]
     rewritten(llama, change)

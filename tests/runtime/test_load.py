@@ -22,12 +22,12 @@ from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, 
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config
 
-#: Models that run by default: on two and on four ranks, and on two ranks only.
+#: Models that run by default: on four ranks, and models of other structures on two.
 ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt2"}
-ON_TWO_RANKS = {"bert", "bloom", "deepseek_v3", "falcon-40b", "gpt_bigcode", "gpt_oss", "mamba2", "olmo2", "t5"}
+ON_TWO_RANKS = {"bloom", "deepseek_v3", "falcon-40b", "gpt_oss", "mamba2", "t5"}
 LAYOUTS_AND_NAMES = cases(
     [(layout, name) for layout in TP for name in NAMES],
-    lambda layout, name: name in ON_FOUR_RANKS or (layout == "pair" and name in ON_TWO_RANKS),
+    lambda layout, name: name in (ON_FOUR_RANKS if layout == "four" else ON_TWO_RANKS),
 )
 
 

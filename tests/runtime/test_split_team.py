@@ -23,7 +23,7 @@ from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start
 from tests.support.faults import SLOW
 from tests.support.forked import Popen
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, each_once
 
 pytestmark = pytest.mark.timeout(240)
 PATIENCE = 60
@@ -177,8 +177,7 @@ def full(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("names", ["aa", "ab"], ids=["shared", "apart"])
+@pytest.mark.parametrize(("process", "names"), each_once([0, 1], ["aa", "ab"]))
 def test_full_disk(source, tmp_path, slow, full, process, names):
     """The other process stops copying, long before it would be done."""
     folders = [tmp_path / name / "out" for name in names]

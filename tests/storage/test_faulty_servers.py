@@ -15,7 +15,7 @@ from shardconv.errors import SourceError
 from shardconv.storage import stores
 from tests.support.checkpoints import contents
 from tests.support.command import call
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, each_once
 from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests, serve
 
 pytestmark = pytest.mark.usefixtures("_fast_retries")
@@ -37,8 +37,7 @@ def split(web: WebServer, target: Path) -> None:
     shardconv.split(f"{web.url}/model/model.safetensors.index.json", target, tp=2)
 
 
-@pytest.mark.parametrize("tag", ["v1", ""], ids=["with a tag", "without a tag"])
-@pytest.mark.parametrize("faults", [("500", "503", "429"), ("cut",), ("slow",)], ids=",".join)
+@pytest.mark.parametrize(("faults", "tag"), each_once([["500", "503", "429"], ["cut"], ["slow"]], ["v1", ""]))
 def test_passing_faults_do_not_change_the_result(made, web, tmp_path, faults, tag):
     web.tag, web.fault = tag, at_random(*faults)
     split(web, tmp_path / "out")

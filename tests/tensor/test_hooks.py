@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardconv import ColumnParallelLinear, convert_model
 from shardconv.tensor import ParamHook, use_param_hooks
+from tests.support.matrix import each_once
 
 FORWARD = ["pre_forward", "post_forward"]
 BACKWARD = ["pre_backward", "post_backward"]
@@ -568,8 +569,7 @@ def check_llama(axis, recomputes):
     assert {phase for phase, _ in recorder.take()} == set(FORWARD)
 
 
-LAYOUTS = pytest.mark.parametrize("layout", ["pairs", "four"])
-KINDS = pytest.mark.parametrize("kind", ["dtensor", "shard"])
+KINDS_ON_LAYOUTS = pytest.mark.parametrize(("kind", "layout"), each_once(["dtensor", "shard"], ["pairs", "four"]))
 CHECKS = [
     check_order, check_chain, check_uses, check_passes, check_second_derivative, check_brackets,
     check_arguments_and_results, check_views, check_silence, check_no_grad, check_in_place, check_set_items,
@@ -577,15 +577,13 @@ CHECKS = [
 ]  # fmt: skip
 
 
-@LAYOUTS
-@KINDS
+@KINDS_ON_LAYOUTS
 @pytest.mark.parametrize("check", CHECKS)
 def test_phases(ranks, layout, kind, check):
     ranks(layout, check, kind)
 
 
-@LAYOUTS
-@KINDS
+@KINDS_ON_LAYOUTS
 @pytest.mark.parametrize("where", ["inside", "behind", "other"])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -598,8 +596,7 @@ def test_checkpoint_without_hooks(ranks, use_reentrant):
     ranks("four", check_checkpoint_without_hooks, "shard", use_reentrant)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("recomputes", [None, True, False])
+@pytest.mark.parametrize(("recomputes", "layout"), each_once([None, True, False], ["pairs", "four"]))
 def test_llama(ranks, layout, recomputes):
     ranks(layout, check_llama, recomputes)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from shardconv.tensor import from_global, plan_redistribution, redistribute, redistribution_cost
 from shardconv.tensor.cost import Link
 from shardconv.tensor.redistribution import START_SECONDS
-from tests.support.matrix import cases
+from tests.support.matrix import cases, each_once
 from tests.support.mesh_layouts import (
     ALL,
     S0,
@@ -124,14 +124,12 @@ def test_no_plan_has_more_collectives_than_needed(sizes, shape):
 LINKS = [None, Link(alpha=1e-3), {0: Link(alpha=0.0), 1: Link(alpha=1e-4, beta=1e-9)}]
 
 
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
-        ((2, 2), (8, 12)), ((2, 2), (1024, 1024)), ((2, 2), (1023, 513)), ((4, 2), (2**15, 2**14)),
-        ((8,), (640, 9, 16)),
-    ],
-)  # fmt: skip
+LARGE = [
+    ((2, 2), (8, 12)), ((2, 2), (1024, 1024)), ((2, 2), (1023, 513)), ((4, 2), (2**15, 2**14)), ((8,), (640, 9, 16)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "shape", "links"), each_once(LARGE, LINKS))
 def test_no_path_is_cheaper(sizes, shape, links):
     """Large tensors take two collectives rather than one over all ranks."""
     links = {axis: links[axis] for axis in range(len(sizes))} if isinstance(links, dict) else links
@@ -258,7 +256,10 @@ def check_in_many_steps(axis, links):
                 check_pair(mesh, shape, source, target, links)
 
 
-@pytest.mark.parametrize("links", [Link(alpha=1.0), {"data": Link(alpha=1.0), "tensor": Link()}])
+@pytest.mark.parametrize(
+    "links",
+    cases([Link(alpha=1.0), {"data": Link(alpha=1.0), "tensor": Link()}], lambda links: isinstance(links, dict)),
+)
 def test_in_many_steps(ranks, links):
     ranks("four", check_in_many_steps, links)
 
