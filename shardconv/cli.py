@@ -17,8 +17,9 @@ from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.console import open_streams, show_error
+from shardconv.error_messages import describe
 from shardconv.errors import PeerError, WorldSizeError, command_line, is_connection_error
-from shardconv.exits import Terminated, default_signals, describe, exit_at_once, ignore_signals, raise_on_signals
+from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
 
 _FIRST_STEPS = """\

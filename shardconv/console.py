@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardconv.exits import describe
+from shardconv.error_messages import describe
 from shardconv.formatting import json_text, visible
 from shardconv.progress import Bars, Display, Lines, Progress
 

@@ -1,7 +1,7 @@
-"""Signals, exceptions and exit codes of the command line.
+"""Signals and exit codes of the command line.
 
-Owns the signal handlers of each phase of a process, and the message and exit code of each signal and exception. It is
-the first module that a command imports, so it imports nothing slow and knows no command.
+Owns the signal handlers of each phase of a process, and the message and exit code of each signal. It is the first
+module that a command imports, so it imports nothing slow and knows no command.
 """
 
 import os
@@ -15,11 +15,9 @@ if TYPE_CHECKING:  # typing takes longer to import than the modules above
     from collections.abc import Callable
     from typing import NoReturn
 
-#: Package to the extra of shardconv with which commands that import it run.
-_EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers": "transformers"}
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-_NOTHING_LEFT = "nothing was left behind"
+NOTHING_LEFT = "nothing was left behind"
 _SOME_LEFT = "a signal ended the removal of files, so some may be left behind"
 #: Seconds between two attempts to raise an exception that would be lost now, and the largest number of attempts.
 _RETRY_SECONDS, _MAX_RETRIES = 0.05, 400
@@ -29,35 +27,9 @@ class Terminated(BaseException):
     """SIGTERM was received. As with KeyboardInterrupt, no ``except Exception`` stops it."""
 
 
-def describe_signal(number: int, left: str = _NOTHING_LEFT) -> tuple[str, int]:
+def describe_signal(number: int, left: str = NOTHING_LEFT) -> tuple[str, int]:
     """The message and the exit code of a signal."""
     return f"{_MESSAGES[signal.Signals(number)]}; {left}", 128 + number
-
-
-def describe(error: BaseException) -> tuple[str, int]:
-    """The message of an exception, with its notes, and the exit code."""
-    import click  # noqa: PLC0415 - slow to import, and this module is imported before signals have handlers
-
-    if isinstance(error, click.Abort) and error.__cause__ is not None:
-        error = error.__cause__  # click raises Abort from KeyboardInterrupt and EOFError
-    if isinstance(error, KeyboardInterrupt):
-        return describe_signal(signal.SIGINT, _left(error))
-    if isinstance(error, Terminated):
-        return describe_signal(signal.SIGTERM, _left(error))
-    notes = "; ".join(getattr(error, "__notes__", []))
-    message, code = _describe(error)
-    return f"{message}; {notes}" if notes else message, code
-
-
-def _left(error: BaseException) -> str:
-    """The notes of a signal and of earlier ones that it replaced, on files that may be left behind."""
-    notes: dict[str, None] = {}
-    other: BaseException | None = error
-    while other is not None:
-        if isinstance(other, (KeyboardInterrupt, Terminated)):
-            notes |= dict.fromkeys(getattr(other, "__notes__", []))
-        other = other.__context__
-    return "; ".join(notes) or _NOTHING_LEFT
 
 
 class Removal:
@@ -70,29 +42,6 @@ class Removal:
         """Add the note to a signal."""
         if isinstance(error, (KeyboardInterrupt, Terminated)):
             error.add_note(_SOME_LEFT)
-
-
-def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts
-    """The message and the exit code of an exception other than a signal."""
-    import click  # noqa: PLC0415 - see above
-
-    from shardconv.errors import ShardconvError  # noqa: PLC0415 - see above
-
-    if isinstance(error, click.UsageError):
-        usage = f"\n{error.ctx.get_usage()}" if error.ctx else ""
-        return error.format_message() + usage, error.exit_code
-    if isinstance(error, click.ClickException):
-        return error.format_message(), error.exit_code
-    if isinstance(error, ShardconvError):
-        return str(error), error.exit_code
-    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
-        return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
-    if isinstance(error, MemoryError):
-        return "there is not enough memory", 1
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}", 1
-    return f"internal error: {type(error).__name__}: {error} (--debug shows the traceback; please report it)", 1
 
 
 def exit_at_once(code: int) -> "NoReturn":

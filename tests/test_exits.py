@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 
 from shardconv.checkpoint import staging
-from shardconv.exits import Terminated, describe
+from shardconv.error_messages import describe
+from shardconv.exits import Terminated
 from shardconv.storage.mirror import mirror
 from shardconv.temporary import TemporaryFolder
 

@@ -12,10 +12,12 @@ import shardconv
 PACKAGE = Path(shardconv.__file__).parent
 #: Packages and modules from the bottom up: each may import itself and those before it.
 LAYERS = [
+    "lazy",
     "option_names",
     "errors",
     "parent",
     "exits",
+    "error_messages",
     "temporary",
     "formatting",
     "protocols",

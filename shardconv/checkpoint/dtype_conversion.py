@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.formats import CONFIG_NAME
@@ -154,8 +155,6 @@ class Conversion:
         Raises:
             SourceError: if a finite element is too large for the dtype.
         """
-        from shardconv.checkpoint.rounding import convert  # noqa: PLC0415 - see its docstring
-
         stored_size, size = DTYPE_BITS[self.stored_dtype] // 8, DTYPE_BITS[self.dtype] // 8
         step = max(scratch.block_bytes * size // max(stored_size, size) // self.unit, 1) * self.unit
         for at in range(0, len(block), step):
@@ -166,7 +165,7 @@ class Conversion:
             else:
                 self.inner.fill(data, first * stored_size, read, scratch.nested("inner"))
             try:
-                convert(data, self.stored_dtype, converted, self.dtype)
+                arrays.rounding.convert(data, self.stored_dtype, converted, self.dtype)
             except OverflowError as error:
                 index, value = error.args
                 raise SourceError(self._overflow(first + index, value)) from error

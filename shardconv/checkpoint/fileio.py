@@ -6,13 +6,11 @@ import resource
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
+from shardconv import storage
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
-
-if TYPE_CHECKING:
-    from shardconv.storage.read_ahead import ReadAhead
 
 #: A writable one-dimensional buffer.
 Bytes = memoryview
@@ -230,7 +228,7 @@ class InputFiles:
             self._close_files()
             raise
         self._remote = {number: file for number, path in enumerate(paths) if (file := remote_file(path)) is not None}
-        self._ahead = _read_ahead() if self._remote else None
+        self._ahead = storage.read_ahead.ReadAhead() if self._remote else None
         self.threads = _REMOTE_THREADS if self._remote else None
         self.is_remote = bool(self._remote)
 
@@ -360,9 +358,3 @@ def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[
             merged[at] = (number, offset, offset + size)
         end = (number, merged[at][2])
     return (merged[at] for at in sorted(merged))
-
-
-def _read_ahead() -> "ReadAhead":
-    from shardconv.storage.read_ahead import ReadAhead  # noqa: PLC0415 - local files do not need its imports
-
-    return ReadAhead()

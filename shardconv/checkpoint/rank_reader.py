@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Progress, Scratch, Shards, Span, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box, ShardRows, geometry, unsharded
@@ -224,8 +225,6 @@ class SourceReader(RankReader):
 
     def _fill_rows(self, name: str, box: Box, data: Bytes) -> None:
         """Read full rows, block by block, and copy the columns of a box."""
-        from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
         step = max(_BLOCK_BYTES // box.full_width, 1)
         block = memoryview(bytearray(min(step, box.rows) * box.full_width))
         for row in range(0, box.rows, step):
@@ -234,38 +233,33 @@ class SourceReader(RankReader):
             full_rows = block[: rows * box.full_width]
             self._fill(name, full_rows, box.full + row * box.full_width)
             start = box.local + row * box.local_width
-            strided.scatter(full_rows, [block_box], data[start : start + rows * box.local_width], is_padded=False)
+            local_rows = data[start : start + rows * box.local_width]
+            arrays.strided.scatter(full_rows, [block_box], local_rows, is_padded=False)
 
 
 def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> Bytes:
     """The shard of a full tensor: a view of it if the shard is one range, else, or with ``is_copied``, a copy."""
-    from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
     boxes = list(shard.boxes(0, len(full)))
     if len(boxes) == 1 and _is_one_run(boxes[0]) and not shard.is_padded and not is_copied:
         _, size, offset = _run(boxes[0])
         return full[offset : offset + size]
     data = memoryview(bytearray(shard.local(len(full))))
-    strided.scatter(full, boxes, data, is_padded=False)
+    arrays.strided.scatter(full, boxes, data, is_padded=False)
     return data
 
 
 def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:
     """A copy of a shard with integers added to its elements, or subtracted with ``sign`` -1."""
-    from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
-
     copied = memoryview(bytearray(data))
-    add(copied, dtype, 0, values, sign=sign)
+    arrays.edits.add(copied, dtype, 0, values, sign=sign)
     return copied
 
 
 def _implied_values(shards: Shards) -> Bytes:
     """The values of a tensor that no file has, as they follow from its grid."""
-    from shardconv.checkpoint.edits import fill  # noqa: PLC0415 - see its docstring
-
     assert shards.edits is not None
     values = memoryview(bytearray(shards.geometry.num_bytes))
-    fill(values, shards.edits, 0)
+    arrays.edits.fill(values, shards.edits, 0)
     return values
 
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from shardconv import storage
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS, WEIGHT_SUFFIXES
 from shardconv.checkpoint.header import MAX_HEADER_BYTES, header_bytes
@@ -96,8 +97,6 @@ def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
         SourceError: if it does not exist, or cannot be listed.
         UsageError: if the URL is not valid, or a package is not installed.
     """
-    from shardconv.storage.mirror import mirror  # noqa: PLC0415 - local checkpoints do not need its imports
-
     location = parse(url)
     files = _files_of(location)
     if not files or (location.file and location.file not in files):
@@ -105,7 +104,7 @@ def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
     name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
     _keep_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
     copied = [each for each, file in files.items() if contents and _is_small(each, file)]
-    with mirror(name, location.to("").rstrip("/"), files, copied) as folder:
+    with storage.mirror.mirror(name, location.to("").rstrip("/"), files, copied) as folder:
         yield folder / location.file if location.file else folder
 
 
@@ -115,9 +114,7 @@ def _missing(location: Location) -> SourceError:
     Raises:
         SourceError: if its bucket or container is missing, too.
     """
-    from shardconv.storage.stores import has_bucket  # noqa: PLC0415 - local checkpoints do not need its imports
-
-    if location.is_web or location.scheme == "hf" or not has_bucket(location):
+    if location.is_web or location.scheme == "hf" or not storage.stores.has_bucket(location):
         return SourceError(f"{location}: does not exist")
     if not location.path:
         return SourceError(f"{location}: is empty")
@@ -156,15 +153,12 @@ def _keep_header(file: "RemoteFile") -> None:
 
 def _files_of(location: Location) -> "dict[str, RemoteFile]":
     """Name to file of what belongs to a URL: a folder, or a file with what is read next to it."""
-    from shardconv.storage.hub import list_model  # noqa: PLC0415 - local checkpoints do not need its imports
-    from shardconv.storage.stores import list_files  # noqa: PLC0415 - likewise
-
     if location.is_web:
         return _web_files(location)
     is_single = location.file is not None and location.file.endswith(".safetensors")
     if is_single and location.scheme != "hf":
         return _existing(location, [str(location.file), CONFIG_NAME])
-    files = list_model(location) if location.scheme == "hf" else list_files(location)
+    files = storage.hub.list_model(location) if location.scheme == "hf" else storage.stores.list_files(location)
     return {name: file for name, file in files.items() if not is_single or name in {location.file, CONFIG_NAME}}
 
 
@@ -193,11 +187,8 @@ def _listed(text: bytes) -> list[str]:
 
 def _existing(location: Location, names: list[str]) -> "dict[str, RemoteFile]":
     """Name to file of those files of a folder that exist."""
-    from shardconv.storage.remote_file import RemoteFile  # noqa: PLC0415 - local checkpoints do not need its imports
-    from shardconv.storage.stores import open_store  # noqa: PLC0415 - likewise
-
-    store = open_store(location)
-    files = {name: RemoteFile(store, location.prefix + name, location.to(name)) for name in names}
+    store = storage.stores.open_store(location)
+    files = {name: storage.remote_file.RemoteFile(store, location.prefix + name, location.to(name)) for name in names}
     with ThreadPoolExecutor(REQUESTS) as pool:
-        exist = pool.map(RemoteFile.exists, files.values())
+        exist = pool.map(storage.remote_file.RemoteFile.exists, files.values())
         return {name: file for (name, file), is_there in zip(files.items(), exist, strict=True) if is_there}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from shardconv import storage
 from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.padding_manifest import PADDING_NAME
@@ -75,14 +76,12 @@ def _target(location: Location) -> Iterator[Path]:
         UsageError: if nothing can be written there.
         OutputError: if it cannot be listed.
     """
-    from shardconv.storage.remote_output import RemoteOutput  # noqa: PLC0415 - local ones do not need its imports
-
     if reason := _READ_ONLY.get("http" if location.is_web else location.scheme):
         raise UsageError(f"{location}: cannot be written: {reason}")
     if location.file and not location.file.endswith(".safetensors"):
         raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
     try:
-        output = RemoteOutput(location)
+        output = storage.remote_output.RemoteOutput(location)
     except SourceError as error:
         raise OutputError(str(error)) from None
     with output.mirrored() as target:

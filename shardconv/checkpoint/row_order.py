@@ -9,6 +9,7 @@ permutations between the two orders are inverse to each other.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.source_reader import ReadStored
@@ -81,10 +82,8 @@ class RotaryRows:
         return data
 
     def _reordered(self, data: Bytes, scratch: Scratch) -> Bytes:
-        from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
         result = scratch.take("reordered heads", len(data))
         half = self.head_rows // 2
         pairs = (half, 2) if self.to_halves else (2, half)
-        strided.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), result)
+        arrays.strided.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), result)
         return result

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box
@@ -26,10 +27,8 @@ def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
 
 
 def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
-    from shardconv.checkpoint.edits import add  # noqa: PLC0415 - see its docstring
-
     assert edits.values is not None
-    add(data, edits.dtype, offset, edits.values[rank], sign=sign)
+    arrays.edits.add(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
 class ShardReader:
@@ -65,9 +64,7 @@ class ShardReader:
         """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
         shards = self.tensors[span.tensor]
         if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
-            from shardconv.checkpoint.edits import fill  # noqa: PLC0415 - see its docstring
-
-            fill(block, shards.edits, span.start)  # bytes that no shard holds are as expected
+            arrays.edits.fill(block, shards.edits, span.start)  # bytes that no shard holds are as expected
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, ranges = shards.files[rank], shards.ranges(rank, low, high)
             boxes = list(shard.boxes(span.start, span.stop))
@@ -82,9 +79,7 @@ class ShardReader:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
         if shards.edits is not None:
-            from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
-
-            state.problem = state.problem or difference(block, shards.edits, span.start)
+            state.problem = state.problem or arrays.edits.difference(block, shards.edits, span.start)
 
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         self._files.read_ranges(file, data, ranges)
@@ -95,13 +90,11 @@ class ShardReader:
         self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
         is_padded: bool,
     ) -> None:  # fmt: skip
-        from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
         label, name = self._labels[file], self._names[span.tensor]
         problem = ""
-        if not strided.gather(data, boxes, block):
+        if not arrays.strided.gather(data, boxes, block):
             problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas)"
-        elif is_padded and not strided.is_padding_zero(boxes, data):
+        elif is_padded and not arrays.strided.is_padding_zero(boxes, data):
             problem = f"{label}: the padding of {name} is not zero"
         state.problem = state.problem or problem
 
@@ -185,10 +178,8 @@ class ShardWriter:
             boxes = list(shard.boxes(span.start, span.stop))
             data = _contiguous(boxes, high - low, block)
             if data is None or shards.is_edited:
-                from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
                 data = scratch.take("scatter", high - low)
-                strided.scatter(block, boxes, data, is_padded=shard.is_padded)
+                arrays.strided.scatter(block, boxes, data, is_padded=shard.is_padded)
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
@@ -225,8 +216,6 @@ class Comparer:
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Compare a block."""
-        from shardconv.checkpoint import strided  # noqa: PLC0415 - see its docstring
-
         other = scratch.take("compare", len(block))
         self._reader.gather(state, span, other, scratch)
         held = self._held[span.tensor].geometry
@@ -234,9 +223,9 @@ class Comparer:
             compared = scratch.take("held", len(block))
             compared[:] = other
             for _, shard, _, _ in held.overlaps(span.start, span.stop):
-                strided.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
+                arrays.strided.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
             block = compared
-        at = strided.first_difference(block, other)
+        at = arrays.strided.first_difference(block, other)
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Geometry, Run, ShardRows
@@ -171,9 +172,7 @@ class TransformedReader:
         else:
             transform.fill(block, span.start, read, scratch)
             if (edits := self.tensors[span.tensor].edits) is not None:
-                from shardconv.checkpoint.edits import difference  # noqa: PLC0415 - see its docstring
-
-                state.problem = state.problem or difference(block, edits, span.start)
+                state.problem = state.problem or arrays.edits.difference(block, edits, span.start)
 
     def _read(self, state: StripeState, scratch: Scratch, name: str, start: int, buffer: Bytes) -> None:
         span = Span(self._numbers[name], start, start + len(buffer))

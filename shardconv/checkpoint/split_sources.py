@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from glob import escape
 from typing import NamedTuple
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.adapter import Adapter, open_adapter, plan_adapter
 from shardconv.checkpoint.formats import ADAPTER_FILES
 from shardconv.checkpoint.paths import local_path
@@ -60,10 +61,8 @@ def plan_sources(
     model = plan_source(src, layout=layout, dtype=dtype, **_without_adapters(src, opened, options))
     if not merge_adapter:
         return SplitSources(model, _named([(one, plan_adapter(one, model, layout=layout)) for one in opened]))
-    from shardconv.checkpoint.merge_adapter import with_merged_adapter  # noqa: PLC0415 - see its docstring
-
     (adapter,) = opened
-    return SplitSources(with_merged_adapter(model, adapter), {})
+    return SplitSources(arrays.merge_adapter.with_merged_adapter(model, adapter), {})
 
 
 def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.geometry import unsharded
 from shardconv.checkpoint.header import Header, build_header
@@ -103,6 +104,4 @@ def _transforms(contents: Sequence[TorchFile]) -> dict[str, Transform]:
     strided = [tensor for content in contents for tensor in content.tensors if not tensor.is_contiguous]
     if not strided:
         return {}
-    from shardconv.checkpoint.strides import StridedTensor  # noqa: PLC0415 - see its docstring
-
-    return {one.name: StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided}
+    return {one.name: arrays.strides.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided}

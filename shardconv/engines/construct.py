@@ -12,6 +12,8 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from shardconv import engines
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -43,11 +45,11 @@ def one_rank(folder: Path, *, tp: int, rank: int, **arguments: object) -> Iterat
     Yields:
         vLLM's config, which is also vLLM's current config inside the context.
     """
-    with mock.patch.dict(os.environ, _ENVIRONMENT):
-        from shardconv.engines.vllm_process import group_of_one  # noqa: PLC0415 - vLLM reads the environment on import
-
-        with group_of_one(folder, tp, rank, arguments) as config:
-            yield config
+    with (
+        mock.patch.dict(os.environ, _ENVIRONMENT),  # before vLLM is imported, which reads it
+        engines.vllm_process.group_of_one(folder, tp, rank, arguments) as config,
+    ):
+        yield config
 
 
 def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
@@ -57,13 +59,9 @@ def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
         config: the config that :func:`one_rank` yields.
         device: ``meta`` for names, shapes and dtypes only; ``cpu`` to load weights.
     """
-    from shardconv.engines.vllm_process import construct_model  # noqa: PLC0415 - vLLM is an extra
-
-    return construct_model(config, device)
+    return engines.vllm_process.construct_model(config, device)
 
 
 def optional_parameters(model: EngineModel) -> set[str]:
     """Names of the parameters of a quantized model that have a default, such as the scales of the KV cache."""
-    from shardconv.engines.vllm_process import initialized_parameters  # noqa: PLC0415 - vLLM is an extra
-
-    return initialized_parameters(model)
+    return engines.vllm_process.initialized_parameters(model)

@@ -3,12 +3,12 @@
 It imports the loader in :func:`register` only, to keep vLLM's startup fast.
 """
 
+from shardconv import engines
+
 #: The value of ``--load-format``.
 LOAD_FORMAT = "shardconv"
 
 
 def register() -> None:
     """Register the load format with vLLM."""
-    from shardconv.engines.vllm_loader import register_loader  # noqa: PLC0415 - imports vLLM, which is an extra
-
-    register_loader(LOAD_FORMAT)
+    engines.vllm_loader.register_loader(LOAD_FORMAT)

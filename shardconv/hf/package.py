@@ -18,10 +18,10 @@ def import_transformers(submodule: str = "") -> Any:
         RunError: if transformers is not installed.
     """
     try:
-        import transformers  # noqa: PLC0415 - an extra
+        package = import_module("transformers")
     except ImportError as error:
         raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
-    return import_module(f"transformers.{submodule}") if submodule else transformers
+    return import_module(f"transformers.{submodule}") if submodule else package
 
 
 def hide_progress() -> None:

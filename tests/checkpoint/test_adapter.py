@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint import low_rank
+from shardconv.checkpoint.arrays import low_rank
 from shardconv.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
 from shardconv.layouts.layout import NATIVE
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter

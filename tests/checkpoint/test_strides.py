@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shardconv.checkpoint import strides
+from shardconv.checkpoint.arrays import strides
+from shardconv.checkpoint.arrays.strides import StridedTensor
 from shardconv.checkpoint.copy import Scratch
-from shardconv.checkpoint.strides import StridedTensor
 
 #: Views of an array of 12 x 10 x 14 elements.
 VIEWS = {

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint import strides
+from shardconv.checkpoint.arrays import strides
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import IntegrityError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config

@@ -1,8 +1,4 @@
-"""Strided copies between a block of a full tensor and a byte range of a shard, one box at a time, with numpy.
-
-Importing numpy takes as long as copying some hundred megabytes, and contiguous copies do not need it. So the first
-thread that has a strided box imports this module, while the others continue.
-"""
+"""Strided copies between a block of a full tensor and a byte range of a shard, one box at a time."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Rounding of floating-point elements to another dtype, with numpy, which is imported only where it is needed.
+"""Rounding of floating-point elements to another dtype.
 
 Elements round to the nearest value, ties to even, also to subnormal numbers. F64 rounds to F32 first. Both are as in
 ``torch.Tensor.to``.

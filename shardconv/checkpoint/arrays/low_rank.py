@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shardconv.checkpoint.arrays.rounding import convert, widen
 from shardconv.checkpoint.copy import Scratch
 from shardconv.checkpoint.fileio import Bytes
-from shardconv.checkpoint.rounding import convert, widen
 from shardconv.checkpoint.source_reader import ReadStored
 from shardconv.errors import SourceError
 

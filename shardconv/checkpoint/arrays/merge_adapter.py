@@ -1,17 +1,14 @@
 """Merge a LoRA adapter into its base model while the model is split, as transforms of the source.
 
 Tensors of model and adapter that are computed while they are read, such as those of Meta's files, are read through
-their transforms. Equals ``merge_and_unload`` of PEFT except for rounding. Importing this module imports numpy, which
-only this needs.
+their transforms. Equals ``merge_and_unload`` of PEFT except for rounding.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from shardconv.checkpoint.adapter import Adapter, fitted
-from shardconv.checkpoint.dtype_conversion import Conversion
-from shardconv.checkpoint.formats import MERGED
-from shardconv.checkpoint.low_rank import (
+from shardconv.checkpoint.arrays.low_rank import (
     NUMPY_DTYPES,
     LowRankUpdate,
     MatrixCache,
@@ -19,6 +16,8 @@ from shardconv.checkpoint.low_rank import (
     StoredMatrix,
     Vector,
 )
+from shardconv.checkpoint.dtype_conversion import Conversion
+from shardconv.checkpoint.formats import MERGED
 from shardconv.checkpoint.planning import PlannedSource
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import ComposedTransform, StoredFiles, Transform, stored_files

@@ -2,7 +2,7 @@
 
 Indices of groups count from the first group of a rank, and the stored shape of a packed weight is that of the shard: an
 integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
-tensor follow from the quantization settings, and are compared with them. Imports numpy, which few checkpoints need.
+tensor follow from the quantization settings, and are compared with them.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,4 @@
-"""Tensors that are stored with strides, as of a transposed matrix or of a slice of columns, read in bounded memory.
-
-The module imports numpy, which takes as long as copying some hundred megabytes: import it for such tensors only.
-"""
+"""Tensors that are stored with strides, as of a transposed matrix or of a slice of columns, read in bounded memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

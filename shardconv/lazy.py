@@ -1,0 +1,23 @@
+"""Modules of a package that are imported on first use, because what they import is slow or optional."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+def modules_on_use(package: str, names: Sequence[str]) -> Callable[[str], ModuleType]:
+    """The ``__getattr__`` of a package: import one of its modules when the attribute with its name is first read.
+
+    Callers write ``package.module.function()``, so that a module is imported by the call that needs it.
+
+    Args:
+        package: its full name.
+        names: of these modules.
+    """
+
+    def import_module(name: str) -> ModuleType:
+        if name not in names:
+            raise AttributeError(f"module {package!r} does not have an attribute {name!r}")
+        return importlib.import_module(f"{package}.{name}")
+
+    return import_module
