@@ -5,6 +5,7 @@ import re
 from urllib.parse import unquote, urlsplit
 
 from shardconv.errors import SourceError, UsageError
+from shardconv.storage.problems import explained
 from shardconv.storage.remote_file import RemoteFile
 from shardconv.storage.requirements import huggingface_hub
 from shardconv.storage.stores import open_web
@@ -47,10 +48,8 @@ def list_model(location: Location) -> dict[str, RemoteFile]:
     hub = huggingface_hub()
     endpoint = os.environ.get("HF_ENDPOINT") or hub.constants.ENDPOINT
     token = hub.get_token()
-    try:
+    with explained(str(location), lambda error, shown: SourceError(f"{shown}: {_reason(error, revision)}")):
         info = hub.HfApi(endpoint=endpoint, token=token).model_info(model, revision=revision, files_metadata=True)
-    except Exception as error:  # noqa: BLE001 - the client raises those of its HTTP library, too
-        raise SourceError(f"{location}: {_reason(error, revision)}") from None
     parts = urlsplit(endpoint)
     store = open_web(f"{parts.scheme}://{parts.netloc}/", {"authorization": f"Bearer {token}"} if token else {})
     prefix = Location("hf", location.host, path).prefix

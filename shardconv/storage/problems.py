@@ -1,8 +1,10 @@
 """Errors of stores as one line each: without the URLs in their texts, which may contain signatures."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from shardconv.errors import OutputError, SourceError
+from shardconv.errors import OutputError, ShardconvError, SourceError
 
 _STATUS = re.compile(r"status code: (?P<code>\d{3})")
 _KIND = re.compile(r"kind: (?P<kind>Connect|Timeout|Interrupted|Decode|Request)\b")
@@ -37,14 +39,12 @@ _NO_CONDITIONS = (
 _KNOWN = {"PreconditionError": _CHANGED, "NotSupportedError": _NO_RANGES, "UnexpectedRange": OTHER_RANGE}
 
 
-def is_interrupted(error: Exception) -> bool:
-    """Whether a transfer failed after it began, so that another attempt may succeed."""
-    return "kind: Interrupted" in str(error) or "kind: Timeout" in str(error)
+class MissingError(SourceError):
+    """A file, folder or bucket does not exist."""
 
 
-def is_missing(error: Exception) -> bool:
-    """Whether a file, folder or bucket does not exist."""
-    return isinstance(error, FileNotFoundError) or _status(error) in {"404", "410"}
+class TransferError(SourceError):
+    """A transfer failed after it began, so that another attempt may succeed."""
 
 
 def is_empty(error: Exception) -> bool:
@@ -64,17 +64,37 @@ def explain(error: Exception, shown: str) -> SourceError:
         error: of the store.
         shown: the URL that is shown.
     """
-    return SourceError(f"{shown}: {_reason(error, _scheme(shown), 'read')}")
+    is_lost = "kind: Interrupted" in str(error) or "kind: Timeout" in str(error)
+    kind = MissingError if _is_missing(error) else TransferError if is_lost else SourceError
+    return kind(f"{shown}: {_reason(error, _scheme(shown), 'read')}")
 
 
 def explain_write(error: Exception, shown: str) -> OutputError:
     """The error for a failed request that writes or deletes; arguments as in :func:`explain`."""
-    if isinstance(error, OutputError):
-        return error
-    if is_missing(error):
+    if _is_missing(error):
         return OutputError(f"{shown}: {_NO_BUCKET}")
     is_refused = type(error).__name__ in {"NotSupportedError", "NotImplementedError"} or _status(error) == "501"
     return OutputError(f"{shown}: {_NO_CONDITIONS if is_refused else _reason(error, _scheme(shown), 'written')}")
+
+
+@contextmanager
+def explained(shown: str, explain: Callable[[Exception, str], ShardconvError] = explain) -> Iterator[None]:
+    """Replace the errors of clients, which are of many types, by those of shardconv.
+
+    Args:
+        shown: the URL that is shown.
+        explain: makes the error.
+    """
+    try:
+        yield
+    except ShardconvError:
+        raise
+    except Exception as error:  # noqa: BLE001 - clients do not have a common type of errors
+        raise explain(error, shown) from None
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or _status(error) in {"404", "410"}
 
 
 def _scheme(shown: str) -> str:
@@ -86,7 +106,7 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
     status, name = _status(error), type(error).__name__
     if known := next((text for kind, text in _KNOWN.items() if kind == name or kind in str(error)), ""):
         return known
-    if is_missing(error):
+    if _is_missing(error):
         missing = "its bucket or container does not exist: correct its name, or the endpoint"
         return missing if _IS_BUCKET.search(str(error)) else "does not exist"
     if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"} or _lacks(error):

@@ -5,12 +5,13 @@ import random
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from shardconv.errors import SourceError
-from shardconv.storage.problems import OTHER_RANGE, changed, explain, is_empty, is_interrupted, is_missing
+from shardconv.storage.problems import OTHER_RANGE, MissingError, TransferError, changed, explained, is_empty
 from shardconv.storage.requirements import obstore
 from shardconv.storage.transfer import submit, wait
 
@@ -116,7 +117,7 @@ class RemoteFile:
     async def _request_size(self) -> int | None:
         try:
             meta, head = await self._repeated(self._request_head)
-        except FileNotFoundError:
+        except MissingError:
             return None
         self._check_version(meta)
         if len(head) == min(_FIRST, meta["size"]):
@@ -129,35 +130,26 @@ class RemoteFile:
             result = await self._get(0, _FIRST)
             return result.meta, bytes(await result.bytes_async())
         except Exception as error:
-            if is_missing(error):
-                raise FileNotFoundError from None
             if not is_empty(error):
                 raise
         return await obstore().head_async(self._store, self._key), b""  # an empty file does not have the range
 
     async def _fetch(self, start: int, stop: int) -> memoryview:
-        try:
-            return await self._repeated(partial(self._fetch_once, start, stop))
-        except FileNotFoundError as error:
-            raise explain(error, self.shown) from None
+        return await self._repeated(partial(self._fetch_once, start, stop))
 
     async def _repeated(self, request: Callable[[], Coroutine[None, None, Result]]) -> Result:
         """The result of a request, which is repeated if the connection is lost.
 
         Raises:
-            FileNotFoundError: if the file does not exist.
+            MissingError: if the file does not exist.
             SourceError: if it cannot be read.
         """
-        for pause in (*PAUSES, None):
-            try:
+        for pause in PAUSES:
+            with suppress(TransferError), explained(self.shown):
                 return await request()
-            except (SourceError, FileNotFoundError):
-                raise
-            except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-                if pause is None or not is_interrupted(error):
-                    raise explain(error, self.shown) from None
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - so that threads do not retry together
-        raise AssertionError("the last attempt returns or raises")
+        with explained(self.shown):
+            return await request()
 
     async def _fetch_once(self, start: int, stop: int) -> memoryview:
         result = await self._get(start, stop)

@@ -8,9 +8,9 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from shardconv.errors import ShardconvError, SourceError, UsageError
+from shardconv.errors import ShardconvError, SourceError
 from shardconv.storage.aws_profile import credential_provider, profile_options
-from shardconv.storage.problems import explain, is_missing
+from shardconv.storage.problems import MissingError, explain, explained
 from shardconv.storage.remote_file import RemoteFile
 from shardconv.storage.requirements import obstore, obstore_stores
 from shardconv.storage.url import Location
@@ -33,12 +33,8 @@ def open_store(location: Location) -> "ObjectStore":
         SourceError: if the credentials in the environment cannot be used.
         UsageError: if obstore is not installed.
     """
-    try:
+    with explained(str(location)):
         return _OPEN[location.scheme](location)
-    except (SourceError, UsageError):
-        raise
-    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-        raise explain(error, str(location)) from None
 
 
 def open_web(url: str, headers: Mapping[str, str]) -> "ObjectStore":
@@ -61,12 +57,8 @@ def list_files(
         SourceError: if it cannot be listed, unless ``explain`` makes another one, or has too many files.
     """
     store, prefix = open_store(location), location.prefix
-    try:
+    with explained(str(location), explain):
         sizes = _sizes(store, prefix, location)
-    except SourceError:
-        raise
-    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-        raise explain(error, str(location)) from None
     folders = {str(parent) for name in sizes for parent in PurePosixPath(name).parents}
     return {
         name: RemoteFile(store, prefix + name, location.to(name), size)
@@ -82,10 +74,11 @@ def has_bucket(location: Location) -> bool:
         SourceError: if it does not exist.
     """
     try:
-        next(iter(obstore().list(open_store(location), location.prefix or None, chunk_size=1)), None)
-    except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-        if is_missing(error):
-            raise explain(error, str(location)) from None
+        with explained(str(location)):
+            next(iter(obstore().list(open_store(location), location.prefix or None, chunk_size=1)), None)
+    except MissingError:
+        raise
+    except SourceError:
         return False
     return True
 

@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from shardconv.errors import OutputError
+from shardconv.errors import OutputError, ShardconvError
 from shardconv.storage.parts import Part, PartMemory, no_room, part_bytes
-from shardconv.storage.problems import explain_write
+from shardconv.storage.problems import explain_write, explained
 from shardconv.storage.requirements import obstore
 from shardconv.storage.transfer import submit, wait
 from shardconv.storage.write_requests import Key, finish
@@ -83,9 +83,10 @@ class Upload:
         """Send the parts whose turn it is, until there are none."""
         while (part := self._next()) is not None:
             try:
-                await self._send_part(part)
-            except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-                self._memory.stop(explain_write(error, self.key.shown))
+                with explained(self.key.shown, explain_write):
+                    await self._send_part(part)
+            except ShardconvError as error:
+                self._memory.stop(error)
 
     def _next(self) -> Part | None:
         with self._memory.condition:
@@ -134,12 +135,10 @@ class Upload:
     async def _complete(self) -> None:
         with self._memory.condition:
             self._memory.sending(1)
-        try:
+        with explained(self.key.shown, explain_write):
             await self._send_part(self._parts.pop(self._last))
             assert self._writer is not None
             await self._writer.close()
-        except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-            raise explain_write(error, self.key.shown) from None
 
     @property
     def task(self) -> Future[None] | None:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardconv.storage.problems import explain_write
+from shardconv.storage.problems import explain_write, explained
 from shardconv.storage.requirements import obstore
 from shardconv.storage.transfer import Result, submit, wait
 
@@ -38,10 +38,8 @@ class Requests:
         """
 
         async def run() -> Result:
-            try:
+            with explained(shown, explain_write):
                 return await start()
-            except Exception as error:  # noqa: BLE001 - clients raise errors of many types
-                raise explain_write(error, shown) from None
 
         future = submit(run())
         self._running[future] = shown
