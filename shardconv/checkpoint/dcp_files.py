@@ -6,13 +6,12 @@ the chunks (``torch_listing``); names and positions are untrusted.
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.auxiliary import check_link
+from shardconv.checkpoint.child_script import failure, run_script
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.external_files import FullTensors, is_contiguous
 from shardconv.checkpoint.geometry import geometry, unsharded
@@ -105,12 +104,9 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
 
 
 def _list(path: Path) -> Mapping[str, list[_Tensor]]:
-    command = [sys.executable, "-P", str(SCRIPT)]
-    request = json.dumps(str(path.absolute()))
-    child = subprocess.run(command, input=request, capture_output=True, text=True, check=False)  # noqa: S603
+    child = run_script(SCRIPT, str(path.absolute()))
     if child.returncode:
-        reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise SourceError(f"{path}: cannot be read ({reason}): {_AGAIN}")
+        raise SourceError(f"{path}: cannot be read ({failure(child)}): {_AGAIN}")
     listed: dict[str, list[_Tensor]] = json.loads(child.stdout)
     if "error" in listed:
         raise SourceError(f"{path}: {listed['error']}")

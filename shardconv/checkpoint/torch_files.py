@@ -5,12 +5,12 @@ by what the files contain. The positions are untrusted: they are checked against
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import NamedTuple, TypedDict
 
+from shardconv.checkpoint.child_script import failure, run_script
 from shardconv.checkpoint.header import DTYPE_BITS
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
@@ -177,10 +177,8 @@ def _problem_at_start(path: Path) -> TorchProblem | None:
 
 def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
     """The contents of at least one file."""
-    request = json.dumps(
-        [str(one.absolute()) if isinstance(one, Path) else (str(one.path.absolute()), *one[1:]) for one in paths]
-    )
-    child = run_script(request)
+    request = [str(one.absolute()) if isinstance(one, Path) else (str(one.path.absolute()), *one[1:]) for one in paths]
+    child = run_script(SCRIPT, request)
     listed = map(json.loads, child.stdout.splitlines())
     files = [
         _checked(one if isinstance(one, Path) else one.path, found) for one, found in zip(paths, listed, strict=False)
@@ -188,15 +186,9 @@ def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | Torch
     return files if len(files) == len(paths) else [*files, _crash(child)]
 
 
-def run_script(request: str) -> subprocess.CompletedProcess[str]:
-    """Run the script with a JSON list of paths and ranges as its input."""
-    command = [sys.executable, "-P", str(SCRIPT)]
-    return subprocess.run(command, input=request, capture_output=True, text=True, check=False)  # noqa: S603
-
-
-def _crash(child: subprocess.CompletedProcess[str]) -> TorchProblem:
+def _crash(child: CompletedProcess[str]) -> TorchProblem:
     """The problem with a file at which the child process exited."""
-    reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+    reason = failure(child)
     if reason.startswith("ModuleNotFoundError"):
         return TorchProblem(f"torch cannot be imported ({reason})", "pip install 'shardconv[torch]'")
     return TorchProblem(f"torch failed to list its tensors ({reason})", "download or save it again")

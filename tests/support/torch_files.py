@@ -17,10 +17,10 @@ from tests.support.checkpoints import deal, part_names, write_index
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def run_in_process(request: str) -> CompletedProcess[str]:
+def run_in_process(_script: Path, request: object) -> CompletedProcess[str]:
     """Run the script that lists tensors in this process, where torch is imported: the import takes seconds."""
     with warnings.catch_warnings(action="ignore"):  # as in the script's process, where no caller reads them
-        listed = list(torch_listing.list_files(json.loads(request)))
+        listed = list(torch_listing.list_files(json.loads(json.dumps(request))))
     return CompletedProcess([], 0, "\n".join(map(json.dumps, listed)), "")
 
 
