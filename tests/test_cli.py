@@ -537,7 +537,7 @@ def test_as_a_module_and_as_a_script(commands, made, patch):
 
 # --- imports --------------------------------------------------------------------------------------------------------
 
-HEAVY = {"torch", "transformers", "safetensors", "numpy", "rich", "xxhash"}
+HEAVY = {"asyncio", "torch", "transformers", "safetensors", "numpy", "rich", "xxhash"}
 
 
 @pytest.mark.parametrize(
