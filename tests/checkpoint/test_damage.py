@@ -352,7 +352,7 @@ def test_manifest_with_a_recomputed_checksum_is_read(folder):
 
 def test_missing_manifest(folder):
     (folder / "shardconv.json").unlink()
-    check_refused(folder, "is not a split checkpoint (no shardconv.json)", verified=False)
+    check_refused(folder, "a rank file of shardconv, without its manifest (no shardconv.json)", verified=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff{}", "[" * 100_000, '{"format_version": true}'])

@@ -548,6 +548,28 @@ def test_file_of_a_split_checkpoint_as_source(single, tmp_path, name):
         shardconv.verify(tmp_path / "split" / name)
 
 
+@pytest.mark.parametrize("max_file_size", [None, "20KB"], ids=["one file", "several files"])
+def test_rank_files_without_their_manifest(single, tmp_path, max_file_size):
+    split = tmp_path / "split"
+    shardconv.split(single, split, tp=2, max_file_size=max_file_size)
+    (split / "shardconv.json").unlink()
+    message = rf"{split}: holds rank-0-of-2\S*, a rank file of shardconv, without its manifest .*: restore shardconv"
+    refuses(split, message)
+    for path in split.glob("rank-0-of-2*"):
+        refuses(path, message)
+        with pytest.raises(SplitCheckpointError, match=message):
+            shardconv.verify(path)
+    with pytest.raises(SplitCheckpointError, match=message):
+        shardconv.merge(split, tmp_path / "merged")
+
+
+def test_renamed_rank_file_as_source(single, tmp_path):
+    """The metadata of its header identify it: as a model it would have half of the weights."""
+    shardconv.split(single, tmp_path / "split", tp=2)
+    renamed = (tmp_path / "split" / "rank-0-of-2.safetensors").rename(tmp_path / "model.safetensors")
+    refuses(renamed, "holds model.safetensors, a rank file of shardconv, without its manifest")
+
+
 def test_one_of_several_files_as_source(tmp_path):
     folder = write_checkpoint(tmp_path / "model", parts=3)
     refuses(folder / part_names(3)[0], "is one of 3 files of a checkpoint: pass their folder")
