@@ -168,7 +168,10 @@ def _no_weights(folder: Path, files: Collection[str]) -> str:
     others = [name for name in files if is_weights(name) and "/" not in name and not is_trainer_state(name)]
     if others:
         return f"holds {others[0]}, but no .safetensors or PyTorch file. {convert(folder, others)}"
-    return "holds no .safetensors or PyTorch file and no weights in another known format"
+    return (
+        "holds no .safetensors or PyTorch file and no weights in another known format: pass the folder of a model, or "
+        "one of its weight files"
+    )
 
 
 def read_safetensors(folder: Path, found: WeightFiles, *, follow_links: bool) -> Weights:

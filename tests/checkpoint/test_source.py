@@ -482,7 +482,14 @@ def test_several_single_files(single):
 @pytest.mark.parametrize("named", ["", "model.safetensors"])
 def test_config_that_is_not_a_json_object(single, text, named):
     (single / "config.json").write_text(text)
-    refuses(single / named, r"config.json: (is not JSON|is not a JSON object)")
+    refuses(
+        single / named, r"config.json: is not (JSON|a JSON object) \(.*\): correct it, or download or copy it again"
+    )
+
+
+def test_config_that_is_a_pointer_of_git_lfs(single):
+    (single / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 700\n")
+    refuses(single, "config.json: is a pointer of git LFS, not the file itself: run git lfs pull")
 
 
 def test_config_option_with_a_missing_file(single, tmp_path):
@@ -523,7 +530,8 @@ def test_missing_path(tmp_path):
 
 
 def test_empty_folder(tmp_path):
-    refuses(tmp_path, "holds no .safetensors or PyTorch file and no weights in another known format")
+    problem = "holds no .safetensors or PyTorch file and no weights in another known format"
+    refuses(tmp_path, f"{problem}: pass the folder of a model, or one of its weight files$")
 
 
 def test_folder_with_checkpoints_in_subfolders(tmp_path):
