@@ -53,6 +53,11 @@ def damage(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def remove_manifest(folder: Path) -> None:
+    shardconv.split(folder / "model", folder / "split", tp=2)
+    (folder / "split" / "shardconv.json").unlink()
+
+
 def move_weights(folder: Path) -> None:
     """Leave a link to weights in another folder."""
     weights = folder / "model" / "model.safetensors"
@@ -81,6 +86,7 @@ CASES = {
         "split model --tp 2 -o split", lambda folder: shardconv.split(folder / "model", folder / "split", tp=2)
     ),
     "is not a split checkpoint": Case("merge model"),
+    "a rank file of shardconv, without its manifest": Case("merge split", remove_manifest),
     "the bytes of ... differ from their checksum": Case("merge split", damage),
     "is split for ... ranks": Case("run split --tp 4 --prompt x", damage, code=2),
 }  # fmt: skip

@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardconv.checkpoint.chosen_ranks import name_ranks
+from shardconv.checkpoint.formats import RANK_FILE
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.meta_params import PARAMS_NAME
 from shardconv.errors import OutputError, SplitCheckpointError, UsageError
 from shardconv.storage.table import shown
 
-_IN_SPLIT = re.compile(
-    re.escape(MANIFEST_NAME)
-    + r"|(rank-\d+-of-\d+(-file-\d+-of-\d+)?|model-rank-\d+-part-\d+)\.safetensors"
-    + r"|rank-\d+-of-\d+\.safetensors\.index\.json"
-)
+_IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
 _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 

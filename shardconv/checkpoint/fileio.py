@@ -237,12 +237,15 @@ class InputFiles:
         self._files.append(file)
         self.mode &= file.mode
         if file.size != size:
-            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size})")
+            raise SourceError(
+                f"{path}: was modified or truncated (got {file.size} bytes, expected {size}): download or copy it again"
+            )
         start = memoryview(bytearray(len(prefix)))
         file.read(start, 0)
         if start != prefix:
             raise SourceError(
-                f"{path}: its header is not the expected one: it was modified or is of another checkpoint"
+                f"{path}: its header is not the expected one: it was modified or is of another checkpoint: "
+                f"download or copy it again"
             )
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:

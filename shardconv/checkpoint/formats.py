@@ -64,6 +64,8 @@ _TRAINER_STATE = (
     "scheduler_*.bin", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_*.pth", "sampler.bin",
     "sampler_*.bin", "dl_state_dict.bin", "dl_state_dict_*.bin",
 )  # fmt: skip
+#: Names of the files of a rank in shardconv's own layouts, and of their index.
+RANK_FILE = r"rank-\d+-of-\d+((-file-\d+-of-\d+)?\.safetensors|\.safetensors\.index\.json)"
 #: Names of vLLM's rank files, with and without pipeline parallelism.
 _SHARDED_STATE = re.compile(r"model-(rank-\d+|pp-\d+-tp-\d+)-part-\d+\.safetensors")
 #: The task type of an adapter's config, and the class of PEFT that loads it on its base model.
@@ -85,6 +87,28 @@ def is_weights(name: str) -> bool:
 def is_sharded_state(name: str) -> bool:
     """Whether a file is a rank file of vLLM, by its name."""
     return _SHARDED_STATE.fullmatch(name) is not None
+
+
+def refuse_rank_files(folder: Path, names: Collection[str]) -> None:
+    """Refuse a folder with rank files of shardconv, which does not have a manifest.
+
+    Args:
+        folder: the folder.
+        names: the names of its files.
+
+    Raises:
+        SourceError: if a file has a name of shardconv's rank files.
+    """
+    if name := next((name for name in sorted(names) if re.fullmatch(RANK_FILE, name)), None):
+        raise SourceError(without_manifest(folder, name))
+
+
+def without_manifest(folder: Path, name: str) -> str:
+    """The message for a rank file whose manifest is missing."""
+    return (
+        f"{folder}: holds {name}, a rank file of shardconv, without its manifest (no shardconv.json): restore "
+        f"shardconv.json, or split the source again"
+    )
 
 
 def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:

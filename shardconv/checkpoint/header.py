@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from shardconv.checkpoint.fileio import InputFile, open_input
+from shardconv.checkpoint.text_files import START_BYTES, text_problem
 from shardconv.errors import SourceError, UsageError
 
 #: Bits per element of every dtype of the format, by its name in a header.
@@ -34,6 +35,8 @@ TARGET_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 #: Maximum size of a header in bytes.
 MAX_HEADER_BYTES = 100_000_000
 
+#: The remedy for a damaged file.
+_AGAIN = "download or copy it again"
 _U64_MAX = 2**64 - 1
 _LENGTH = struct.Struct("<Q")
 _TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
@@ -131,19 +134,27 @@ def header_bytes(file: InputFile) -> int:
 
 def _read_raw(file: InputFile, path: Path) -> bytes:
     if (file_bytes := file.size) < _LENGTH.size:
-        raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8)")
+        raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8): {_AGAIN}")
     prefix = memoryview(bytearray(_LENGTH.size))
     file.read(prefix, 0)
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:
-        raise SourceError(
-            f"{path}: is not a safetensors file (got a header of {length} bytes, expected at most {MAX_HEADER_BYTES})"
-        )
+        raise SourceError(f"{path}: {': '.join(_other_file(file, length))}")
     if _LENGTH.size + length > file_bytes:
-        raise SourceError(f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes)")
+        raise SourceError(
+            f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes): {_AGAIN}"
+        )
     raw = bytearray(length)
     file.read(memoryview(raw), _LENGTH.size)
     return bytes(raw)
+
+
+def _other_file(file: InputFile, length: int) -> tuple[str, str]:
+    """The problem and the remedy of a file whose first bytes are not the length of a header."""
+    start = memoryview(bytearray(min(START_BYTES, file.size)))
+    file.read(start, 0)
+    not_safetensors = f"is not a safetensors file (got a header of {length} bytes, expected at most {MAX_HEADER_BYTES})"
+    return text_problem(bytes(start)) or (not_safetensors, _AGAIN)
 
 
 def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
@@ -168,7 +179,7 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}") from error
     if header.data_bytes != data_bytes:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
-        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes})")
+        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
     return header
 
 

@@ -4,9 +4,12 @@ import json
 import stat
 from pathlib import Path
 
+from shardconv.checkpoint.text_files import START_BYTES, text_problem
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
 
+#: The remedy for a file that is not the expected JSON.
+_AGAIN = "correct it, or download or copy it again"
 _MAX_BYTES = 512 * 2**20
 
 
@@ -49,7 +52,8 @@ def parse_object(path: Path, text: str) -> dict[str, object]:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: is not JSON: {error}") from error
+        problem, remedy = text_problem(text[:START_BYTES].encode()) or (f"is not JSON ({error})", _AGAIN)
+        raise SourceError(f"{path}: {problem}: {remedy}") from error
     if not isinstance(data, dict):
-        raise SourceError(f"{path}: is not a JSON object")
+        raise SourceError(f"{path}: is not a JSON object (got {type(data).__name__}): {_AGAIN}")
     return data

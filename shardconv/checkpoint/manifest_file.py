@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from shardconv.checkpoint.fileio import create, file_bytes
-from shardconv.checkpoint.formats import refuse_sharded_state
+from shardconv.checkpoint.formats import refuse_rank_files, refuse_sharded_state
 from shardconv.checkpoint.layout import MANIFEST_NAME
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_json import from_json, to_json
@@ -38,10 +38,10 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         if problem := unfinished(folder) or locked(folder):
             raise SplitCheckpointError(f"{folder}: {problem}") from error
-        _refuse_sharded_state(folder)
         if is_split(folder.parent) and folder.is_file():
             remedy = f"pass its folder {folder.parent}"
             raise SplitCheckpointError(f"{folder}: belongs to a split checkpoint: {remedy}") from error
+        _refuse_without_manifest(folder)
         raise SplitCheckpointError(
             f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
             f"{f', {remedy}' if remedy else ''}"
@@ -71,9 +71,13 @@ def _read(path: Path) -> dict[str, object]:
     raise ValueError("it is not a JSON object")
 
 
-def _refuse_sharded_state(folder: Path) -> None:
+def _refuse_without_manifest(path: Path) -> None:
+    """Refuse rank files whose manifest is missing."""
+    folder = path.parent if path.is_file() else path
+    names = [path.name] if path.is_file() else [file.name for file in path.glob("*.safetensors")]
     try:
-        refuse_sharded_state(folder, [path.name for path in folder.glob("*.safetensors")])
+        refuse_rank_files(folder, names)
+        refuse_sharded_state(folder, names)
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
 

@@ -12,10 +12,12 @@ from shardconv.checkpoint.header import num_bytes, total_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, refuse_changes
+from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
 from shardconv.errors import UsageError
+from shardconv.formats.description import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
@@ -69,6 +71,8 @@ class PlanReport:
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
         stored_tp: tensor parallel size of a split checkpoint; None for a source.
         ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
+        quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
+        adapters: names of the adapters of a split checkpoint.
     """
 
     source: str
@@ -90,6 +94,8 @@ class PlanReport:
     quantized_blocks: tuple[str, ...] = ()
     stored_tp: int | None = None
     ranks: tuple[int, ...] = ()
+    quantization: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @reads_remote("src")
@@ -135,6 +141,7 @@ def report_plan(
         tensors=tensors,
         num_quantized=num_quantized(specs),
         quantized_blocks=quantized_blocks(specs),
+        quantization=describe_settings(with_settings(source)),
     )
 
 
@@ -178,6 +185,8 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
         stored_tp=manifest.tp,
         ranks=manifest.ranks,
+        quantization=describe_settings(manifest.config),
+        adapters=manifest.adapters,
     )
 
 
@@ -199,6 +208,14 @@ def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorR
     return tuple(reports)
 
 
+def _describe(planned: TensorPlan) -> str:
+    """The placement in words, and whether the values of shards differ from those of the source."""
+    text = planned.placement.describe()
+    if not planned.edits:
+        return text
+    return f"{text}, rewritten per rank" if planned.placement.dim is not None else "rewritten per rank"
+
+
 def _reports(spec: TensorSpec, planned: TensorPlan) -> Callable[[str], TensorReport]:
     """The report of a tensor by its name."""
     placement = planned.placement
@@ -207,7 +224,7 @@ def _reports(spec: TensorSpec, planned: TensorPlan) -> Callable[[str], TensorRep
         TensorReport,
         dtype=spec.dtype,
         shape=spec.shape,
-        placement=placement.describe(),
+        placement=_describe(planned),
         reason=planned.describe(),
         shard_shapes=shapes,
         shard_bytes=tuple(num_bytes(spec.dtype, shape) for shape in shapes),

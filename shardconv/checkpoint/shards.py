@@ -41,6 +41,7 @@ class ShardReader:
         names: for each tensor its name.
         checksums: for each rank and stripe the expected checksum, or None.
         files_per_rank: number of files of a rank, which share checksums.
+        remedy: the end of messages about damaged files.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ShardReader:
         names: Sequence[str],
         checksums: Sequence[Sequence[str]] | None = None,
         files_per_rank: int = 1,
+        remedy: str = "",
     ) -> None:
         self.tensors = tensors
         self._files = files
@@ -59,6 +61,7 @@ class ShardReader:
         self._names = names
         self._checksums = checksums
         self._files_per_rank = files_per_rank
+        self._remedy = remedy
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
@@ -108,9 +111,10 @@ class ShardReader:
             digests = {rank: running.hexdigest() for rank, running in state.hashes.items()}
             wrong = [rank for rank, digest in digests.items() if digest != self._checksums[rank][state.number]]
             if wrong:
-                raise IntegrityError("\n".join(self._mismatch(rank, digests[rank], state, stripe) for rank in wrong))
+                lines = [self._mismatch(rank, digests[rank], state, stripe) for rank in wrong]
+                raise IntegrityError("\n".join(lines) + self._remedy)
         if state.problem:
-            raise IntegrityError(state.problem)
+            raise IntegrityError(state.problem + self._remedy)
 
     def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe) -> str:
         assert self._checksums is not None

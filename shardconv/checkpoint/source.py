@@ -18,6 +18,7 @@ from shardconv.checkpoint.formats import (
     SOURCE_FORMATS,
     convert,
     is_weights,
+    refuse_rank_files,
 )
 from shardconv.checkpoint.header import TensorInfo
 from shardconv.checkpoint.json_files import read_json
@@ -260,6 +261,7 @@ def _check_path(path: Path) -> None:
 
 def _open_file(path: Path, *, follow_links: bool) -> Source:
     refuse_rank_file(path)
+    refuse_rank_files(path.parent, [path.name])
     match = NUMBERED_NAME.fullmatch(path.name)
     if match and int(match["count"]) > 1:
         raise SourceError(

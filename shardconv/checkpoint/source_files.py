@@ -18,11 +18,13 @@ from shardconv.checkpoint.formats import (
     convert,
     is_trainer_state,
     is_weights,
+    refuse_rank_files,
     refuse_sharded_state,
+    without_manifest,
 )
 from shardconv.checkpoint.header import Header, read_header
 from shardconv.checkpoint.json_files import parse_object, read_text
-from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.paths import locked
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import SourceError, UsageError
@@ -90,6 +92,7 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
             f"{folder}: is a split checkpoint: pass the source that was split, merge it (shardconv merge {folder}), or "
             f"change its size or layout (shardconv reshard {folder} --tp N)"
         )
+    refuse_rank_files(folder, [given_index] if given_index else top_level)
     refuse_adapter(folder, top_level)
     refuse_sharded_state(folder, top_level)
     weight_format = _find_format([given_index] if given_index else top_level)
@@ -165,17 +168,23 @@ def _no_weights(folder: Path, files: Collection[str]) -> str:
     others = [name for name in files if is_weights(name) and "/" not in name and not is_trainer_state(name)]
     if others:
         return f"holds {others[0]}, but no .safetensors or PyTorch file. {convert(folder, others)}"
-    return "holds no .safetensors or PyTorch file and no weights in another known format"
+    return (
+        "holds no .safetensors or PyTorch file and no weights in another known format: pass the folder of a model, or "
+        "one of its weight files"
+    )
 
 
 def read_safetensors(folder: Path, found: WeightFiles, *, follow_links: bool) -> Weights:
     """Read the headers of safetensors files.
 
     Raises:
-        SourceError: if a file is missing, damaged or outside of the folder, or the index does not fit.
+        SourceError: if a file is missing, damaged or outside of the folder, or is a rank file, or the index does not
+            fit.
     """
     paths = weight_paths(folder, found, follow_links=follow_links)
     files = tuple(SourceFile(name, path, read_header(path)) for name, path in zip(found.names, paths, strict=True))
+    if shard := next((file for file in files if IDENTITY_KEY in (file.header.metadata or {})), None):
+        raise SourceError(without_manifest(folder, shard.name))
     check_files(folder, found, files)
     return Weights(files, found.index, found.index_path(folder))
 

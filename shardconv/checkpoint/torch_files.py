@@ -12,6 +12,7 @@ from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.child_script import failure, run_script
 from shardconv.checkpoint.header import DTYPE_BITS
+from shardconv.checkpoint.text_files import START_BYTES, text_problem
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
 
@@ -165,11 +166,13 @@ def _problem_at_start(path: Path) -> TorchProblem | None:
         return TorchProblem("is not a regular file", "remove it")
     try:
         with path.open("rb") as file:
-            start = file.read(64)
+            start = file.read(START_BYTES)
     except OSError as error:
         return TorchProblem(f"cannot be read: {error.strerror or error}", "change its permissions")
     if start.startswith(_ZIP) or _LEGACY in start:
         return None
+    if text := text_problem(start):
+        return TorchProblem(*text)
     if not start:
         return TorchProblem("is empty (got 0 bytes)", "download or save it again")
     return TorchProblem("is not a file of torch.save, or it is damaged", "download or save it again")

@@ -256,7 +256,7 @@ def _compare_ranks(
     """Compare the rank files with their checksums, and with a source that has the same tensors."""
     manifest = split.manifest
     try:
-        reader, inputs = read_ranks(manifest, split.folders)
+        reader, inputs = read_ranks(manifest, split.folders, for_report=True)
     except IntegrityError as error:
         return _RankFiles([str(error)])
     is_compared = source is not None and source.specs == manifest.source_tensors

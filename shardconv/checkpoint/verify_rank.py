@@ -6,6 +6,7 @@ from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, 
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.write import AGAIN
 from shardconv.errors import IntegrityError
 
 
@@ -65,4 +66,4 @@ class _ChecksumReader:
             stored = (shards for span in stripe if (shards := self.tensors[span.tensor]).files)
             files = sorted({shards.files[self._rank] - self._first for shards in stored})
             paths = ", ".join(str(self._files.paths[file]) for file in files)
-            raise IntegrityError(f"{paths}: the bytes of {tensors} differ from their checksum")
+            raise IntegrityError(f"{paths}: the bytes of {tensors} differ from their checksum: {AGAIN}")

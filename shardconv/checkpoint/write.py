@@ -32,6 +32,10 @@ Identify = Callable[[Checksums], Sequence[bytes]]
 _CHUNK_BYTES = 2**20
 
 
+#: The remedy for a damaged rank file.
+AGAIN = "copy it again, or split the source again"
+
+
 class NewFiles(Protocol):
     """The positions of shards in new files, as a :class:`~shardconv.checkpoint.layout.Layout` has them."""
 
@@ -117,12 +121,15 @@ class SplitFolder(NamedTuple):
     manifest: Manifest
 
 
-def read_ranks(manifest: Manifest, folders: Sequence[SplitFolder]) -> tuple[ShardReader, InputFiles]:
+def read_ranks(
+    manifest: Manifest, folders: Sequence[SplitFolder], *, for_report: bool = False
+) -> tuple[ShardReader, InputFiles]:
     """Open the rank files of a split checkpoint and check their headers.
 
     Args:
         manifest: has the ranks of all folders, in order.
         folders: the folders.
+        for_report: whether messages are for a report, which names a single folder and the remedy once for all.
 
     Raises:
         IntegrityError: if a file is missing, or has the wrong size or header.
@@ -136,10 +143,10 @@ def read_ranks(manifest: Manifest, folders: Sequence[SplitFolder]) -> tuple[Shar
     except SourceError as error:
         kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
         raise kind(str(error)) from error
-    labels = [path.name if len(folders) == 1 else str(path) for path in paths]
+    labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
-        files_per_rank=layout.files_per_rank,
+        files_per_rank=layout.files_per_rank, remedy="" if for_report else f": {AGAIN}",
     )  # fmt: skip
     return reader, inputs
 

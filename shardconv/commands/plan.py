@@ -257,8 +257,10 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     if report.stored_tp is not None and len(report.ranks) < report.stored_tp:
         lines.append(f"this folder has {name_ranks(report.ranks)} of {report.stored_tp}")
     if report.num_quantized:
-        blocks_of = f" ({', '.join(report.quantized_blocks)})" if report.quantized_blocks else ""
-        lines.append(f"{counted(report.num_quantized, 'quantized weight')}{blocks_of}")
+        stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
+        lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
+    if report.adapters:
+        lines.append(f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}")
     lines += found
     lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
     blocks: dict[tuple[str, str], list[BlockedTp]] = {}

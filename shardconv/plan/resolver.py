@@ -208,8 +208,5 @@ class Resolver:
         padded = None if self.rules.pad else self.padded_size(tp)
         pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
         remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", pad]))
-        is_unsure = bool(self.rules.uncertain) and self.rules.uncertain in error.reason
-        otherwise = "Otherwise pass" if is_unsure else "Pass"
-        return PlanError(
-            f"--tp {tp} is unsupported{expected} because of {error}{f'. {otherwise} {remedy}' if remedy else ''}"
-        )
+        advice = self.rules.uncertain.removesuffix(".") if error.is_unsure else remedy and f"Pass {remedy}"
+        return PlanError(f"--tp {tp} is unsupported{expected} because of {error}{f'. {advice}' if advice else ''}")

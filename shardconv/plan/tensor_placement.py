@@ -59,12 +59,19 @@ class ShardedDim(NamedTuple):
 
 
 class BlockedError(Exception):
-    """A tensor cannot be sharded at this tp."""
+    """A tensor cannot be sharded at this tp.
 
-    def __init__(self, tensor: str, reason: str) -> None:
+    Args:
+        tensor: its name.
+        reason: why not.
+        is_unsure: whether the reason is based on an assumed head size.
+    """
+
+    def __init__(self, tensor: str, reason: str, *, is_unsure: bool) -> None:
         super().__init__(f"{tensor}: {reason}")
         self.tensor = tensor
         self.reason = reason
+        self.is_unsure = is_unsure
 
 
 class GroupPlanner:
@@ -94,7 +101,9 @@ class GroupPlanner:
         if not self._is_sharded(tp):
             return self._unsharded.plan(tp)
         if self._rules.uncertain and tp & (tp - 1):
-            raise BlockedError(group.matrix, f"{self._rules.uncertain} Until then only powers of two are supported")
+            raise BlockedError(
+                group.matrix, "only powers of two are supported while head_dim is unknown", is_unsure=True
+            )
         try:
             if group.expert is not None:
                 placement = place_expert(group.expert, group.spec.shape, tp)
@@ -104,7 +113,9 @@ class GroupPlanner:
             placement = matrix_placement if grid is None else grid.place(matrix_placement, group.spec.shape)
             _check_bytes(placement, group.spec)
         except IndivisibleError as error:
-            raise BlockedError(group.matrix, self._blocked_reason(error)) from error
+            read = ", ".join(self._fields_read()) or f"shape {list(group.shape)}"
+            is_unsure = bool(self._rules.uncertain) and not HEAD_FIELDS.isdisjoint(self._fields.read)
+            raise BlockedError(group.matrix, f"{error} ({read})", is_unsure=is_unsure) from error
         except PlanError as error:
             if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
@@ -161,12 +172,6 @@ class GroupPlanner:
         other = Rule(rule.pattern, rule.otherwise, pad=True, transposed=rule.transposed, origin=rule.origin)
         return GroupPlanner(replace(self._group, rule=other), self._rules)
 
-    def _blocked_reason(self, error: IndivisibleError) -> str:
-        uncertain = self._rules.uncertain
-        is_unsure = uncertain and not HEAD_FIELDS.isdisjoint(self._fields.read)
-        unsure = f"{uncertain} Under this assumption " if is_unsure else ""
-        return f"{unsure}{error} ({', '.join(self._fields_read()) or f'shape {list(self._group.shape)}'})"
-
     def _fields_read(self) -> tuple[str, ...]:
         """The config fields that were read, with a mark on those that were assumed."""
         assumed = HEAD_FIELDS if self._rules.uncertain else frozenset()
@@ -189,23 +194,23 @@ class GroupPlanner:
             )
         names, units, chunks = self._units(shape[dim])
         groups = self._fields.evaluate(rule.groups)
-        self._check_size(dim, groups * sum(unit.width for unit in units), chunks, names)
+        self._check_size(dim, groups * sum(unit.width for unit in units), chunks)
         if chunks > 1:
             return shard_dim(dim, units, tp, groups=groups).chunk(rule.segment or 0, chunks)
         paddings = [group.model_rules.padding(rule, unit) for unit in names]
         return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
 
-    def _check_size(self, dim: int, expected: int, chunks: int, names: Sequence[str | None]) -> None:
+    def _check_size(self, dim: int, expected: int, chunks: int) -> None:
         group, size = self._group, self._group.shape[dim]
         if expected == size * chunks:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
-        units = " and ".join(dict.fromkeys(map(str, names)))
         stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
         raise PlanError(
-            f"{group.matrix}: dim {dim} has {size} elements; rule {group.rule.pattern!r} of {group.rule.origin}, with "
-            f"units {units}, and the config ({read}) expect {expected // chunks}: the config is of "
-            f"another checkpoint, or the family or plan file does not fit{stored}: pass --config or other --rules"
+            f"{group.matrix}: dim {dim} has {size} elements (expected {expected // chunks}"
+            f"{f' by {read} of the config' if read else ''}): the config is of another checkpoint, or the family or "
+            f"plan file does not fit{stored}: pass --config or other --rules (now {group.rule.origin}, rule "
+            f"{group.rule.pattern!r})"
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:

@@ -176,6 +176,13 @@ def test_one_adapter_of_a_merged_folder_does_not_leave_out_the_other(together, t
     assert f"holds PEFT adapters in subfolders (adapters/{other})" in message
 
 
+def test_plan_names_adapters(together):
+    _, adapters, split = together
+    names = tuple(one.name for one in adapters)
+    assert shardconv.report_plan(split).adapters == names
+    assert f"\nwith 2 adapters: {', '.join(names)}\n" in call("plan", split).out
+
+
 def test_reshard_takes_adapters_along(together, tmp_path):
     source, adapters, split = together
     shardconv.reshard(split, tmp_path / "resharded", tp=4)
@@ -659,7 +666,7 @@ def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
         found[name] = found[name].to(torch.float8_e4m3fn)
     save_file(found, quantized / "model.safetensors", metadata={"format": "pt"})
     change_config(quantized, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
-    with pytest.raises(PlanError, match="is quantized, and an adapter cannot be merged"):
+    with pytest.raises(PlanError, match=r"/quantized: is quantized \(got model.layers.0.*_proj, "):
         shardconv.split(quantized, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
     shardconv.split(adapter, tmp_path / "found", tp=2, base=quantized)
     shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)

@@ -283,6 +283,17 @@ def test_rank_file_of_another_split_with_a_copied_identity(folder, made):
     check_refused(folder, f"{name}: ", "differ from their checksum")
 
 
+def test_damage_is_named_with_the_path_and_a_remedy(folder):
+    path = folder / RANK_FILES[1]
+    flip(path, path.stat().st_size - 1)
+    for command in (["merge", folder], ["reshard", folder, "--tp", "2"]):
+        found = call(*command, "-o", folder.parent / "result").err
+        assert found.startswith(f"shardconv: {path}: the bytes of ")
+        assert found.endswith(" differ from their checksum: copy it again, or split the source again\n")
+    (line,) = [line for line in call("verify", folder).out.splitlines() if "DIFFERENT" in line]
+    assert line.endswith(" differ from their checksum")  # the remedy is in the summary
+
+
 def test_rank_file_of_another_split_without_checksums(made, tmp_path):
     """The replicated tensors differ."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")
@@ -352,7 +363,7 @@ def test_manifest_with_a_recomputed_checksum_is_read(folder):
 
 def test_missing_manifest(folder):
     (folder / "shardconv.json").unlink()
-    check_refused(folder, "is not a split checkpoint (no shardconv.json)", verified=False)
+    check_refused(folder, "a rank file of shardconv, without its manifest (no shardconv.json)", verified=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", "\ufeff{}", "[" * 100_000, '{"format_version": true}'])

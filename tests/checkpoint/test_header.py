@@ -305,6 +305,31 @@ def test_duplicate_among_many_names_is_found_quickly(file):
     assert ours(file) is None
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2200119864\n"
+PAGE = b"\n<!doctype html>\n<html><head><title>Sign in</title></head></html>"
+#: Other files under the name of a safetensors file, with the message.
+OTHER_FILES = {
+    "pointer of git LFS": (POINTER, "is a pointer of git LFS, not the file itself: run git lfs pull"),
+    "web page": (PAGE, "is an HTML or XML page, not the file itself: download it again"),
+    "error of an object store": (b"<?xml version='1.0'?><Error/>", "is an HTML or XML page, not the file itself: down"),
+    "short text": (b"not found", "expected at most 100000000): download or copy it again"),
+    "empty": (b"", "is not a safetensors file (got 0 bytes, expected at least 8): download or copy it again"),
+    "truncated header": (safetensors_bytes(one(), b"ab")[:30], "bytes): download or copy it again"),
+    "truncated data": (
+        safetensors_bytes(one(), b"ab")[:-1],
+        "is truncated (got 1 bytes of data, expected 2): download or copy it again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_other_files_are_named_with_a_remedy(file, name):
+    data, message = OTHER_FILES[name]
+    put(file, data)
+    with pytest.raises(SourceError, match=re.escape(message)):
+        read_header(file)
+
+
 @pytest.mark.parametrize(
     "raw",
     [one(shape="[1]").replace(b'"a"', b'"' + b"a" * 10_000 + b'"'), one(shape=str([1] * 10_000))],

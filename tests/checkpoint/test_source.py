@@ -482,7 +482,14 @@ def test_several_single_files(single):
 @pytest.mark.parametrize("named", ["", "model.safetensors"])
 def test_config_that_is_not_a_json_object(single, text, named):
     (single / "config.json").write_text(text)
-    refuses(single / named, r"config.json: (is not JSON|is not a JSON object)")
+    refuses(
+        single / named, r"config.json: is not (JSON|a JSON object) \(.*\): correct it, or download or copy it again"
+    )
+
+
+def test_config_that_is_a_pointer_of_git_lfs(single):
+    (single / "config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 700\n")
+    refuses(single, "config.json: is a pointer of git LFS, not the file itself: run git lfs pull")
 
 
 def test_config_option_with_a_missing_file(single, tmp_path):
@@ -523,7 +530,8 @@ def test_missing_path(tmp_path):
 
 
 def test_empty_folder(tmp_path):
-    refuses(tmp_path, "holds no .safetensors or PyTorch file and no weights in another known format")
+    problem = "holds no .safetensors or PyTorch file and no weights in another known format"
+    refuses(tmp_path, f"{problem}: pass the folder of a model, or one of its weight files$")
 
 
 def test_folder_with_checkpoints_in_subfolders(tmp_path):
@@ -546,6 +554,28 @@ def test_file_of_a_split_checkpoint_as_source(single, tmp_path, name):
     )
     with pytest.raises(SplitCheckpointError, match=f"pass its folder {tmp_path / 'split'}$"):
         shardconv.verify(tmp_path / "split" / name)
+
+
+@pytest.mark.parametrize("max_file_size", [None, "20KB"], ids=["one file", "several files"])
+def test_rank_files_without_their_manifest(single, tmp_path, max_file_size):
+    split = tmp_path / "split"
+    shardconv.split(single, split, tp=2, max_file_size=max_file_size)
+    (split / "shardconv.json").unlink()
+    message = rf"{split}: holds rank-0-of-2\S*, a rank file of shardconv, without its manifest .*: restore shardconv"
+    refuses(split, message)
+    for path in split.glob("rank-0-of-2*"):
+        refuses(path, message)
+        with pytest.raises(SplitCheckpointError, match=message):
+            shardconv.verify(path)
+    with pytest.raises(SplitCheckpointError, match=message):
+        shardconv.merge(split, tmp_path / "merged")
+
+
+def test_renamed_rank_file_as_source(single, tmp_path):
+    """The metadata of its header identify it: as a model it would have half of the weights."""
+    shardconv.split(single, tmp_path / "split", tp=2)
+    renamed = (tmp_path / "split" / "rank-0-of-2.safetensors").rename(tmp_path / "model.safetensors")
+    refuses(renamed, "holds model.safetensors, a rank file of shardconv, without its manifest")
 
 
 def test_one_of_several_files_as_source(tmp_path):

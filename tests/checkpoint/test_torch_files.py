@@ -196,6 +196,11 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "protocol 4": (saves({"x": made(3)}, pickle_protocol=4), "of another protocol than torch.save writes by default"),
     "empty file": (lambda path: path.write_bytes(b""), "is empty (got 0 bytes)"),
     "GGUF": (lambda path: path.write_bytes(b"GGUF" + bytes(100)), "is not a file of torch.save"),
+    "pointer of git LFS": (
+        lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"),
+        "is a pointer of git LFS, not the file itself",
+    ),
+    "web page": (lambda path: path.write_bytes(b"<html></html>"), "is an HTML or XML page, not the file itself"),
     "tar": (lambda path: path.write_bytes(b"storages" + bytes(600)), "is not a file of torch.save"),
     "list": (saves([made(3)]), "holds a list (expected a dict of tensors)"),
     "tensor": (saves(made(3)), "holds a Tensor (expected a dict of tensors)"),

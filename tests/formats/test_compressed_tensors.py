@@ -66,6 +66,14 @@ def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, sch
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
+def test_plan_names_the_settings_and_the_values_that_are_rewritten(compressed):
+    report = shardconv.report_plan(compressed("W4A16", "llama"), tp=2)
+    assert report.quantization == "compressed-tensors pack-quantized, 4 bits"
+    placements = {tensor.name.rpartition(".")[2]: tensor.placement for tensor in report.tensors}
+    assert placements["weight_shape"] == "rewritten per rank"
+    assert placements["weight_packed"].startswith("dim ")
+
+
 def order(size: int) -> torch.Tensor:
     """A random order of input features."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(size))

@@ -83,7 +83,7 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "strategy": (weights(strategy="channel"), r"weight_scale has shape \[128, 8\] \(expected \[128, 1\]"),
     "bits with one scale per row": (
         one_scale_per_row,
-        r"dim 1 has 128 elements; .* expect 256: .*, or quantization_config of the layer is wrong: pass config or",
+        r"dim 1 has 128 elements \(expected 256 .*, or quantization_config of the layer is wrong: pass config or",
     ),
     "unknown strategy": (weights(strategy="attn_head"), "strategy 'attn_head' of config_groups.group_0 is not"),
     "missing scale": (drop("weight_scale"), rf"{LAYER}.weight_scale is missing, which pack-quantized needs"),

@@ -35,6 +35,19 @@ DATA = Path(__file__).parents[1] / "data/quantized"
 NAMES = sorted(path.stem for path in DATA.glob("*.json"))
 DOWN = "model.layers.0.mlp.down_proj"
 
+SETTINGS = {
+    "awq-4": "awq gemm, 4 bits", "gptq-2-one-group": "gptq, 2 bits", "gptq-3": "gptq gptq_v2, 3 bits",
+    "gptq-4-act-order": "gptq, 4 bits",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plan_names_the_settings(name, tmp_path):
+    assert shardconv.report_plan(DATA / name).quantization == SETTINGS[name]
+    shardconv.split(DATA / name, tmp_path / "split", tp=2)
+    assert shardconv.report_plan(tmp_path / "split").quantization == SETTINGS[name]
+
+
 #: The dim of a weight [in, out] that is sharded.
 DIMS = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "gate_proj": 1, "up_proj": 1, "o_proj": 0, "down_proj": 0}
 

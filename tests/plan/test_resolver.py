@@ -1,6 +1,7 @@
 """Rules applied to tensors: scales and their weights, patterns with numbers, invalid values."""
 
 import json
+import re
 
 import pytest
 
@@ -152,6 +153,20 @@ def test_very_long_expression_is_refused(checkpoint, tmp_path):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
+def test_config_of_another_checkpoint_is_named_with_the_sizes_first(checkpoint, tmp_path):
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    size = config["intermediate_size"]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config | {"intermediate_size": 2 * size}))
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(checkpoint("llama"), tp=2, config=other)
+    assert re.match(
+        rf"model\.layers\.0\.mlp\.\w+_proj\.weight: dim \d has {size} elements \(expected {2 * size} by "
+        rf"intermediate_size={2 * size} of the config\): the config is of another checkpoint, or ",
+        str(caught.value),
+    )
+
+
 def test_checkpoint_without_tensors(tmp_path):
     report = shardconv.report_plan(write_weights(tmp_path / "m.safetensors", {}), tp=2)
     assert (report.rank_bytes, report.tensors) == ((0, 0), ())
@@ -163,7 +178,7 @@ def test_defaults_are_evaluated_once(checkpoint, tmp_path):
     levels = "".join(f'a{n} = "a{n + 1} + a{n + 1}"\n' for n in range(200))
     rules = '[units]\nu = { count = "a0" }\n[rules]\n"lm_head" = { style = "colwise", unit = "u" }'
     plan.write_text(f"[config]\n{levels}a200 = 1\n{rules}")
-    with pytest.raises(shardconv.PlanError, match="elements; rule 'lm_head'"):
+    with pytest.raises(shardconv.PlanError, match=r"elements \(expected \d+.*rule 'lm_head'"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 

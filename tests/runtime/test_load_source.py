@@ -271,4 +271,4 @@ def test_source_without_a_size(ranks, home):
 def test_rank_files_without_their_manifest_are_not_a_source(ranks, home, tmp_path):
     split = shutil.copytree(source_and_split(home, "llama", 2)[1], tmp_path / "split")
     (split / MANIFEST_NAME).unlink()
-    ranks("pair", check_fails, split, ["rank-0-of-2.safetensors"], {"tp": 2})
+    ranks("pair", check_fails, split, ["holds rank-0-of-2.safetensors, a rank file .*: restore"], {"tp": 2})

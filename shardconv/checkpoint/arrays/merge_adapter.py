@@ -23,6 +23,7 @@ from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
 from shardconv.errors import PlanError
 from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
@@ -39,10 +40,11 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
         PlanError: if the adapter does not fit the base model, or the base model is quantized.
     """
     source = planned.source
-    if name := next((name for name, spec in planned.tensors.items() if spec.grid is not None), None):
+    grids = {name: spec.grid for name, spec in planned.tensors.items() if spec.grid is not None}
+    if layer := next((grid.logical_name(name) for name, grid in grids.items() if grid.role == VALUES), None):
         raise PlanError(
-            f"{name}: is quantized, and an adapter cannot be merged into quantized weights: split the model with "
-            f"--adapter, without --merge-adapter"
+            f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
+            f"into quantized weights: split the model with --adapter, without --merge-adapter"
         )
     merge = _Merge(adapter, source, planned.resolution.resolver.rules)
     stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
