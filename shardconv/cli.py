@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from typing import NoReturn
 
 import click
@@ -22,6 +23,8 @@ from shardconv.errors import PeerError, WorldSizeError, command_line, is_connect
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
 
+#: Seconds in which torchrun ends a process that leaves its error to another one. Rank 0 may still be importing torch.
+_END_SECONDS = 60.0
 _FIRST_STEPS = """\
 shardconv shards checkpoints for tensor parallelism, one file per rank.
 
@@ -110,7 +113,8 @@ def _report_rank(error: BaseException) -> int:
     """Report the exception of a rank; returns its exit code.
 
     The launching process prints one message for all ranks. Under torchrun each rank prints its own, unless another
-    process reports the same error or its cause.
+    process reports the same error or its cause. torchrun ends all processes when one exits, so a rank that leaves its
+    error to another one waits until torchrun ends it.
     """
     from shardconv.runtime.launch import is_launched, write_failure
 
@@ -119,7 +123,12 @@ def _report_rank(error: BaseException) -> int:
         message, code = describe(error)
         write_failure(message, is_consequence=is_consequence)
         return code
-    return 1 if is_consequence else _report(error)
+    if is_consequence and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 1
+    if is_consequence:
+        default_signals()
+        time.sleep(_END_SECONDS)  # still running: the other process is on another host, or was killed
+    return _report(error)
 
 
 def _is_consequence(error: BaseException) -> bool:

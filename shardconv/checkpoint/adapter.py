@@ -76,7 +76,7 @@ def open_adapter(path: Path, *, follow_links: bool = False, ignore: tuple[str, .
         PlanError: if the adapter is not of a supported kind.
     """
     if not path.exists():
-        raise SourceError(f"{path}: does not exist{missing_hint(path)}")
+        raise SourceError(f"{path}: does not exist{missing_hint(path, takes_url=False)}")
     if not (path / ADAPTER_CONFIG).is_file():
         raise SourceError(
             f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"
@@ -150,6 +150,8 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         rules, assumed = base.resolution.resolver.rules, base.resolution.assumed
         return _Base(logical_tensors(base.tensors), rules, base.request, assumed, base.paths)
     path = local_path(base)
+    if not path.exists():
+        raise SourceError(f"--base {path}: does not exist{missing_hint(path, takes_url=False)}")
     if is_split(path):
         refuse_changes(path, {**options, "follow_links": False})
         manifest = read_manifest(path)

@@ -76,8 +76,13 @@ def locked(folder: Path) -> str:
     )
 
 
-def missing_hint(path: Path) -> str:
-    """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub."""
+def missing_hint(path: Path, *, takes_url: bool = True) -> str:
+    """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub.
+
+    Args:
+        path: the path.
+        takes_url: whether a URL may be passed in its place.
+    """
     if (partial := staging_folder(path)).exists():
         return (
             f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
@@ -89,10 +94,8 @@ def missing_hint(path: Path) -> str:
         return f" (similar: {path.parent / similar[0]}): correct the path"
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json"}:
         return ""
-    return (
-        f": if it is the name of a model on the Hugging Face Hub, pass hf://{path}, or download it first: "
-        f"{_hub_download(str(path))}"
-    )
+    url = f"pass hf://{path}, or " if takes_url else ""
+    return f": if it is the name of a model on the Hugging Face Hub, {url}download it first: {_hub_download(str(path))}"
 
 
 def _hub_download(name: str) -> str:

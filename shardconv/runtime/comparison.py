@@ -1,6 +1,9 @@
 """Comparison of a run with the unsharded model, in float32."""
 
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -108,7 +111,8 @@ def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
         RunError: if PEFT is not installed, or does not load the adapter.
     """
     try:
-        peft = import_module("peft")
+        with _without_kernel_warning():
+            peft = import_module("peft")
     except ImportError as error:
         raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
     with TemporaryFolder() as place, warnings.catch_warnings():
@@ -119,6 +123,21 @@ def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
             peft.PeftModel.from_pretrained(model, merged)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RunError(f"{folder}: PEFT cannot apply the adapter: {one_line(error)}") from error
+
+
+@contextmanager
+def _without_kernel_warning() -> Iterator[None]:
+    """Hide a warning of bitsandbytes, which PEFT imports, on an optional kernel: it reads like a failed check."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.msg.startswith("Failed to load CPU gemm_4bit_forward")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _dequantized(folder: Path, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:

@@ -14,10 +14,7 @@ from pathlib import Path
 import torch
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.external_source import detect
-from shardconv.checkpoint.formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.checkpoint.loadable import Loadable, open_loadable
-from shardconv.checkpoint.paths import missing_hint
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
@@ -41,6 +38,7 @@ from shardconv.runtime.prompts import (
 )
 from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
 from shardconv.runtime.run_options import RunOptions, RunReport
+from shardconv.runtime.unsharded_source import check_unsharded
 from shardconv.storage.table import shown
 
 #: Opens a progress display; see :func:`~shardconv.load`.
@@ -77,39 +75,10 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int
     if prompts:
         check_prompts(prompts)
     if options.check is not None:
-        _check_source(options.check)
-        if not options.dequantize:
-            _check_names(options.check)
+        check_unsharded(options.check, path, manifest, dequantize=options.dequantize)
     checkpoint.check_ranks([each for each in range(manifest.tp) if rank in {None, each}])
     rank_device(options.device)
     return manifest.tp
-
-
-def _check_source(folder: Path) -> None:
-    """Check that the folder of ``--check`` may have an unsharded checkpoint."""
-    if not folder.exists():
-        raise RunError(f"--check {folder}: does not exist{missing_hint(folder)}")
-    if not folder.is_dir():
-        raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model)")
-    if (layout := detect(folder, [path.name for path in folder.iterdir()])) is not None:
-        raise RunError(
-            f"--check {folder}: holds rank files of another tool ({layout}), which transformers does not load: merge "
-            f"them first (shardconv merge {folder} -o DIR), and pass --check DIR"
-        )
-    if not (folder / CONFIG_NAME).is_file():
-        raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")
-
-
-def _check_names(folder: Path) -> None:
-    """Check that PyTorch files in the folder of ``--check`` have names with which transformers loads them."""
-    names = {path.name for path in folder.iterdir()}
-    found = {name for one in SOURCE_FORMATS for name in (one.single, f"{one.single}.index.json")}
-    others = sorted(filter(PYTORCH.has, names))
-    if others and not names & found:
-        raise RunError(
-            f"--check {folder}: holds {others[0]}, which transformers does not load (expected {PYTORCH.single} or "
-            f"{SAFETENSORS.single}): pass the result of shardconv split {folder} --tp 1 -o DIR, and shardconv merge DIR"
-        )
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

@@ -625,6 +625,25 @@ def test_unusual_adapters_are_refused(made, tmp_path, case, options):
     assert [path.name for path in tmp_path.iterdir()] == ["changed"]
 
 
+@pytest.mark.parametrize(
+    ("base", "remedy"),
+    [
+        ("base-modle", "(similar: base-model): correct the path"),
+        (
+            "org/model",
+            "if it is the name of a model on the Hugging Face Hub, download it first: hf download",
+        ),
+    ],
+)
+def test_base_that_does_not_exist_gets_a_remedy(made, tmp_path, monkeypatch, base, remedy):
+    (tmp_path / "base-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    result = call("split", made("llama")[1], "--base", base, "--tp", 2)
+    assert (result.code, result.out) == (1, "")
+    assert f"--base {base}: does not exist" in result.err
+    assert remedy in result.err
+
+
 #: Options that do not fit together, and the error.
 OPTIONS = {
     "engine": (["--for", "vllm"], "adapters are split for shardconv run only (got vllm)"),

@@ -5,6 +5,7 @@ Logits are compared to 1e-4 of the largest, as in test_load.py: sums over featur
 
 import itertools
 import json
+import logging
 import shutil
 from functools import cache
 
@@ -14,6 +15,7 @@ import torch
 import shardconv
 from shardconv.commands.run import _verdict
 from shardconv.errors import ShardconvError
+from shardconv.runtime.comparison import _without_kernel_warning
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.runtime.run_options import RunOptions
 from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
@@ -108,6 +110,26 @@ def test_check_finds_a_difference(ranks, home, split):
     folder, adapter = split("llama", 4)
     for differences, _, _ in ranks("four", run_on_rank, folder, adapter, other):
         assert "logits differ" in differences[0]
+
+
+def test_check_of_a_merged_adapter_is_refused_with_the_remedy(home, made):
+    source, adapter = made("llama")
+    shardconv.split(source, home / "merged-tp2", tp=2, adapters=[adapter], merge_adapter=True)
+    result = call("run", home / "merged-tp2", "--token-ids", "1 2", "--device", "cpu", "--check", source)
+    assert (result.code, result.out) == (2, "")
+    assert f"the adapter {adapter.name} is merged into it, so that it differs from its source" in result.err
+    assert f"shardconv merge {home / 'merged-tp2'} -o MERGED; shardconv run MERGED --tp 2 --check MERGED" in result.err
+
+
+def test_only_the_kernel_warning_of_bitsandbytes_is_hidden(caplog):
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    kernel = "Failed to load CPU gemm_4bit_forward from kernels-community: %s."
+    with _without_kernel_warning():
+        logger.warning(kernel, "No module named 'kernels'")
+        logger.warning("another")
+    assert caplog.messages == ["another"]
+    logger.warning(kernel, "later")
+    assert len(caplog.messages) == 2
 
 
 def check_refused(axis, folder, adapter, text):

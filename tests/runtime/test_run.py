@@ -161,6 +161,20 @@ def test_joins_the_ranks_that_torchrun_started(split):
     assert (result.returncode, result.stdout.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.stderr
 
 
+def test_other_number_of_processes_is_one_message_though_rank_0_is_the_last(split, tmp_path):
+    """torchrun ends all processes when one exits, so the others must not exit before rank 0 has printed it."""
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import os, time\nfrom shardconv.runtime import ranks\ncheck = ranks._check_size\n"
+        "def late(*arguments):\n    time.sleep(3 if os.environ['RANK'] == '0' else 0)\n    check(*arguments)\n"
+        "ranks._check_size = late\nfrom shardconv.cli import main\nmain()\n"
+    )
+    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", program]
+    result = run_python(*ranks, "run", split, "--prompt", PROMPT, "--device", "cpu")
+    assert result.returncode == 1
+    assert result.stderr.count("is for 2 ranks, and there are 3 processes") == 1, result.stderr
+
+
 @MATRIX
 def test_joins_ranks_of_two_nodes(split):
     """Two agents with one rank each, as on two hosts, meet on a port; only rank 0 prints."""
@@ -255,6 +269,61 @@ def test_check_with_rank_files_of_another_tool_names_the_merge(split, tmp_path):
     assert (result.code, result.out) == (1, "")
     assert "another tool (meta), which transformers does not load" in result.err
     assert f"merge them first (shardconv merge {tmp_path} -o DIR), and pass --check DIR" in result.err
+
+
+def without_last_token(folder):
+    """A copy of the demo model whose vocabulary lacks the last token."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    shutil.copytree(DEMO, folder)
+    config = json.loads((folder / "config.json").read_text())
+    size = config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size - 1}))
+    tensors = load_file(DEMO / "model.safetensors")
+    smaller = {name: tensor[:-1].clone() if len(tensor) == size else tensor for name, tensor in tensors.items()}
+    save_file(smaller, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_check_with_another_vocabulary_is_an_error_before_ranks_start(split, tmp_path, is_split):
+    other = without_last_token(tmp_path / "other")
+    source = [split] if is_split else [DEMO, "--tp", 2]
+    result = call("run", *source, "--prompt", PROMPT, "--device", "cpu", "--check", other)
+    assert (result.code, result.out) == (1, "")
+    assert f"--check {other}: is another model (" in result.err
+    assert "got shape [1998, 256], expected [1999, 256]" in result.err
+    assert "pass the source that was split" in result.err
+
+
+def test_check_with_tensors_of_another_model_counts_them(split, tmp_path):
+    other = write_bert(tmp_path / "bert", "BertModel")
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", other)
+    assert (result.code, result.out) == (1, "")
+    assert re.search(r"bert: is another model \(of \d+ tensors, 39 are not in it, ", result.err), result.err
+
+
+def test_check_accepts_another_dtype_and_the_names_of_another_prefix(split, tmp_path):
+    """float32 is the dtype of the comparison, and transformers maps names of the model without its head."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    other = shutil.copytree(DEMO, tmp_path / "other")
+    tensors = load_file(DEMO / "model.safetensors").items()
+    tensors = {name.removeprefix("model."): tensor.double() for name, tensor in tensors}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert check_run(split, [PROMPT], RunOptions(device="cpu", check=other)) == 2
+
+
+def test_check_with_a_split_checkpoint_names_the_source_and_the_merge(split, single):
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", single)
+    assert (result.code, result.out) == (1, "")
+    assert f"--check {single}: is a split checkpoint (expected the unsharded model): pass the source" in result.err
+    assert f"merge it first (shardconv merge {single} -o DIR)" in result.err
+
+
+def test_check_with_the_name_of_a_hub_model_proposes_a_download_only(split):
+    result = call("run", split, "--prompt", PROMPT, "--device", "cpu", "--check", "org/model")
+    assert (result.code, "hf download org/model" in result.err, "hf://" in result.err) == (1, True, False)
 
 
 CHAT = "{% for message in messages %}<{{ message.role }}> {{ message.content }}{% endfor %}: The"

@@ -317,6 +317,24 @@ def test_killed_process_under_torchrun(source, tmp_path, slow):
     assert not (tmp_path / "out").exists()
 
 
+def test_error_of_a_slow_process_is_printed_under_torchrun(source, tmp_path):
+    """The process that stops for the error of another one does not exit before that one has printed it."""
+    program = tmp_path / "late.py"
+    program.write_text(
+        "import time\nfrom shardconv.runtime.split_team import SplitTeam\nfail = SplitTeam._fail\n"
+        "def late(team):\n    is_later = fail(team)\n    time.sleep(0 if is_later else 2)\n    return is_later\n"
+        "SplitTeam._fail = late\nfrom shardconv.cli import main\nmain()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = Popen(
+        [*torchrun, str(program), "split", str(source), "--tp", "5", "-o", str(tmp_path / "out")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    result = finish(agent)
+    assert (result.code, len(re.findall(r"^shardconv: .*5", result.err, re.MULTILINE))) == (1, 1), result.err
+
+
 def wait_until(condition) -> None:
     end = time.monotonic() + 120
     while not condition():
