@@ -15,9 +15,9 @@ def modules_on_use(package: str, names: Sequence[str]) -> Callable[[str], Module
         names: of these modules.
     """
 
-    def import_module(name: str) -> ModuleType:
+    def module_on_use(name: str) -> ModuleType:
         if name not in names:
-            raise AttributeError(f"module {package!r} does not have an attribute {name!r}")
+            raise AttributeError(f"module {package!r} does not have an attribute {name!r}", name=name)
         return importlib.import_module(f"{package}.{name}")
 
-    return import_module
+    return module_on_use

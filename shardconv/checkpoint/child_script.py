@@ -1,4 +1,4 @@
-"""Scripts that unpickle files: a child process runs them, so that this one is not affected by what files contain."""
+"""Scripts that unpickle files, run by a child process: the calling process is not affected by what files contain."""
 
 import json
 import subprocess
@@ -12,6 +12,6 @@ def run_script(script: Path, request: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)  # noqa: S603
 
 
-def failure(child: subprocess.CompletedProcess[str]) -> str:
+def failure_reason(child: subprocess.CompletedProcess[str]) -> str:
     """Why a script failed: its last message, or its exit code."""
     return (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.auxiliary import check_link
-from shardconv.checkpoint.child_script import failure, run_script
+from shardconv.checkpoint.child_script import failure_reason, run_script
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.external_files import FullTensors, is_contiguous
 from shardconv.checkpoint.geometry import geometry, unsharded
@@ -106,7 +106,7 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
 def _list(path: Path) -> Mapping[str, list[_Tensor]]:
     child = run_script(SCRIPT, str(path.absolute()))
     if child.returncode:
-        raise SourceError(f"{path}: cannot be read ({failure(child)}): {_AGAIN}")
+        raise SourceError(f"{path}: cannot be read ({failure_reason(child)}): {_AGAIN}")
     listed: dict[str, list[_Tensor]] = json.loads(child.stdout)
     if "error" in listed:
         raise SourceError(f"{path}: {listed['error']}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple, TypedDict
 
-from shardconv.checkpoint.child_script import failure, run_script
+from shardconv.checkpoint.child_script import failure_reason, run_script
 from shardconv.checkpoint.header import DTYPE_BITS
 from shardconv.checkpoint.text_files import START_BYTES, text_problem
 from shardconv.errors import SourceError
@@ -191,7 +191,7 @@ def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | Torch
 
 def _crash(child: CompletedProcess[str]) -> TorchProblem:
     """The problem with a file at which the child process exited."""
-    reason = failure(child)
+    reason = failure_reason(child)
     if reason.startswith("ModuleNotFoundError"):
         return TorchProblem(f"torch cannot be imported ({reason})", "pip install 'shardconv[torch]'")
     return TorchProblem(f"torch failed to list its tensors ({reason})", "download or save it again")

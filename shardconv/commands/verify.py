@@ -135,7 +135,7 @@ def _head(report: "VerifyReport") -> list[str]:
     ranks = counted(report.tp, "rank") if is_complete else f"{name_ranks(report.ranks)} of {report.tp}"
     held = f"{ranks}, {report.num_tensors} tensors, {size(report.num_bytes)}"
     return [
-        f"{' '.join(report.paths)}: {held}{layout_note(report.layout)}",
+        f"{', '.join(report.paths)}: {held}{layout_note(report.layout)}",
         f"checked: {', '.join(report.checked)}",
         *notes((), report.left_out),
     ]

@@ -88,7 +88,7 @@ def write_page(
 
 def _title(plan: "PlanReport | None", cost: "CostReport | None", verify: "VerifyReport | None") -> str:
     if verify is not None:
-        return f"{' '.join(verify.paths)}: verification"
+        return f"{', '.join(verify.paths)}: verification"
     if plan is not None:
         return f"{plan.source}: plan" + ("" if plan.tp is None else f" for tp {plan.tp}")
     return "cost" if cost is None else f"{cost.source}: cost"

@@ -6,7 +6,6 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple, Self, TypedDict
 
 
@@ -124,10 +123,6 @@ class Placement:
         if self.dim is None:
             return tuple(shape)
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
-
-    def shard_numel(self, shape: Sequence[int], rank: int) -> int:
-        """Number of elements of a rank's shard of a tensor of shape ``shape``."""
-        return prod(self.shard_shape(shape, rank))
 
     def describe(self) -> str:
         """A short description for reports."""

@@ -78,19 +78,19 @@ def explain_write(error: Exception, shown: str) -> OutputError:
 
 
 @contextmanager
-def explained(shown: str, explain: Callable[[Exception, str], ShardconvError] = explain) -> Iterator[None]:
+def explained(shown: str, make_error: Callable[[Exception, str], ShardconvError] = explain) -> Iterator[None]:
     """Replace the errors of clients, which are of many types, by those of shardconv.
 
     Args:
         shown: the URL that is shown.
-        explain: makes the error.
+        make_error: makes the error from that of a client and the URL.
     """
     try:
         yield
     except ShardconvError:
         raise
     except Exception as error:  # noqa: BLE001 - clients do not have a common type of errors
-        raise explain(error, shown) from None
+        raise make_error(error, shown) from None
 
 
 def _is_missing(error: Exception) -> bool:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from shardconv.errors import OutputError, ShardconvError
+from shardconv.errors import OutputError
 from shardconv.storage.parts import Part, PartMemory, no_room, part_bytes
 from shardconv.storage.problems import explain_write, explained
 from shardconv.storage.requirements import obstore
@@ -83,10 +83,9 @@ class Upload:
         """Send the parts whose turn it is, until there are none."""
         while (part := self._next()) is not None:
             try:
-                with explained(self.key.shown, explain_write):
-                    await self._send_part(part)
-            except ShardconvError as error:
-                self._memory.stop(error)
+                await self._send_part(part)
+            except Exception as error:  # noqa: BLE001 - as in explained(), whose error would keep the part in memory
+                self._memory.stop(explain_write(error, self.key.shown))
 
     def _next(self) -> Part | None:
         with self._memory.condition:

@@ -52,7 +52,7 @@ def compressed(unquantized, tmp_path_factory) -> Callable[[str, str], Path]:
     cases(
         [(scheme, model) for scheme in SCHEMES for model in SIZES],
         lambda scheme, model: (
-            (model == "llama" and scheme in {"W4A16_ASYM", "FP8_BLOCK", "NVFP4"})
+            (model == "llama" and scheme in {"W4A16_ASYM", "FP8_BLOCK", "NVFP4", "MXFP4"})
             or (scheme, model) == ("W4A16", next(reversed(SIZES)))
         ),
     ),
@@ -116,7 +116,7 @@ def test_groups_in_the_order_of_activations(compressed, unquantized, tmp_path):
 
 
 #: One per storage: packed with and without zero points, 8 bits per channel, blocks, and block scales of 4 and 8 bits.
-PADDED_BY_DEFAULT = {"W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP8"}
+PADDED_BY_DEFAULT = {"W4A16", "W4A16_ASYM", "W8A8", "FP8_BLOCK", "NVFP4", "MXFP4", "MXFP8"}
 
 
 @pytest.mark.parametrize("scheme", cases(SCHEMES, lambda scheme: scheme in PADDED_BY_DEFAULT))
@@ -208,7 +208,7 @@ def test_the_plan_of_a_quantized_source_is_proven(compressed):
             ("NVFP4", "deepseek_v3"),
             ("MXFP8", "llama"),
         ],
-        lambda _, model: model in {"phi3", "deepseek_v3"},
+        lambda _, model: model in {"phi3", "qwen3_moe", "deepseek_v3"},
     ),
 )
 def test_dequantized_models_compute_the_same(compressed, tmp_path, scheme, model):

@@ -124,7 +124,7 @@ def test_dequantized_models_compute_the_same(tmp_path, name):
     check_run(DATA / name, tmp_path / "split")
 
 
-#: Every size of words with groups, and every form of groups with 4 bits, run by default.
+#: By default, every size of words with groups, and act-order with every form of groups for 4 bits.
 RANDOM = cases(
     itertools.product((2, 3, 4, 8), (32, 64, -1), (False, True)),
     lambda bits, group, act_order: (bits == 4 and act_order) or (group, act_order) == (64, False),

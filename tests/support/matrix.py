@@ -27,7 +27,9 @@ def each_once(*values: Iterable[Any]) -> list[Any]:
         values: of each parameter; tuples for several parameters.
     """
     columns = [[value if isinstance(value, tuple) else (value,) for value in column] for column in values]
-    default = {tuple(at % len(column) for column in columns) for at in range(max(map(len, columns)))}
+    default = {  # the next cycle through a column starts one later, so that it meets other values
+        tuple((at + at // len(column)) % len(column) for column in columns) for at in range(max(map(len, columns)))
+    }
     positions = itertools.product(*(range(len(column)) for column in columns))
     parameters = {
         index: [value for column, at in zip(columns, index, strict=True) for value in column[at]] for index in positions

@@ -2,7 +2,7 @@
 
 function header({ plan, cost, verify }) {
   const kind = verify ? 'verification' : plan?.tp ? `plan for tp ${plan.tp}` : plan ? 'supported sizes' : 'cost';
-  const name = (verify?.paths.join(' ') ?? plan?.source ?? cost.source).replace(/\/+$/, '');
+  const name = (verify?.paths.join(', ') ?? plan?.source ?? cost.source).replace(/\/+$/, '');
   const title = element('h1', {}, breakable(name));
   return [element('p', { class: 'kind' }, `shardconv ${kind}`), title, figures(plan, verify)];
 }
