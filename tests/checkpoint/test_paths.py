@@ -111,7 +111,6 @@ def test_functions_refuse_urls_that_they_cannot_use(made, tmp_path, monkeypatch,
         (["plan", "org/My.Model-7b"], 1),
         (["merge", "org/My.Model-7b"], 1),
         (["verify", "{tiny}-tp2", "--against", "org/My.Model-7b"], 1),
-        (["run", "{tiny}-tp2", "--prompt", "x", "--check", "org/My.Model-7b"], 1),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
