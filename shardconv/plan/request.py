@@ -4,16 +4,18 @@ The rules are those of a family named by the user, else of the config's ``model_
 Without a config, head sizes are inferred from shapes. Reads no files: a plan file is passed as text.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
 from shardconv.errors import PlanError, UsageError
+from shardconv.formatting import counted
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read
 from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
+from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
@@ -143,15 +145,15 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     if user is not None:
         _check_families(user)
     base = family_of(config or {}, request.family or (user.inherits if user else ""))
-    towers = towers_in(tensors) if base.name == NAMES_FAMILY else []
+    family = _with_user_rules(base, user, request)
+    by_names = _without_user_rule(tensors, family) if base.name == NAMES_FAMILY else {}
+    towers = towers_in(by_names)
     assumed_heads = uncertain = ""
     if config is None or request.head_dim is not None or len(towers) > 1:
         config, assumed_heads, uncertain = with_heads(tensors, config, request.head_dim, towers)
-    if base.name == NAMES_FAMILY:
-        check_pairs(tensors)
+    check_pairs(by_names)
     _check_prefix(tensors, base)
-    assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request)]
-    family = _with_user_rules(base, user, request)
+    assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
     resolver = Resolver(tensors, rules)
@@ -162,6 +164,13 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         if replaced := resolver.replaced(base_rules):
             assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver.padded(request.pad), tuple(assumed))
+
+
+def _without_user_rule(tensors: Mapping[str, TensorSpec], family: Family) -> dict[str, TensorSpec]:
+    """The tensors that no rule of the user matches."""
+    patterns = [rule.pattern for rule in family.rules if rule.by_user]
+    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    return {name: spec for name, spec in tensors.items() if matcher.match(name) is None}
 
 
 def _check_families(user: Family) -> None:
@@ -181,20 +190,33 @@ def _assumptions(
     base: Family,
     user: Family | None,
     request: PlanRequest,
+    by_names: Collection[str],
 ) -> Iterator[str]:
-    """The assumptions of a plan that follow from the family, the plan file and the options, as sentences."""
-    if base.name == NAMES_FAMILY:
+    """The assumptions of a plan that follow from the family, the plan file and the options, as sentences.
+
+    ``by_names`` are the tensors for which the family of common names has a rule, and the user has none.
+    """
+    if by_names and NAMES_FAMILY in (request.family, user and user.inherits):
+        yield f"{counted(len(by_names), 'tensor')} planned by name, as requested"
+    elif by_names:
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         yield f"{model} does not have a family: planned by the names of its tensors"
     if base.name == TRANSFORMERS:
         yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
     if user is not None:
-        yield f"rules of {user.name} are tried first; shardconv plan --prove compares outputs"
+        yield f"rules of {user.name} are tried first; {_how_to_compare(config)}"
     for name in request.replicate:
         yield (
             f"{name} is replicated as requested, and layers that depend on it may be sharded, which can change "
-            f"outputs: shardconv plan --prove with the same options compares them"
+            f"outputs: {_how_to_compare(config)}"
         )
+
+
+def _how_to_compare(config: Mapping[str, object]) -> str:
+    """How a user compares outputs with those of the unsharded model: a proof needs a config that names its class."""
+    if config.get("model_type"):
+        return "shardconv plan --prove compares outputs"
+    return "compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
 
 
 def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) -> Family:
