@@ -674,6 +674,11 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
         (
+            'inherits = "by_name"\n[units]\nhidden = { count = 8 }\n'
+            '[rules]\n"lm_head" = { style = "colwise", unit = "heads" }',
+            r"unit 'heads' is unknown \(expected hidden, kv_head, query_head\): write kv_head or query_head, or add it",
+        ),
+        (
             '[rules]\n"lm_head" = { style = "colwise", segments = ["query_head"] }',
             "segments are required for packed styles",
         ),
