@@ -174,7 +174,7 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
             raise ValueError("its rules have a missing key or a wrong type") from error
     if isinstance(source := body.get("source"), dict):
         # before there were sources without safetensors files, conversions, and folders with some of the ranks
-        absent = {"derived": [], "dtype": None, "sample": None, "is_config_given": False}
+        absent: dict[str, object] = {"derived": [], "dtype": None, "sample": None, "is_config_given": False}
         body = {**body, "source": {**absent, **source}}
     has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
     if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):

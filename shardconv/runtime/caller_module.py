@@ -84,7 +84,7 @@ def _build_on_cpu(make: Callable[[], nn.Module], seed: int) -> nn.Module:
             return None  # it stays as it is
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(to_meta)
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type] # torch: None only
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
