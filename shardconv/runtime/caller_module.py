@@ -43,7 +43,7 @@ def build_by_caller(
         dtype: dtype of floating-point values; None as they are stored.
 
     Raises:
-        RunError: if a parameter or buffer has no values.
+        RunError: if a parameter or buffer does not have values.
     """
     with torch.device("meta"):
         model = convert(make())
