@@ -12,7 +12,10 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import shardconv
 from shardconv.plan.family_file import parse_plan_file
@@ -215,7 +218,53 @@ def test_every_check_belongs_to_a_block():
 def test_the_plan_files_of_the_pages_are_valid():
     texts = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
     units = [parse_plan_file("page.toml", text).units.keys() for text in texts]
-    assert units == [set(), set(), {"query_head", "kv_head"}]
+    assert units == [set(), set(), {"hidden"}, {"query_head", "kv_head"}, {"head", "hidden"}]
+
+
+class Layer(nn.Module):
+    """A layer of the second plan file of docs/plan-files.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(128, 128) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 512), nn.Linear(512, 128)
+        self.num_heads = 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = self.norm(x + self.o(heads.transpose(1, 2).flatten(2)))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """A model that no family serves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.output = nn.Embedding(99, 128), nn.Linear(128, 99)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(x)
+
+
+def check_net(axis, source, split):
+    unsharded, ids = Net(), torch.arange(10).view(2, 5)
+    unsharded.load_state_dict(load_file(source))
+    found = shardconv.load(split, model=Net, device="cpu", group=axis)(ids)
+    torch.testing.assert_close(found, unsharded(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_the_plan_file_without_a_family_is_right(ranks, tmp_path):
+    text = next(block.text for block in blocks(ROOT / "docs" / "plan-files.md") if "count = 512" in block.text)
+    (tmp_path / "own.toml").write_text(text)
+    save_file(Net().state_dict(), tmp_path / "net.safetensors")
+    shardconv.split(tmp_path / "net.safetensors", tmp_path / "split", tp=2, rules=tmp_path / "own.toml")
+    ranks("pair", check_net, tmp_path / "net.safetensors", tmp_path / "split")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

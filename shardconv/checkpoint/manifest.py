@@ -47,6 +47,7 @@ class Manifest:
         explicit_files: rank files that do not follow from ``layout``, or None.
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sample.sample_checksum`.
+        is_config_given: whether the user passed the config, in place of that of the source.
     """
 
     plan: Plan
@@ -69,6 +70,7 @@ class Manifest:
     adapters: tuple[str, ...] = ()
     explicit_files: ExplicitFiles | None = None
     sample: str | None = None
+    is_config_given: bool = False
 
     @classmethod
     def of_source(
@@ -106,6 +108,7 @@ class Manifest:
             derived=source.derived,
             dtype=source.dtype,
             adapters=adapters,
+            is_config_given=source.is_config_given,
         ).checked_for_layout()
 
     @property

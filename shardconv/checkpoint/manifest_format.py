@@ -87,6 +87,7 @@ _SCHEMA = {
         "derived": [str],
         "dtype": (str, None),
         "sample": (str, None),
+        "is_config_given": bool,
     },
     "auxiliary_files": {...: str},
     "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
@@ -114,6 +115,7 @@ class SourceJson(TypedDict):
     derived: list[str]
     dtype: str | None
     sample: str | None
+    is_config_given: NotRequired[bool]
 
 
 class ChecksumsJson(TypedDict):
@@ -172,7 +174,8 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
             raise ValueError("its rules have a missing key or a wrong type") from error
     if isinstance(source := body.get("source"), dict):
         # before there were sources without safetensors files, conversions, and folders with some of the ranks
-        body = {**body, "source": {"derived": [], "dtype": None, "sample": None, **source}}
+        absent: dict[str, object] = {"derived": [], "dtype": None, "sample": None, "is_config_given": False}
+        body = {**body, "source": {**absent, **source}}
     has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
     if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
         raise ValueError("one of its fields is missing or has the wrong type")

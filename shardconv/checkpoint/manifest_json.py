@@ -66,6 +66,8 @@ def to_json(manifest: Manifest, created_by: str) -> dict[str, object]:
     }
     if manifest.adapters:
         body["adapters"] = list(manifest.adapters)
+    if manifest.is_config_given:
+        body["source"]["is_config_given"] = True
     return {**body, CHECKSUM_KEY: checksum(body)}
 
 
@@ -118,6 +120,7 @@ def _parse(body: ManifestJson) -> Manifest:
         dtype=source["dtype"],
         adapters=tuple(body.get("adapters", ())),
         sample=source["sample"],
+        is_config_given=source["is_config_given"],
     )
 
 

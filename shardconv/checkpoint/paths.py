@@ -9,7 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardconv.errors import UsageError
+from shardconv.errors import ShardconvError, UsageError
 from shardconv.storage.url import LOCK_NAME, SCHEMES, is_url, without_secrets
 
 #: A URL without its colon, which would be a path.
@@ -92,10 +92,16 @@ def missing_hint(path: Path, *, takes_url: bool = True) -> str:
         names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
     if similar := get_close_matches(path.name, sorted(names), n=1):
         return f" (similar: {path.parent / similar[0]}): correct the path"
-    if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json"}:
+    if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json", ".toml"}:
         return ""
     url = f"pass hf://{path}, or " if takes_url else ""
     return f": if it is the name of a model on the Hugging Face Hub, {url}download it first: {_hub_download(str(path))}"
+
+
+def check_exists(path: Path, error: type[ShardconvError]) -> None:
+    """Check that a file exists; raises ``error`` with a similar path if it does not."""
+    if not os.path.lexists(path):
+        raise error(f"{path}: does not exist{missing_hint(path)}")
 
 
 def _hub_download(name: str) -> str:

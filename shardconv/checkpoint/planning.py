@@ -7,7 +7,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.dtype_conversion import with_dtype
 from shardconv.checkpoint.formats import ADAPTER_FILES
-from shardconv.checkpoint.paths import local_path
+from shardconv.checkpoint.paths import check_exists, local_path
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
@@ -144,7 +144,7 @@ def plan_source(
         request, resolution = _resolution_of(rules, tensors, options)
         return PlannedSource(source, tensors, request_for(request, layout), resolution, paths)
     if (plan_file := plan_file_of(rules)) is not None:
-        local_path(str(rules))
+        check_exists(local_path(str(rules)), PlanError)
         paths = (*paths, plan_file)
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)

@@ -60,6 +60,7 @@ class Source:
         assumed: assumptions about the source, as sentences.
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
         dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
+        is_config_given: whether the user passed the config, in place of that of the folder.
     """
 
     path: Path
@@ -79,6 +80,7 @@ class Source:
     assumed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     dtype: str | None = None
+    is_config_given: bool = False
 
     @property
     def auxiliary_names(self) -> tuple[str, ...]:
@@ -180,7 +182,7 @@ def open_source(
         raise SourceError(f"{path}: is not a .safetensors or PyTorch file. {convert(path.parent, [path.name])}")
     if config is not None:
         auxiliary_files = {**source.auxiliary_files, CONFIG_NAME: config}
-        source = replace(source, config=given, auxiliary_files=auxiliary_files)
+        source = replace(source, config=given, auxiliary_files=auxiliary_files, is_config_given=True)
     _check_names(source)
     return source
 

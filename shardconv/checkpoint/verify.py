@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.checkpoint.copy import CopyJob, Progress
 from shardconv.checkpoint.dtype_conversion import with_dtype
-from shardconv.checkpoint.formats import MERGED, is_weights
+from shardconv.checkpoint.formats import CONFIG_NAME, MERGED, is_weights
 from shardconv.checkpoint.header import total_bytes
 from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.layout import ADAPTERS
@@ -150,7 +150,7 @@ def verify(
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
         differences=tuple(map(shown, (*differences, *ranks.differences))),
-        left_out={} if source is None else source.left_out,
+        left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
         ranks=_held(manifest),
@@ -315,9 +315,14 @@ def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     if manifest.index != source.index:
         differences.append("the index differs from the source")
     expected = auxiliary_checksums(source)
-    names = sorted(manifest.auxiliary_files.keys() | expected.keys())
+    names = sorted((manifest.auxiliary_files.keys() | expected.keys()) - _replaced(manifest).keys())
     different = (name for name in names if expected.get(name) != manifest.auxiliary_files.get(name))
     return [*differences, *(f"{name}: differs from {source.path}" for name in different)]
+
+
+def _replaced(manifest: Manifest) -> dict[str, str]:
+    """Name to reason of the files of the source that the split was asked to replace, and that are not compared."""
+    return {CONFIG_NAME: "replaced by --config of the split"} if manifest.is_config_given else {}
 
 
 def _data_differences(

@@ -4,7 +4,9 @@ Plain data, which family_format.py and rule_format.py parse. tensor_groups.py ap
 """
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from shardconv.errors import PlanError
@@ -135,7 +137,7 @@ class Family:
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )
-        check_units(family.units or {}, family.rules, family.modules)
+        check_units(family.units or {}, family.rules, family.modules, hidden=family.numbered)
         return family
 
 
@@ -156,8 +158,15 @@ def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str
     return found.union(*(module.reads() for module in modules))
 
 
-def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> None:
+def check_units(
+    units: Mapping[str, UnitRule],
+    rules: Sequence[Rule],
+    modules: Sequence[ModuleRule],
+    hidden: AbstractSet[str] = frozenset(),
+) -> None:
     """Check that every named unit exists, and that rules with ``shard_if_divisible`` units have ``otherwise``.
+
+    The error for an unknown unit lists the others, except ``hidden`` ones.
 
     Raises:
         PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
@@ -166,7 +175,7 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
         where = f"{rule.origin}: rule {rule.pattern!r}"
         for unit in rule.units:
             if unit not in units:
-                raise PlanError(f"{where}: unit {unit!r} is unknown")
+                raise PlanError(f"{where}: {_unknown_unit(unit, units.keys() - hidden)}")
         kinds = {units[unit].shard_if_divisible for unit in rule.units} or {False}
         if kinds != {bool(rule.otherwise)}:
             raise PlanError(
@@ -175,4 +184,13 @@ def check_units(units: Mapping[str, UnitRule], rules: Sequence[Rule], modules: S
     for module in modules:
         for unit in module.units():
             if unit not in units:
-                raise PlanError(f"{module.origin}: modules {module.pattern!r}: unit {unit!r} is unknown")
+                where = f"{module.origin}: modules {module.pattern!r}"
+                raise PlanError(f"{where}: {_unknown_unit(unit, units.keys() - hidden)}")
+
+
+def _unknown_unit(name: str, units: AbstractSet[str]) -> str:
+    """The message for a unit that does not exist: the units, and the remedy with the most similar ones."""
+    similar = get_close_matches(name, sorted(units), n=2, cutoff=0.5)
+    remedy = f"write {' or '.join(similar)}, or add it to [units]" if similar else "add it to [units]"
+    known = ", ".join(sorted(units)) or "a unit of [units], which is empty"
+    return f"unit {name!r} is unknown (expected {known}): {remedy}"

@@ -1,7 +1,7 @@
 """Head counts and head size by the names and shapes of tensors, for checkpoints without a config."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from math import gcd
 
 from shardconv.errors import PlanError, UsageError
@@ -82,8 +82,12 @@ def _first(tensors: Mapping[str, TensorSpec], suffix: str) -> TensorSpec | None:
     return next((spec for name, spec in tensors.items() if name.endswith(suffix)), None)
 
 
-def check_pairs(tensors: Mapping[str, TensorSpec]) -> None:
+def check_pairs(tensors: Mapping[str, TensorSpec], by_names: Container[str]) -> None:
     """Check that the output features of layers are the input features of the layers that follow by name.
+
+    Args:
+        tensors: name to dtype and shape.
+        by_names: the tensors that are planned by name; pairs without any of them are not checked.
 
     Raises:
         PlanError: if they differ, so that names do not determine the sharding.
@@ -93,7 +97,7 @@ def check_pairs(tensors: Mapping[str, TensorSpec]) -> None:
             if not name.endswith(f".{producer}.weight"):
                 continue
             partner = re.sub(rf"{producer}\.weight$", f"{consumer}.weight", name)
-            other = tensors.get(partner)
+            other = tensors.get(partner) if name in by_names or partner in by_names else None
             if other is not None and other.shape[-1:] != spec.shape[-2:-1]:
                 raise PlanError(
                     f"{name} of shape {list(spec.shape)}: its output features are not the input features of {partner} "

@@ -4,22 +4,26 @@ The rules are those of a family named by the user, else of the config's ``model_
 Without a config, head sizes are inferred from shapes. Reads no files: a plan file is passed as text.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
 from shardconv.errors import PlanError, UsageError
+from shardconv.formatting import counted
+from shardconv.plan.config_fields import fields_in
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read
+from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
 from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
+from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
+from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.plan.transformers_plan import transformers_family
 
 
@@ -143,15 +147,17 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     if user is not None:
         _check_families(user)
     base = family_of(config or {}, request.family or (user.inherits if user else ""))
-    towers = towers_in(tensors) if base.name == NAMES_FAMILY else []
+    family = _with_user_rules(base, user, request)
+    by_names = _without_user_rule(tensors, family) if base.name == NAMES_FAMILY else frozenset()
+    is_by_name = base.name == NAMES_FAMILY
+    with_head_fields = tensors if not is_by_name or _reads_heads(family, tensors) else {}
+    towers = towers_in(with_head_fields) if is_by_name else []
     assumed_heads = uncertain = ""
     if config is None or request.head_dim is not None or len(towers) > 1:
-        config, assumed_heads, uncertain = with_heads(tensors, config, request.head_dim, towers)
-    if base.name == NAMES_FAMILY:
-        check_pairs(tensors)
+        config, assumed_heads, uncertain = with_heads(with_head_fields, config, request.head_dim, towers)
+    check_pairs(tensors, by_names)
     _check_prefix(tensors, base)
-    assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request)]
-    family = _with_user_rules(base, user, request)
+    assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
     resolver = Resolver(tensors, rules)
@@ -162,6 +168,29 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         if replaced := resolver.replaced(base_rules):
             assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver.padded(request.pad), tuple(assumed))
+
+
+def _without_user_rule(names: Iterable[str], family: Family) -> frozenset[str]:
+    """The tensors that no rule of the user matches."""
+    patterns = [rule.pattern for rule in family.rules if rule.by_user]
+    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    return frozenset(name for name in names if matcher.match(name) is None)
+
+
+def _reads_heads(family: Family, names: Iterable[str]) -> bool:
+    """Whether a rule that applies to a tensor, or a module override, reads head counts or the head size."""
+    matcher = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in family.rules])
+    matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
+    rules = tuple(family.rules[index] for index in sorted(matched))
+    named = units_named(rules, family.modules)
+    units = {name: unit for name, unit in (family.units or {}).items() if name in named}
+    defaults, read = family.config or {}, set[str]()
+    pending = fields_read(replace(family, rules=rules, units=units, config={}))
+    while pending:
+        read.add(name := pending.pop())
+        if not isinstance(default := defaults.get(name, 0), bool):
+            pending |= fields_in(default) - read
+    return not HEAD_FIELDS.isdisjoint(read)
 
 
 def _check_families(user: Family) -> None:
@@ -181,20 +210,33 @@ def _assumptions(
     base: Family,
     user: Family | None,
     request: PlanRequest,
+    by_names: Collection[str],
 ) -> Iterator[str]:
-    """The assumptions of a plan that follow from the family, the plan file and the options, as sentences."""
-    if base.name == NAMES_FAMILY:
+    """The assumptions of a plan that follow from the family, the plan file and the options, as sentences.
+
+    ``by_names`` are the tensors for which the family of common names has a rule, and the user has none.
+    """
+    if by_names and NAMES_FAMILY in (request.family, user and user.inherits):
+        yield f"{counted(len(by_names), 'tensor')} planned by name, as requested"
+    elif by_names:
         model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
         yield f"{model} does not have a family: planned by the names of its tensors"
     if base.name == TRANSFORMERS:
         yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
     if user is not None:
-        yield f"rules of {user.name} are tried first; shardconv plan --prove compares outputs"
+        yield f"rules of {user.name} are tried first; {_how_to_compare(config)}"
     for name in request.replicate:
         yield (
             f"{name} is replicated as requested, and layers that depend on it may be sharded, which can change "
-            f"outputs: shardconv plan --prove with the same options compares them"
+            f"outputs: {_how_to_compare(config)}"
         )
+
+
+def _how_to_compare(config: Mapping[str, object]) -> str:
+    """How a user compares outputs with those of the unsharded model: a proof needs a config that names its class."""
+    if config.get("model_type"):
+        return "shardconv plan --prove compares outputs"
+    return "compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
 
 
 def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) -> Family:

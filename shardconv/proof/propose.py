@@ -9,7 +9,8 @@ from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
-from shardconv.plan.family import Family, Mount
+from shardconv.plan.family import NAMES_FAMILY, Family, Mount
+from shardconv.plan.family_file import load_family
 from shardconv.plan.matcher import Matcher, name_regex
 from shardconv.plan.request import family_of
 from shardconv.plan.rule_format import parse_unit
@@ -62,21 +63,28 @@ def propose_plan(
     missing = without_numbers(name for name in source.specs if matcher.match(name) is None)
     head = [f"# Proposed for {type(model).__name__}. Prove it: shardconv plan SRC --rules THIS --prove"]
     head += [f"# No rule: on disk, but not in the model: {name}" for name in sorted(missing)]
-    return "\n".join([*head, "", to_toml(_for_source(proposal, source, mounts).tables())])
+    # The module overrides of the model type's family would apply to modules that the proposal shards differently.
+    by_name = load_family(NAMES_FAMILY)
+    covered = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in by_name.rules])
+    is_covered = all(covered.match(name) is not None for name in missing)
+    base = by_name if is_covered else family_of(require_config(source))
+    inherits = [f'inherits = "{NAMES_FAMILY}"', ""] if is_covered else []
+    return "\n".join([*head, "", *inherits, to_toml(_for_source(proposal, source, mounts, base).tables())])
 
 
-def _for_source(proposal: Proposal, source: Source, mounts: Container[str]) -> Proposal:
-    """The proposal, with what matches no tensor of a source made optional, and with units that override its family's.
+def _for_source(proposal: Proposal, source: Source, mounts: Container[str], base: Family) -> Proposal:
+    """The proposal, with what matches no tensor of a source made optional, and with units that override a family's.
 
     Args:
         proposal: for the small model.
         source: the checkpoint.
         mounts: the blocks that match a tensor of the source.
+        base: the family that the plan file inherits.
     """
     matched = _matching(proposal.rules, source.specs)
     return replace(
         proposal,
-        units=_overriding(proposal.units, family_of(require_config(source))),
+        units=_overriding(proposal.units, base),
         rules={name: rule if name in matched else {**rule, "optional": True} for name, rule in proposal.rules.items()},
         blocks={
             path: [_mount(path, block, mounts) if isinstance(block, str) else block for block in blocks]

@@ -15,13 +15,14 @@ from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, RunError
+from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
-from shardconv.plan.request import resolve
+from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
-from shardconv.proof.report import ProofReport
+from shardconv.proof.report import Proof, ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.storage.table import shown
 from shardconv.temporary import TemporaryFolder
@@ -80,6 +81,7 @@ def prove(
         plans, not_small = ({}, {}) if unsupported and not possible else _small_plans(of_small, [*possible])
         mismatched = {tp: reason for tp in plans if (reason := padding_mismatch(resolver, of_small, tp))}
         proofs = prove_all(folder, small, {tp: plans[tp] for tp in plans if tp not in mismatched}, request, progress)
+        proofs = tuple(_with_remedy(proof, of_small, request) for proof in proofs)
     grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
     differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(
@@ -98,6 +100,19 @@ def prove(
         grid_differences=differences,
         unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
         is_proven=bool(proofs) and all(proof.is_right for proof in proofs) and not differences,
+    )
+
+
+def _with_remedy(proof: Proof, resolver: Resolver, request: PlanRequest) -> Proof:
+    """Add to the note of a model that failed to run that module overrides do not have to fit rules of a plan file."""
+    overrides = [rule for model_rules in resolver.rules.models for _, rule in model_rules.modules()]
+    if proof.output is not None or request.plan_file is None or all(rule.by_user for rule in overrides):
+        return proof
+    name, family = request.plan_file[0], resolver.rules.family
+    return replace(
+        proof,
+        note=f"{proof.note.rstrip()}. The module overrides of family {family} apply, too: if they do not fit the rules "
+        f'of {name}, begin it with inherits = "{NAMES_FAMILY}", and add rules for the other tensors',
     )
 
 

@@ -26,7 +26,7 @@ from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
-from shardconv.errors import PlanWarning, RunError
+from shardconv.errors import PlanWarning
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
@@ -35,6 +35,7 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter, SplitAdapter
 from shardconv.runtime.agreement import check_same, run_on_all
+from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import Device, as_torch_dtype, check_room, move
 from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
@@ -71,7 +72,8 @@ def load(
         tp: tensor parallel size, the number of ranks; required for a source.
         device: the device of the model; by default a GPU of this rank where there is one, else the CPU.
         dtype: dtype of floating-point values, of torch or "bf16", "fp16" or "fp32"; by default as they are stored.
-        model: builds the module, on the meta device; its parameters have the names of the checkpoint. By default the
+        model: a class, or a function without arguments, that builds the module on the meta device; its parameters have
+            the names of the checkpoint. Buffers that are not stored have the values that it gives them. By default the
             class of transformers that the config names.
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums first, for which it is read twice. Without it, damaged or
@@ -97,8 +99,8 @@ def load(
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
         PlanError: if no plan of the source is known to be correct; on all ranks.
-        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``, or the dtype is unknown; on all
-            ranks.
+        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``, or the dtype is unknown, or
+            ``model`` is a module; on all ranks.
 
     Warns:
         PlanWarning: if the plan is based on assumptions, or on rules of a plan file; on the first rank.
@@ -108,6 +110,8 @@ def load(
         >>> model = shardconv.load("llama", tp=2)  # doctest: +SKIP
     """
     dtype = as_torch_dtype(dtype)
+    if model is not None:
+        check_builder(model)
     with ExitStack() as stack:
         find = partial(_open, stack, path, tp, options)
         checkpoint, found_device, axis = connect_ranks(find, device, group)
@@ -128,9 +132,7 @@ def load(
         steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
         tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
         build = (
-            partial(_build_by_caller, model)
-            if model is not None
-            else _class_builder(loading, unused, trust_remote_code)
+            partial(build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
         )
         loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
         if plan.assumed and axis.rank == 0:
@@ -240,24 +242,6 @@ class _Loading:
     def _convert(self, model: nn.Module) -> nn.Module:
         config = self.checkpoint.manifest.config or {}
         return convert_with_request(model, config, self.plan, self.axis, has_values=False)
-
-
-def _build_by_caller(
-    make: Callable[[], nn.Module], convert: _Convert, tensors: dict[str, Tensor], dtype: torch.dtype | None
-) -> nn.Module:
-    """Build, convert and fill the caller's module."""
-    with torch.device("meta"):
-        model = convert(make())
-    if dtype is not None:
-        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    model.load_state_dict(tensors, assign=True)
-    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if missing:
-        raise RunError(
-            f"{', '.join(missing[:3])}: is not in any file and does not have values: compute it on the CPU when the "
-            f"module is built, which load does on the meta device"
-        )
-    return model
 
 
 def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:

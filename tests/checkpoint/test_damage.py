@@ -230,6 +230,16 @@ def test_against_another_model_is_one_difference(made, tmp_path):
     assert "verification failed: 1 difference: pass the source that was split to --against" in result.out
 
 
+def test_config_that_the_split_replaced_is_not_a_difference(made, tmp_path):
+    config = {**llama_config(layers=1), "rope_theta": 123.0}
+    (tmp_path / "given.json").write_text(json.dumps(config))
+    split(made / "source", tmp_path / "split", tp=2, config=tmp_path / "given.json")
+    report = verify(tmp_path / "split", against=made / "source")
+    assert (report.differences, report.left_out) == ((), {"config.json": "replaced by --config of the split"})
+    (tmp_path / "split" / "config.json").write_text("{}")
+    assert verify(tmp_path / "split").differences == ("config.json: differs from its checksum",)
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,13 @@ def test_urls_are_refused_with_a_download_command(url, given):
     assert URLS[url] in str(caught.value)
 
 
+def test_plan_file_that_does_not_exist(made, tmp_path):
+    (tmp_path / "own.toml").touch()
+    result = call("plan", made / "tiny", "--rules", tmp_path / "ownn.toml")
+    similar = tmp_path / "own.toml"
+    assert result.err == f"shardconv: {tmp_path / 'ownn.toml'}: does not exist (similar: {similar}): correct the path\n"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_local_paths_are_accepted(path):
     assert local_path(path) == local_path(Path(path)) == Path(path)

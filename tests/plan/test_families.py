@@ -567,6 +567,18 @@ def test_report_without_a_config_has_the_assumptions(multiple_of_three):
     assert family.startswith("a checkpoint without a config does not have a family: ")
 
 
+def test_hint_to_compare_outputs_without_a_config(multiple_of_three, tmp_path):
+    """A proof needs a config."""
+    (tmp_path / "mine.toml").write_text('[rules]\n"**.k_proj" = { style = "replicate" }\n')
+    assumed = shardconv.report_plan(
+        multiple_of_three, rules=tmp_path / "mine.toml", replicate=("*.*.*.*.q_proj",)
+    ).assumed
+    hint = "compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
+    assert f"rules of mine.toml are tried first; {hint}" in assumed
+    assert next(text for text in assumed if text.startswith("*.*.*.*.q_proj")).endswith(f"can change outputs: {hint}")
+    assert not any("--prove" in text for text in assumed)
+
+
 def test_given_head_dim_decides_the_supported_sizes(multiple_of_three):
     assert set(TPS[:3]) < set(shardconv.report_plan(multiple_of_three, head_dim=128).supported_tp)
     assert 8 not in shardconv.report_plan(multiple_of_three, head_dim=256).supported_tp
@@ -673,6 +685,11 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
+        (
+            'inherits = "by_name"\n[units]\nhidden = { count = 8 }\n'
+            '[rules]\n"lm_head" = { style = "colwise", unit = "heads" }',
+            r"unit 'heads' is unknown \(expected hidden, kv_head, query_head\): write kv_head or query_head, or add it",
+        ),
         (
             '[rules]\n"lm_head" = { style = "colwise", segments = ["query_head"] }',
             "segments are required for packed styles",

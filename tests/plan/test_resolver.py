@@ -122,10 +122,23 @@ def test_config_that_describes_one_of_two_towers(tmp_path, config):
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
         write_config(tmp_path, config)
-    with pytest.raises(shardconv.PlanError, match=r"Pass head_dim, or rules=FILE.*1 is not a multiple of 2"):
+    with pytest.raises(shardconv.PlanError, match=r"1 is not a multiple of 2.*Pass head_dim, or rules=FILE"):
         shardconv.make_plan(tmp_path, tp=2)
     plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
+
+
+@pytest.mark.parametrize("config", [{"num_attention_heads": 8, "head_dim": 16}, None])
+def test_heads_of_a_tower_with_rules_of_the_user_are_not_those_of_the_other(tmp_path, config):
+    """Neither its part of the config nor the shape of its norms."""
+    names = [f"{tower}.layers.0.self_attn.{name}_proj.weight" for tower in ("audio", "text") for name in "qkvo"]
+    norms = dict.fromkeys(["audio.layers.0.self_attn.q_norm.weight"], ("BF16", (16,)))
+    write_weights(tmp_path / "model.safetensors", {**dict.fromkeys(names, ("BF16", (128, 128))), **norms})
+    if config is not None:
+        write_config(tmp_path, config)
+    (tmp_path / "mine.toml").write_text('inherits = "by_name"\n[rules]\n"audio.**.*" = { style = "replicate" }\n')
+    with pytest.raises(shardconv.PlanError, match=r"head_dim is unknown \(it may differ between"):
+        shardconv.make_plan(tmp_path, tp=8, rules=tmp_path / "mine.toml")
 
 
 UNBALANCED = pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])

@@ -17,7 +17,7 @@ import shardconv
 from shardconv.errors import RunError, UsageError
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
+from shardconv.plan.family import TRANSFORMERS, Family
 from shardconv.plan.family_file import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.transformers_plan import transformers_family
@@ -230,21 +230,34 @@ def test_proposal_shards_by_heads(model_type, tmp_path):
     assert {(rule.style, rule.unit) for rule in queries} >= {("colwise", "query_head")}, queries
 
 
-#: With attention, a state space, experts, fused projections and interleaved projections.
-@pytest.mark.parametrize("model_type", cases(["gptj", "mamba", "qwen3_moe", "codegen"], lambda name: name == "gptj"))
+#: With attention, a state space, overrides of the family, experts, fused projections and interleaved projections.
+PROPOSED = cases(["gptj", "mamba", "phi3", "qwen3_moe", "codegen"], lambda name: name in {"gptj", "phi3"})
+
+
+@pytest.mark.parametrize("model_type", PROPOSED)
 def test_proposal_is_proven(ranks, tmp_path, model_type):
     model, source = small(model_class(CAUSAL, model_type)), tmp_path / "source"
     model.save_pretrained(source)
     result = call("plan", source, "--propose")
     assert result.code == 0, result.err
-    # a proposal does not have rules for names that exist on disk only, such as single experts
-    more = '"**.experts.*.{gate_proj,up_proj}" = { style = "colwise", optional = true }\n'
-    more += '"**.experts.*.down_proj" = { style = "rowwise", optional = true }\n'
     plan = tmp_path / "plan.toml"
-    plan.write_text(f'inherits = "{NAMES_FAMILY}"\n' + result.out.replace("[rules]\n", f"[rules]\n{more}"))
+    plan.write_text(result.out)
     shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
-    request = PlanRequest(NAMES_FAMILY, plan_file=(plan.name, plan.read_text()))
+    request = PlanRequest(plan_file=(plan.name, plan.read_text()))
     assert_equal(ranks, type(model), tmp_path, request)
+
+
+def test_remedy_where_overrides_of_the_family_do_not_fit_the_plan_file(tmp_path):
+    """They set the local number of heads, but the layers of the plan file gather all heads."""
+    small(model_class(CAUSAL, "phi3")).save_pretrained(tmp_path)
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[rules]\n"**.{qkv_proj,o_proj}" = { style = "colwise_gather_output" }\n')
+    report = shardconv.prove(tmp_path, rules=plan, tps=(2,), ignore=(plan.name,))
+    assert not report.is_proven
+    assert report.proofs[0].note.endswith(
+        ". The module overrides of family phi3 apply, too: if they do not fit the rules of plan.toml, begin it with "
+        'inherits = "by_name", and add rules for the other tensors'
+    )
 
 
 def test_proposal_as_json():

@@ -1,0 +1,92 @@
+"""Modules that the caller of `load` builds: the argument `model`, and tensors that only their constructor computes."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import shardconv
+from shardconv.errors import RunError, UsageError
+from shardconv.runtime.caller_module import build_by_caller
+from tests.support.loading import Mlp
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer that is not stored, and a tensor that is not a buffer."""
+
+    def __init__(self, *, is_random: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        scale = torch.rand(4) if is_random else 10.0 ** -torch.arange(4.0)
+        self.register_buffer("scale", scale, persistent=False)
+        self.mask = torch.ones(4, 4).tril()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x) * self.scale @ self.mask
+        return found
+
+
+def unchanged(module: nn.Module) -> nn.Module:
+    return module
+
+
+def test_instance_is_refused():
+    message = (
+        r"^model is an instance of Mlp \(expected its class, or a function that builds it\): pass model=Mlp, or "
+        r"model=lambda: Mlp\(...\) with its arguments$"
+    )
+    with pytest.raises(UsageError, match=message):
+        shardconv.load("not read", model=Mlp())
+
+
+def test_other_argument_is_refused():
+    with pytest.raises(UsageError, match=r"^model is 'Mlp' \(expected a class of modules, or a function"):
+        shardconv.load("not read", model="Mlp")
+
+
+def test_tensors_that_are_not_stored_have_the_values_of_the_constructor():
+    unsharded = Scaled()
+    built = build_by_caller(Scaled, unchanged, dict(unsharded.state_dict()), None)
+    x = torch.randn(3, 4)
+    assert torch.equal(built(x), unsharded(x))
+
+
+def test_constructor_does_not_change_the_random_state_and_keeps_no_hook():
+    tensors, state = dict(Scaled().state_dict()), torch.get_rng_state()
+    build_by_caller(Scaled, unchanged, tensors, None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_random_buffer_that_is_not_stored_is_an_error():
+    with pytest.raises(RunError, match=r"^scale: is not in any file, and __init__ does not compute the same values"):
+        build_by_caller(partial(Scaled, is_random=True), unchanged, dict(Scaled().state_dict()), None)
+
+
+class Repeated(Scaled):
+    """A layer with two names of one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("again", self.scale, persistent=False)
+
+
+def test_all_names_of_a_tensor_have_its_values():
+    built = build_by_caller(Repeated, unchanged, dict(Repeated().state_dict()), None)
+    assert torch.equal(built.again, Repeated().again)
+
+
+def test_modules_of_other_threads_keep_their_device():
+    """The hook of torch that keeps parameters on the meta device is called for all threads."""
+    others = []
+
+    def build() -> nn.Module:
+        with ThreadPoolExecutor(1) as pool:
+            others.append(pool.submit(nn.Linear, 2, 2).result())
+        return Scaled()
+
+    build_by_caller(build, unchanged, dict(Scaled().state_dict()), None)
+    assert len(others) == 3
+    assert not any(other.weight.is_meta for other in others)
