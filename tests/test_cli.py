@@ -283,6 +283,8 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
         ("verify tiny-tp2 tiny-tp2", "tiny-tp2: is given twice"),
         ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
         ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
+        ("split tiny --tp 2 --layout sharded_state", "'meta' (vLLM's sharded_state is --layout vllm)"),
+        ("run tiny-tp2 other", "unexpected extra argument (other): run takes one folder"),
     ],
 )
 def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message):

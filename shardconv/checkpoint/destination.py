@@ -95,7 +95,9 @@ def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
     is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
     if not (is_split or is_merged or is_meta):
-        raise OutputError(f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o")
+        raise OutputError(
+            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o"
+        )
     if is_split:
         with suppress(SplitCheckpointError):
             auxiliary_files = _split_files(folder)

@@ -4,12 +4,17 @@ To add an option, pass it to :func:`section` with one of :data:`HEADINGS`: in ``
 it, or above the function of its command. The options under a heading have the order of the decorators.
 """
 
+import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
 import click
+
+from shardconv.errors import UsageError
+from shardconv.exits import default_signals
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -31,6 +36,8 @@ _MAX_WIDTH = 26
 #: The most options that the error for an unknown one proposes, and the least similarity of one that does not begin with
 #: the text, from 0 to 1.
 _MAX_PROPOSED, _SIMILAR = 3, 0.75
+#: Seconds in which the first of several processes reports an error, and torchrun ends the others.
+_WAIT_SECONDS = 10.0
 _RANGE = re.compile(r"(; )?([\d.]+<=)?x[<>]=[\d.]+")
 
 _heading_of: dict[click.Parameter, str] = {}
@@ -107,3 +114,22 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for line in self.epilog.splitlines():
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+class OneProcessCommand(Command):
+    """A command that is refused under torchrun, where each process would do all of its work."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command in a single process.
+
+        Raises:
+            UsageError: in the first of several processes; the others wait until torchrun ends them, at most for
+                :data:`_WAIT_SECONDS`, and exit without a message.
+        """
+        if not os.environ.get("RANK") or os.environ.get("WORLD_SIZE", "1") == "1":
+            return super().invoke(ctx)
+        if os.environ["RANK"] != "0":
+            default_signals()
+            time.sleep(_WAIT_SECONDS)
+            ctx.exit(UsageError.exit_code)
+        raise UsageError(f"{self.name} is not shared between processes: start it once, without torchrun")

@@ -114,7 +114,8 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
         return f"cannot be {done}: the server answered with status {status}{tried}"
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
     server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
-    return f"cannot be {done}: {_KINDS.get(kind, 'the request failed').format(server)}{tried}{_endpoint(scheme, server, kind)}"
+    failed = _KINDS.get(kind, "the request failed").format(server)
+    return f"cannot be {done}: {failed}{tried}{_endpoint(scheme, server, kind)}"
 
 
 def _remedy(scheme: str) -> str:

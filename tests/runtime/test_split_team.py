@@ -105,6 +105,7 @@ def test_disk_of_each_host(source, expected, tmp_path):
     folders = [tmp_path / name / "out" for name in "aabb"]
     results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
     assert [result.code for result in results] == [0] * 4, results
+    assert "2 rank files (ranks 0, 1 of 4)" in results[0].out
     for folder, ranks in zip(folders[::2], ("0-1", "2-3"), strict=True):
         shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
         assert contents(folder) == contents(folder.with_name("alone"))
@@ -145,6 +146,31 @@ def test_under_torchrun(source, expected, tmp_path):
     assert result.code == 0, result.err
     assert result.out.count("4 rank files") == 1
     assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("command", ["merge", pytest.param("verify", marks=MATRIX)])
+def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, command):
+    shardconv.split(source, tmp_path / "out", tp=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    with Popen(
+        [*torchrun, "-m", "shardconv", command, "out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    ) as agent:  # fmt: skip
+        result = finish(agent)
+    errors = re.findall(r"^shardconv: .*$", result.err, re.MULTILINE)
+    message = f"shardconv: {command} is not shared between processes: start it once, without torchrun"
+    assert (result.code, result.out, errors) == (1, "", [message])
+    assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in contents(tmp_path / "out"))])
+
+
+@pytest.mark.parametrize("command", ["reshard", "pad", "unpad"])
+def test_other_commands_of_one_process_are_refused_in_the_first_of_several(monkeypatch, command):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = {"unpad": []}.get(command, ["--tp", "2"])
+    result = call(command, "out", *options)
+    assert result.code == 2
+    assert f"{command} is not shared between processes" in result.err
 
 
 def test_split_by_one_process_does_not_import_torch(source, tmp_path):
