@@ -69,6 +69,7 @@ class PlanReport:
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
         stored_tp: tensor parallel size of a split checkpoint; None for a source.
         ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
+        engine: the engine at whose boundaries tensors are sharded; None for shardconv.
     """
 
     source: str
@@ -90,6 +91,7 @@ class PlanReport:
     quantized_blocks: tuple[str, ...] = ()
     stored_tp: int | None = None
     ranks: tuple[int, ...] = ()
+    engine: str | None = None
 
 
 @reads_remote("src")
@@ -135,6 +137,7 @@ def report_plan(
         tensors=tensors,
         num_quantized=num_quantized(specs),
         quantized_blocks=quantized_blocks(specs),
+        engine=options.get("engine"),
     )
 
 
@@ -178,6 +181,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
         stored_tp=manifest.tp,
         ranks=manifest.ranks,
+        engine=manifest.request.engine,
     )
 
 

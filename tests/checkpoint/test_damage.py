@@ -283,6 +283,16 @@ def test_rank_file_of_another_split_with_a_copied_identity(folder, made):
     check_refused(folder, f"{name}: ", "differ from their checksum")
 
 
+def test_damage_in_a_stripe_with_several_tensors_does_not_blame_all(tmp_path):
+    config = llama_config(layers=1)
+    split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "split", tp=TP)
+    path = tmp_path / "split" / RANK_FILES[1]
+    flip(path, path.stat().st_size - 1)
+    names = list(llama_specs(config, "BF16"))
+    tensors = f"one or more of {len(names)} tensors from {names[0]} to {names[-1]}"
+    assert f"the bytes of {tensors} differ from their checksum" in call("verify", tmp_path / "split").out
+
+
 def test_rank_file_of_another_split_without_checksums(made, tmp_path):
     """The replicated tensors differ."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")

@@ -555,6 +555,14 @@ def test_the_same_ranks_may_replace_those_in_a_folder(source, tmp_path):
     assert contents(folder) == before
 
 
+def test_plan_for_another_tp_names_the_command_that_executes_it(source, tmp_path):
+    split(source, tmp_path, "0-3")
+    folder = tmp_path / "host0"
+    line = f"{folder} has 4 ranks: this is the plan of shardconv reshard {folder} --tp 2\n"
+    assert line in call("plan", folder, "--tp", 2).out
+    assert "this is the plan of" not in call("plan", folder, "--tp", 4).out
+
+
 @pytest.mark.parametrize("options", [(), ("--tp", "2")], ids=["stored tp", "another tp"])
 def test_plan_names_the_ranks_of_a_folder(source, tmp_path, options):
     split(source, tmp_path, "0,3")
