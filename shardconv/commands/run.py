@@ -60,12 +60,13 @@ class _OneFolder(Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if error.message.startswith("Got unexpected extra argument"):
-                error.message += (
-                    ": run takes one folder (or quotes around a prompt are missing): merge ranks in several folders "
-                    "first with shardconv merge, or start torchrun on each host with its folder"
-                )
-            raise
+            if not error.message.startswith("Got unexpected extra argument"):
+                raise
+            raise click.UsageError(
+                f"{error.message}: run takes one folder (or quotes around a prompt are missing): merge ranks in "
+                f"several folders first with shardconv merge, or start torchrun on each host with its folder",
+                ctx,
+            ) from error
 
 
 @click.command(
