@@ -33,7 +33,7 @@ _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
     "az": ("AZURE_STORAGE_CONNECTION_STRING",), "hf": ("HF_ENDPOINT",),
 }  # fmt: skip
-#: What stores' clients say where they have no credentials, or only a part of them.
+#: What stores' clients say without credentials, or with only a part of them.
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.169\.254|metadata\.google|token request|Account must be|Missing (AccessKeyId|SecretAccessKey)"
 )
