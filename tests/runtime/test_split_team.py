@@ -164,11 +164,9 @@ def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, co
 
 
 @pytest.mark.parametrize("command", ["reshard", "pad", "unpad"])
-def test_other_commands_of_one_process_are_refused_in_the_first_of_several(monkeypatch, command):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    options = {"unpad": []}.get(command, ["--tp", "2"])
-    result = call(command, "out", *options)
+def test_other_commands_of_one_process_are_refused_in_the_first_of_several(command):
+    options = {"reshard": ["--tp", "2"], "pad": ["--multiple-of", "tp=2"]}.get(command, [])
+    result = finish(start(command, "out", *options, env={"RANK": "0", "WORLD_SIZE": "2"}))
     assert result.code == 2
     assert f"{command} is not shared between processes" in result.err
 
