@@ -283,6 +283,8 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
         ("verify tiny-tp2 tiny-tp2", "tiny-tp2: is given twice"),
         ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
         ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
+        ("split tiny --tp 2 --layout sharded_state", "'meta' (vLLM's sharded_state is --layout vllm)"),
+        ("run tiny-tp2 other", "unexpected extra argument (other): run takes one folder"),
     ],
 )
 def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message):
@@ -293,6 +295,13 @@ def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message
     assert (result.code, result.out) == (2, "")
     assert message in result.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "tiny-tp2"]
+
+
+def test_an_engine_that_is_not_installed_is_no_wrong_usage(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardconv.engines.check.find_spec", lambda _: None)
+    shardconv.split(made / "tiny", tmp_path / "out", tp=2)
+    result = call("verify", tmp_path / "out", "--engine", "vllm")
+    assert (result.code, "--engine vllm: vLLM is not installed" in result.err) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,13 @@ def _parse(text: str, tp: int) -> Iterator[tuple[int, int]]:
         for end in ends:
             if len(end) > _MAX_DIGITS:
                 raise _not_below(end, tp)
-        first, last = (int(ends[0]), int(ends[-1])) if ends else (1, 0)
-        if first > last:
+        if not ends:
             raise UsageError(
                 f"--ranks is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): correct it"
             )
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise UsageError(f"--ranks has a reversed range (got {first}-{last}, expected {last}-{first}): correct it")
         yield first, last
 
 

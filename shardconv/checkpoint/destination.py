@@ -50,9 +50,10 @@ def check_destination(
         raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
     if not overwrite:
         _refuse_other_ranks(path, ranks)
-        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
     if got_folder:
         _check_replaceable(path, auxiliary_files)
+    if not overwrite:
+        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
 
 
 def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
@@ -92,7 +93,7 @@ def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
     if not (is_split or is_merged or is_meta):
         raise OutputError(
-            f"{folder}: does not hold a checkpoint, so it is not overwritten: remove it, or choose another path with -o"
+            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o"
         )
     if is_split:
         with suppress(SplitCheckpointError):

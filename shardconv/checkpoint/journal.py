@@ -60,6 +60,11 @@ class Journal:
         return self._resume
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the run can be continued, but has not finished a stripe."""
+        return self._resume and not self.finished
+
+    @property
     def is_kept(self) -> bool:
         """Whether the staging folder is kept if the run fails."""
         return self._resume and bool(self.finished)

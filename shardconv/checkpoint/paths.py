@@ -92,6 +92,8 @@ def missing_hint(path: Path, *, takes_url: bool = True) -> str:
         names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
     if similar := get_close_matches(path.name, sorted(names), n=1):
         return f" (similar: {path.parent / similar[0]}): correct the path"
+    if hint := _several_hint(path):
+        return hint
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json", ".toml"}:
         return ""
     url = f"pass hf://{path}, or " if takes_url else ""
@@ -102,6 +104,15 @@ def check_exists(path: Path, error: type[ShardconvError]) -> None:
     """Check that a file exists; raises ``error`` with a similar path if it does not."""
     if not os.path.lexists(path):
         raise error(f"{path}: does not exist{missing_hint(path)}")
+
+
+def _several_hint(path: Path) -> str:
+    """The remedy for several paths in one argument: joined by commas, or as a pattern; "" for others."""
+    if "," in path.as_posix() and all(Path(each).exists() for each in path.as_posix().split(",")):
+        return ": several folders are separated by spaces: pass each as its own argument"
+    if set("*?[") & set(path.as_posix()):
+        return ": the shell expands patterns without quotes: remove the quotes, or correct the pattern"
+    return ""
 
 
 def _hub_download(name: str) -> str:

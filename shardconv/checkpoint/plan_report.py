@@ -73,6 +73,7 @@ class PlanReport:
         ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
         quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
         adapters: names of the adapters of a split checkpoint.
+        engine: the engine at whose boundaries tensors are sharded; None for shardconv.
     """
 
     source: str
@@ -96,6 +97,7 @@ class PlanReport:
     ranks: tuple[int, ...] = ()
     quantization: str = ""
     adapters: tuple[str, ...] = ()
+    engine: str | None = None
 
 
 @reads_remote("src")
@@ -142,6 +144,7 @@ def report_plan(
         num_quantized=num_quantized(specs),
         quantized_blocks=quantized_blocks(specs),
         quantization=describe_settings(with_settings(source)),
+        engine=options.get("engine"),
     )
 
 
@@ -187,6 +190,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         ranks=manifest.ranks,
         quantization=describe_settings(manifest.config),
         adapters=manifest.adapters,
+        engine=manifest.request.engine,
     )
 
 

@@ -31,6 +31,12 @@ def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> No
     arrays.edits.add(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
+def name_tensors(stripe: Stripe, names: Sequence[str]) -> str:
+    """The tensors of a stripe in a message on some of its bytes."""
+    first, last, count = names[stripe[0].tensor], names[stripe[-1].tensor], len({span.tensor for span in stripe})
+    return first if count == 1 else f"one or more of {count} tensors from {first} to {last}"
+
+
 class ShardReader:
     """A reader of full tensors from their shards.
 
@@ -118,8 +124,7 @@ class ShardReader:
 
     def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe) -> str:
         assert self._checksums is not None
-        first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
-        tensors = first if first == last else f"{first} ... {last}"
+        tensors = name_tensors(stripe, self._names)
         equal = [other for other in range(len(self._checksums)) if self._checksums[other][state.number] == digest]
         hint = f" (got the bytes of {self._label(equal[0], stripe)})" if equal else ""
         return f"{self._label(rank, stripe)}: the bytes of {tensors} differ from their checksum{hint}"

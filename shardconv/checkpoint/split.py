@@ -54,7 +54,7 @@ class SplitReport:
         files_per_rank: number of files of each rank.
         adapters: names of the adapters that were split with the model.
         resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
-        ranks: the ranks whose files were written.
+        ranks: the ranks whose files were written to ``path``.
     """
 
     path: str
@@ -170,6 +170,7 @@ def split(
             progress=progress, team=team,
         )  # fmt: skip
         resumed_bytes = output.write(target, job)
+    held = team.folder_ranks(chosen)
     return SplitReport(
         path=shown(target),
         tp=tp,
@@ -177,7 +178,7 @@ def split(
         layout=layout,
         num_tensors=len(source.specs),
         source_bytes=source.num_bytes,
-        rank_bytes=output.rank_bytes,
+        rank_bytes=tuple(count for rank, count in zip(chosen, output.rank_bytes, strict=True) if rank in held),
         assumed=output.plan.assumed,
         left_out=source.left_out,
         seconds=time.perf_counter() - began,
@@ -188,7 +189,7 @@ def split(
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),
         resumed_bytes=resumed_bytes,
-        ranks=chosen,
+        ranks=held,
     )
 
 

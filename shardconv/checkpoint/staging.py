@@ -17,7 +17,7 @@ from shardconv.checkpoint.journal import JOURNAL_NAME, Journal
 from shardconv.checkpoint.paths import absolute_path, staging_folder
 from shardconv.checkpoint.remote_output import remote_staging
 from shardconv.errors import OutputError
-from shardconv.exits import Removal
+from shardconv.exits import Removal, Terminated
 from shardconv.storage.table import remote_output
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
@@ -137,6 +137,8 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
                 journal.start(partial)
             yield descriptor
         except BaseException as error:
+            if journal is not None and journal.is_empty and isinstance(error, (KeyboardInterrupt, Terminated)):
+                error.add_note("no stripe was finished, and nothing was left behind")
             is_staged = any(path.exists() for path in weights)  # until they get their final names
             if is_kept := journal is not None and journal.is_kept and is_staged:
                 error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")

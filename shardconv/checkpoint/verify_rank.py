@@ -6,6 +6,7 @@ from shardconv.checkpoint.copy import CopyJob, Progress, Scratch, Shards, Span, 
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.layout import Layout
 from shardconv.checkpoint.manifest import Manifest
+from shardconv.checkpoint.shards import name_tensors
 from shardconv.checkpoint.write import AGAIN
 from shardconv.errors import IntegrityError
 
@@ -61,8 +62,7 @@ class _ChecksumReader:
         """Compare the checksum of a stripe."""
         running = state.hashes.get(0)
         if running is not None and running.hexdigest() != self._checksums[state.number]:
-            first, last = self._names[stripe[0].tensor], self._names[stripe[-1].tensor]
-            tensors = first if first == last else f"{first} ... {last}"
+            tensors = name_tensors(stripe, self._names)
             stored = (shards for span in stripe if (shards := self.tensors[span.tensor]).files)
             files = sorted({shards.files[self._rank] - self._first for shards in stored})
             paths = ", ".join(str(self._files.paths[file]) for file in files)

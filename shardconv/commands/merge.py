@@ -14,7 +14,7 @@ from shardconv.commands.options import (
     output_options,
     write_options,
 )
-from shardconv.commands.sections import Command
+from shardconv.commands.sections import OneProcessCommand
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.formatting import counted, size
@@ -27,7 +27,8 @@ class _MergeFlags(WriteFlags):
 
 
 @click.command(
-    cls=Command, epilog="shardconv merge llama-tp8\nshardconv merge llama-tp8 -o llama.safetensors --overwrite"
+    cls=OneProcessCommand,
+    epilog="shardconv merge llama-tp8\nshardconv merge llama-tp8 -o llama.safetensors --overwrite",
 )
 @click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
 @from_option

@@ -241,7 +241,16 @@ def layout_option(default: str) -> Decorator:
         "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
         f"vLLM's sharded_state (vllm) or of Meta (meta). [default: {default}]"
     )
-    return section(OUTPUT, click.option("--layout", type=click.Choice(LAYOUTS), help=text))
+    return section(OUTPUT, click.option("--layout", type=_Layout(LAYOUTS), help=text))
+
+
+class _Layout(click.Choice[str]):
+    """A layout, with an error that names the one with vLLM's name."""
+
+    def get_invalid_choice_message(self, value: object, ctx: click.Context | None) -> str:
+        """The error for another text."""
+        message = super().get_invalid_choice_message(value, ctx)
+        return f"{message.rstrip('.')} (vLLM's sharded_state is --layout vllm)" if value == "sharded_state" else message
 
 
 def dtype_option(heading: str) -> Decorator:

@@ -18,7 +18,7 @@ from shardconv.commands.options import (
     output_options,
     write_options,
 )
-from shardconv.commands.sections import CHECKS, PLAN, Command, section
+from shardconv.commands.sections import CHECKS, PLAN, OneProcessCommand, section
 from shardconv.console import Console
 from shardconv.exits import ImportPhase
 from shardconv.formatting import size
@@ -38,7 +38,7 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
 
 
 @click.command(
-    cls=Command,
+    cls=OneProcessCommand,
     epilog="shardconv pad llama --multiple-of tp=8\nshardconv pad llama --multiple-of tp=8,vocab=64 -o llama-padded",
 )
 @click.argument("src", type=SOURCE_PATH)
@@ -120,7 +120,7 @@ def _check() -> "Check":
     return require_padded
 
 
-@click.command(cls=Command, epilog="shardconv unpad llama-pad8")
+@click.command(cls=OneProcessCommand, epilog="shardconv unpad llama-pad8")
 @click.argument("src", type=SOURCE_PATH, metavar="DIR")
 @destination_option("OUT", "Write this folder.", "NAME-unpadded")
 @write_options

@@ -256,6 +256,11 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     if report.stored_tp is not None and len(report.ranks) < report.stored_tp:
         lines.append(f"this folder has {name_ranks(report.ranks)} of {report.stored_tp}")
+    if report.stored_tp is not None and report.stored_tp != report.tp:
+        source, held = report.source, counted(report.stored_tp, "rank")
+        lines.append(f"{source} has {held}: this is the plan of shardconv reshard {source} --tp {report.tp}")
+    if report.engine is not None:
+        lines.append(f"sharded at the boundaries of {report.engine} (--for {report.engine})")
     if report.num_quantized:
         stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
         lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
@@ -284,13 +289,20 @@ def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]
     for tensor in report.tensors:
         name = tensor.name if show_all else _LAYER_NUMBER.sub(".*", tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
-    return [_plan_row(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
+    rows = [(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
+    return [_plan_row(*row, _placement(row[1]) if show_all else row[1].placement) for row in rows]
 
 
-def _plan_row(name: str, tensor: "TensorReport", count: int) -> tuple[str, ...]:
+def _placement(tensor: "TensorReport") -> str:
+    """The placement; of an expert that one of several ranks has, this rank."""
+    held = [rank for rank, shape in enumerate(tensor.shard_shapes) if 0 not in shape]
+    return f"expert on rank {held[0]}" if len(held) == 1 < len(tensor.shard_shapes) else tensor.placement
+
+
+def _plan_row(name: str, tensor: "TensorReport", count: int, placement: str) -> tuple[str, ...]:
     shards = " ".join(dict.fromkeys(map(_shape, tensor.shard_shapes)))
     reason = _ALTERNATIVES.sub(partial(_alternative, tensor.name), tensor.reason)
-    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, tensor.placement, reason
+    return name, str(count), tensor.dtype, _shape(tensor.shape), shards, placement, reason
 
 
 def _alternative(name: str, choice: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ from shardconv.commands.options import (
     tp_option,
     write_options,
 )
-from shardconv.commands.sections import Command
+from shardconv.commands.sections import OneProcessCommand
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.formatting import counted, size
@@ -47,7 +47,7 @@ class _ReshardFlags(WriteFlags):
 
 
 @click.command(
-    cls=Command,
+    cls=OneProcessCommand,
     epilog="shardconv reshard llama-tp8 --tp 4\nshardconv reshard llama-tp8 --tp 8 --layout vllm -o llama-vllm",
 )
 @click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")

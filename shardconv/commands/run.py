@@ -52,8 +52,25 @@ class _RunFlags(TypedDict):
     plan: "PlanOptions"
 
 
+class _OneFolder(Command):
+    """A command whose error for a second folder says what to do with ranks in several."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if not error.message.startswith("Got unexpected extra argument"):
+                raise
+            raise click.UsageError(
+                f"{error.message}: run takes one folder (or quotes around a prompt are missing): merge ranks in "
+                f"several folders first with shardconv merge, or start torchrun on each host with its folder",
+                ctx,
+            ) from error
+
+
 @click.command(
-    cls=Command,
+    cls=_OneFolder,
     epilog='shardconv run llama-tp8 --prompt "The capital of France is"\n'
     'shardconv run llama --tp 8 --chat --prompt "Hello"\n'
     'shardconv run llama-tp8 --prompt "Hello" --check llama\n'

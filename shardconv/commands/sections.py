@@ -4,12 +4,15 @@ To add an option, pass it to :func:`section` with one of :data:`HEADINGS`: in ``
 it, or above the function of its command. The options under a heading have the order of the decorators.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
 import click
+
+from shardconv.errors import WorldSizeError
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -107,3 +110,20 @@ class Command(click.Command):
             with formatter.section("Examples"):
                 for line in self.epilog.splitlines():
                     formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+class OneProcessCommand(Command):
+    """A command that is refused under torchrun, where each process would do all of its work."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command in a single process.
+
+        Raises:
+            WorldSizeError: in each of several processes that torchrun started.
+        """
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size != "1":
+            raise WorldSizeError(
+                f"{self.name} is not shared between processes (got {world_size}, expected 1): start it without torchrun"
+            )
+        return super().invoke(ctx)

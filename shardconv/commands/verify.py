@@ -20,7 +20,7 @@ from shardconv.commands.options import (
     ignore_option,
     output_options,
 )
-from shardconv.commands.sections import CHECKS, Command, section
+from shardconv.commands.sections import CHECKS, OneProcessCommand, section
 from shardconv.commands.source_progress import source_progress
 from shardconv.console import Console
 from shardconv.errors import UsageError
@@ -46,7 +46,7 @@ class _VerifyFlags(TypedDict):
 
 
 @click.command(
-    cls=Command,
+    cls=OneProcessCommand,
     epilog="shardconv verify llama-tp8\nshardconv verify host0/llama-tp8 host1/llama-tp8\n"
     "shardconv verify llama-tp8 --against llama",
 )

@@ -58,14 +58,14 @@ def check_engine(path: StrPath) -> EngineReport:
         path: the split checkpoint.
 
     Raises:
-        UsageError: if vLLM is not installed.
+        UsageError: if torch.distributed is initialized.
         SplitCheckpointError: if the folder is not a split checkpoint.
-        RunError: if vLLM can construct this model only with its values in memory.
+        RunError: if vLLM is not installed, or can construct this model only with its values in memory.
     """
     folder = local_path(path)
     manifest = replace(read_split(folder), explicit_files=None)  # files that vLLM saved hold the tensors of the layout
     if find_spec("vllm") is None:
-        raise UsageError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
+        raise RunError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialized in this process: check the engine in another process")
     differences = [text for rank in manifest.ranks for text in _rank_differences(folder, manifest, rank)]

@@ -6,6 +6,7 @@ The layouts of engines are defined in the TOML files of this package.
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
@@ -151,9 +152,10 @@ def _groups(name: str, model_type: object) -> list[Group]:
     if model_type is None:
         raise PlanError(f"layout {name} needs a config.json with a model_type: add one (--config), or {REMEDY}")
     if not isinstance(model_type, str) or model_type not in types:
+        similar = ", ".join(get_close_matches(str(model_type), types, cutoff=0))
         raise PlanError(
-            f"layout {name} does not support model type {model_type!r:.60} (expected one of the {len(types)} types in "
-            f"docs/{name}.md): {REMEDY}"
+            f"layout {name} does not support model type {model_type!r:.60} (expected one of {len(types)} types, such "
+            f"as {similar}): {REMEDY}"
         )
     return [Group.of_table(_file(name)["groups"][group]) for group in types[model_type]]
 

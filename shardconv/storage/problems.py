@@ -1,5 +1,6 @@
 """Errors of stores as one line each: without the URLs in their texts, which may contain signatures."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,23 @@ _CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
     "hf": "HF_TOKEN, or hf auth login",
 }
+#: Variables with credentials, and with the address of the server, of a scheme.
+_SECRETS = {
+    "s3": ("AWS_ACCESS_KEY_ID",), "gs": ("GOOGLE_APPLICATION_CREDENTIALS",),
+    "az": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"), "hf": ("HF_TOKEN",),
+}  # fmt: skip
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_CONNECTION_STRING",), "hf": ("HF_ENDPOINT",),
+}  # fmt: skip
+#: What stores' clients say without credentials, or with only a part of them.
+_NO_CREDENTIALS = re.compile(
+    r"169\.254\.169\.254|metadata\.google|token request|Account must be|Missing (AccessKeyId|SecretAccessKey)"
+)
 _NO_RANGES = "the server does not support ranges of bytes: download the checkpoint to a local folder first"
 OTHER_RANGE = "the server sent another range than the requested one: run the command again, or download the file"
 _CHANGED = "changed while it was read: run the command again"
-_NO_BUCKET = "cannot be written: its bucket or container does not exist: create it"
+_NO_BUCKET = "cannot be written: its bucket or container does not exist: create it, or correct its name or the endpoint"
 
 _NO_CONDITIONS = (
     "cannot be written: the store does not support conditional writes, or another request that is needed: write to a "
@@ -109,20 +123,31 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
     if _is_missing(error):
         missing = "its bucket or container does not exist: correct its name, or the endpoint"
         return missing if _IS_BUCKET.search(str(error)) else "does not exist"
-    if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"} or _lacks(error):
-        remedy = f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
-        return f"access is denied{f' (status {status})' if status else ''}{remedy}"
+    if _NO_CREDENTIALS.search(str(error)):
+        return f"credentials are missing{_remedy(scheme)}"
+    if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
+        given = next(filter(os.environ.get, _SECRETS.get(scheme, ())), "")
+        refused = f": the server refused the credentials of {given}: correct them, or allow them to access it"
+        return f"access is denied{f' (status {status})' if status else ''}{refused if given else _remedy(scheme)}"
     tried = f" after {match['count']} retries" if (match := _RETRIES.search(str(error))) else ""
     if status:
         return f"cannot be {done}: the server answered with status {status}{tried}"
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
     server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
-    return f"cannot be {done}: {_KINDS.get(kind, 'the request failed').format(server)}{tried}"
+    failed = _KINDS.get(kind, "the request failed").format(server)
+    return f"cannot be {done}: {failed}{tried}{_endpoint(scheme, server, kind)}"
 
 
-def _lacks(error: Exception) -> bool:
-    """Whether a store found no credentials, and then asked the metadata service of a cloud for them."""
-    return re.search(r"169\.254\.169\.254|metadata\.google|token request|Account must be", str(error)) is not None
+def _remedy(scheme: str) -> str:
+    """The credentials of a scheme to set; empty for a web server."""
+    return f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
+
+
+def _endpoint(scheme: str, server: str, kind: str) -> str:
+    """The variable to correct where a server that cannot be reached was named by one."""
+    names = (name for name in _ENDPOINTS.get(scheme, ()) if server and server.strip() in os.environ.get(name, ""))
+    name = next(names, "") if kind == "Connect" else ""
+    return f": correct {name}, or start the server" if name else ""
 
 
 def _status(error: Exception) -> str:

@@ -304,6 +304,16 @@ def test_damage_is_named_with_the_path_and_a_remedy(folder):
     assert line.endswith(" differ from their checksum")  # the remedy is in the summary
 
 
+def test_damage_in_a_stripe_with_several_tensors_does_not_blame_all(tmp_path):
+    config = llama_config(layers=1)
+    split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "split", tp=TP)
+    path = tmp_path / "split" / RANK_FILES[1]
+    flip(path, path.stat().st_size - 1)
+    names = list(llama_specs(config, "BF16"))
+    tensors = f"one or more of {len(names)} tensors from {names[0]} to {names[-1]}"
+    assert f"the bytes of {tensors} differ from their checksum" in call("verify", tmp_path / "split").out
+
+
 def test_rank_file_of_another_split_without_checksums(made, tmp_path):
     """The replicated tensors differ."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
     [
         (put_file, [], "exists (got a file, expected a folder)"),
         (put_file, ["--overwrite"], "exists (got a file, expected a folder)"),
-        (put_notes, [], "exists: choose another path with -o, or pass --overwrite"),
+        (put_notes, [], "does not hold a checkpoint, so it is not overwritten: choose another path with -o\n"),
         (put_notes, ["--overwrite"], "does not hold a checkpoint, so it is not overwritten"),
         (put_checkpoint, [], "exists: choose another path with -o, or pass --overwrite"),
         (put_link, [], "exists (got a link, expected a folder)"),

@@ -28,6 +28,7 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import call
 from tests.support.forked import run
 from tests.support.models import Model, change_config
 
@@ -68,6 +69,15 @@ def test_boundaries_of_vllm(source, tmp_path):
     assert contents(tmp_path / "two") == contents(tmp_path / "direct")
     shardconv.merge(tmp_path / "two", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_plan_of_a_split_names_its_engine(source, tmp_path):
+    for engine in (None, "vllm"):
+        shardconv.split(source, tmp_path / f"{engine}", tp=2, engine=engine)
+        report = json.loads(call("plan", tmp_path / f"{engine}", "--json").out)
+        assert report["engine"] == engine
+        line = "sharded at the boundaries of vllm (--for vllm)\n"
+        assert (line in call("plan", tmp_path / f"{engine}").out) == (engine is not None)
 
 
 def test_tp_that_the_engine_does_not_support(source):

@@ -166,6 +166,21 @@ def test_similar_path_is_suggested_for_a_split_checkpoint(made, monkeypatch, com
     assert result.err == "shardconv: tiny-tp22: does not exist (similar: tiny-tp2): correct the path\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ("host0/x-tp4,host1/x-tp4", "several folders are separated by spaces: pass each as its own argument"),
+        ("host*/x-tp4", "the shell expands patterns without quotes: remove the quotes, or correct the pattern"),
+    ],
+)
+def test_several_folders_in_one_argument_are_explained(tmp_path, monkeypatch, given, remedy):
+    for host in ("host0", "host1"):
+        (tmp_path / host / "x-tp4").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    result = call("merge", given)
+    assert (result.code, result.err) == (1, f"shardconv: {given}: does not exist: {remedy}\n")
+
+
 def test_nothing_is_suggested_where_nothing_is_similar(made):
     assert call("plan", made / "mistral").err == f"shardconv: {made / 'mistral'}: does not exist\n"
 

@@ -210,6 +210,21 @@ def test_a_run_that_starts_keeps_nothing_and_counts_nothing(job, target):
 
 
 @OF_SPLIT
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [(["--resume"], "no stripe was finished, and nothing was left behind"), ([], "nothing was left behind")],
+)
+def test_signal_before_the_first_stripe(job, target, monkeypatch, options, left):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ShardWriter, "put", interrupted)
+    result = job.call(target, *options)
+    assert (result.code, result.err.strip()) == (130, f"shardconv: interrupted; {left}")
+    assert beside(target) == []
+
+
+@OF_SPLIT
 def test_nothing_is_left_after_an_error_before_the_first_stripe(job, target):
     assert interrupt(job, target, 0).code == 1
     assert beside(target) == []

@@ -476,8 +476,8 @@ WRONG_RANKS = {
     " ": "--ranks is empty",
     "4": "--ranks has rank 4 (expected ranks from 0 to 3, for --tp 4)",
     "0-99999999999": "--ranks has rank 99999999999 (expected ranks from 0 to 3, for --tp 4)",
-    "2-1": "--ranks is malformed (got '2-1', expected numbers and ranges, such as 0,2,5-7)",
-    "1,": "--ranks is malformed",
+    "0,2-1": "--ranks has a reversed range (got 2-1, expected 1-2): correct it",
+    "1,": "--ranks is malformed (got '1,', expected numbers and ranges, such as 0,2,5-7)",
     "-1": "--ranks is malformed",
     "a": "--ranks is malformed",
     "1-2-3": "--ranks is malformed",
@@ -553,6 +553,14 @@ def test_the_same_ranks_may_replace_those_in_a_folder(source, tmp_path):
     assert (result.code, result.err) == (1, expected)
     assert call(*command, "--overwrite", "--quiet").code == 0
     assert contents(folder) == before
+
+
+def test_plan_for_another_tp_names_the_command_that_executes_it(source, tmp_path):
+    split(source, tmp_path, "0-3")
+    folder = tmp_path / "host0"
+    line = f"{folder} has 4 ranks: this is the plan of shardconv reshard {folder} --tp 2\n"
+    assert line in call("plan", folder, "--tp", 2).out
+    assert "this is the plan of" not in call("plan", folder, "--tp", 4).out
 
 
 @pytest.mark.parametrize("options", [(), ("--tp", "2")], ids=["stored tp", "another tp"])

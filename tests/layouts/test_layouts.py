@@ -315,7 +315,10 @@ def to_bf16(name):
 
 #: Case to the kind of checkpoint, the change, the options, and the expected message.
 REFUSED = {
-    "a type without rules": ("qwen2", config(model_type="olmo2"), {}, "does not support model type 'olmo2'.*native"),
+    "a type without rules": (
+        "qwen2", config(model_type="olmo2"), {},
+        r"does not support model type 'olmo2' \(expected one of \d+ types, such as olmoe, .*native",
+    ),
     "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
     "no config": ("llama", lambda source: (source / "config.json").unlink(), {}, "needs a config.json"),
     "a tensor without a target": (

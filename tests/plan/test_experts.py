@@ -3,6 +3,8 @@
 Outputs of models are compared within the limits of shardconv/proof/prove.py.
 """
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -14,9 +16,12 @@ from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
 from tests.support.checkpoints import contents
+from tests.support.command import call
 from tests.support.matrix import cases
 from tools.model_matrix.trial import check, model_class, small
 
+#: A row of the table of a plan.
+EXPERT_ROW = re.compile(r"layers\.0\..*experts\.(\d)\.w1\.weight .* expert on rank (\d) ")
 CAUSAL = "text generation"
 #: One by one on the hub; packed with biases; packed with shared experts beside them; two names on disk and in memory.
 TYPES = cases(
@@ -71,6 +76,12 @@ def test_rank_file_has_only_its_experts(made):
 @pytest.fixture(scope="module")
 def mixtral(made):
     return made("mixtral")[1] / "source"
+
+
+def test_plan_shows_the_rank_of_each_expert(mixtral):
+    lines = call("plan", mixtral, "--experts", "expert", "--tp", 2, "--all").out.splitlines()
+    named = {match[1]: match[2] for line in lines if (match := EXPERT_ROW.search(line))}
+    assert named == {"0": "0", "1": "0", "2": "0", "3": "1", "4": "1", "5": "1"}
 
 
 def test_tp_that_does_not_divide_the_number_of_experts_is_refused(mixtral):

@@ -105,6 +105,7 @@ def test_disk_of_each_host(source, expected, tmp_path):
     folders = [tmp_path / name / "out" for name in "aabb"]
     results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
     assert [result.code for result in results] == [0] * 4, results
+    assert "2 rank files (ranks 0, 1 of 4)" in results[0].out
     for folder, ranks in zip(folders[::2], ("0-1", "2-3"), strict=True):
         shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
         assert contents(folder) == contents(folder.with_name("alone"))
@@ -145,6 +146,37 @@ def test_under_torchrun(source, expected, tmp_path):
     assert result.code == 0, result.err
     assert result.out.count("4 rank files") == 1
     assert contents(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("command", ["merge", pytest.param("verify", marks=MATRIX)])
+def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, command):
+    shardconv.split(source, tmp_path / "out", tp=2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    with Popen(
+        [*torchrun, "-m", "shardconv", command, "out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+    ) as agent:  # fmt: skip
+        result = finish(agent)
+    errors = re.findall(r"^shardconv: .*$", result.err, re.MULTILINE)
+    message = f"shardconv: {command} is not shared between processes (got 3, expected 1): start it without torchrun"
+    assert (result.code, result.out, errors) == (1, "", [message])
+    assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in contents(tmp_path / "out"))])
+
+
+@pytest.mark.parametrize("command", ["reshard", "pad", "unpad"])
+def test_other_commands_of_one_process_are_refused_in_the_first_of_several(command):
+    options = {"reshard": ["--tp", "2"], "pad": ["--multiple-of", "tp=2"]}.get(command, [])
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    result = finish(start(command, "out", *options, env=environment))
+    assert result.code == 1
+    assert f"{command} is not shared between processes" in result.err
+
+
+def test_variables_of_other_launchers_do_not_make_a_group(source, tmp_path):
+    """A job array may set them for processes of their own."""
+    shardconv.split(source, tmp_path / "out", tp=2)
+    result = finish(start("verify", tmp_path / "out", env={"RANK": "1", "WORLD_SIZE": "2"}))
+    assert (result.code, result.out.splitlines()[-1]) == (0, "correct")
 
 
 def test_split_by_one_process_does_not_import_torch(source, tmp_path):
@@ -268,7 +300,7 @@ def test_variables_that_torchrun_did_not_set(monkeypatch, what):
 def test_destination_exists(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    check_failed(team(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2), "exists: choose another path")
+    check_failed(team(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2), "does not hold a checkpoint, so it is not overwritten")
     assert left(tmp_path) == ["out", "out/notes.txt"]
 
 

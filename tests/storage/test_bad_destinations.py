@@ -78,8 +78,14 @@ def remove_bucket(_: S3Server) -> None:
 CASES = {
     "a web server or the Hub": Case("write to a local folder", url="hf://org/model", code=2),
     "a URL with credentials": Case("has credentials", url="s3://key:secret@bucket/bad/out", code=2),
-    "no such bucket": Case("its bucket or container does not exist: create it", url="s3://no-bucket/bad/out"),
-    "no permission": Case("access is denied (status 403): set AWS_ACCESS_KEY_ID", fault=lambda: failing("lock", "403")),
+    "no such bucket": Case(
+        "its bucket or container does not exist: create it, or correct its name or the endpoint",
+        url="s3://no-bucket/bad/out",
+    ),
+    "no permission": Case(
+        "access is denied (status 403): the server refused the credentials of AWS_ACCESS_KEY_ID",
+        fault=lambda: failing("lock", "403"),
+    ),
     "no permission for the last file": Case("access is denied (status 403)", fault=lambda: failing("manifest", "403")),
     "a store without conditional writes": Case(
         "the store does not support conditional writes", fault=lambda: failing("lock", "501"),

@@ -164,7 +164,18 @@ def test_a_refused_connection_names_the_server_without_credentials(s3, monkeypat
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{user}{server}")
     result = call("plan", "s3://bucket/models/model")
     assert f"s3://bucket/models/model: cannot be read: the server {server} cannot be reached" in result.err
+    assert "after 1 retries: correct AWS_ENDPOINT_URL, or start the server" in result.err
     assert "cret" not in result.err
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("is_source", [True, False])
+def test_missing_credentials_are_named(made, s3, monkeypatch, name, is_source):
+    monkeypatch.delenv(name)
+    url = "s3://bucket/none"
+    result = call("plan", url) if is_source else call("split", made / "model", "--tp", "2", "-o", url)
+    message = "s3://bucket/none: credentials are missing: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    assert message in result.err
 
 
 def test_errors_name_the_url_and_not_the_stand_in(s3, tmp_path):

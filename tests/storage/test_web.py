@@ -204,10 +204,23 @@ def test_an_at_sign_in_a_path_is_not_the_end_of_a_password(url):
 def test_access_that_is_denied_is_one_error_with_the_remedy(web, monkeypatch):
     environment(monkeypatch, web.url)
     web.fault = lambda path: "403"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     result = call("plan", "s3://bucket/model")
     assert result.code == 1
     assert "s3://bucket/model: access is denied (status 403): set AWS_ACCESS_KEY_ID" in result.err
     assert result.err.count("\n") == 1
+
+
+def test_credentials_that_the_server_refuses_are_named_without_their_values(web, monkeypatch):
+    environment(monkeypatch, web.url)
+    web.fault = lambda path: "403"
+    result = call("plan", "s3://bucket/model")
+    refused = "access is denied (status 403): the server refused the credentials of AWS_ACCESS_KEY_ID"
+    assert refused in result.err
+    assert "test-key" not in result.err
+    assert "test-secret" not in result.err
 
 
 def test_stand_ins_are_removed(web, tmp_path, monkeypatch):
