@@ -326,7 +326,8 @@ def test_plan_of_a_split_checkpoint(tmp_path):
     for tp in ([], ["--tp", 2], ["--tp", 4]):
         ours = call("plan", tmp_path / "split", *tp)
         theirs = call("plan", DATA / "source", *(tp or ["--tp", 2]))
-        assert (ours.code, ours.out.splitlines()[1:]) == (0, theirs.out.splitlines()[1:])
+        lines = [line for line in ours.out.splitlines()[1:] if "has 2 ranks: this is the plan of" not in line]
+        assert (ours.code, lines) == (0, theirs.out.splitlines()[1:])
     result = call("plan", tmp_path / "split", "--rules", "gpt2")
     assert result.code == 2
     assert "which stores its plan: remove --rules" in result.err
