@@ -42,7 +42,10 @@ PROPOSAL = {
     "$schema": _DIALECT,
     "title": "Plan file",
     "type": "object",
-    "properties": {name: {"type": "object"} for name in ("blocks", "units", "rules", "modules")},
+    "properties": {
+        "inherits": {"type": "string"},
+        **{name: {"type": "object"} for name in ("blocks", "units", "rules", "modules")},
+    },
     "additionalProperties": False,
 }
 

@@ -1326,12 +1326,13 @@ DEFAULT_SOURCES = {
     "fp8 with one scale per tensor",
 }  # fmt: skip
 #: Options of split that load does not have.
-ONLY_OF_SPLIT = {"--dtype", "--layout"}
+ONLY_OF_SPLIT = {"--dtype", "--layout", "--ranks", "--resume"}
 #: Cases that have an outcome of loading, without those of commands that write files.
 OF_A_SOURCE = [
     name
     for name, case in CASES.items()
-    if not (case.damage or case.while_split or case.layout != "native" or ONLY_OF_SPLIT & {*case.options})
+    if not (case.damage or case.while_split or case.interrupted or case.layout != "native")
+    and not ONLY_OF_SPLIT & {*case.options}
     and (case.expected["split"].kind == "error" or case.expected["load"].kind != "na")
 ]
 
