@@ -296,7 +296,8 @@ def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]
 def _placement(tensor: "TensorReport") -> str:
     """The placement; of an expert that one of several ranks has, this rank."""
     held = [rank for rank, shape in enumerate(tensor.shard_shapes) if 0 not in shape]
-    return f"expert on rank {held[0]}" if len(held) == 1 < len(tensor.shard_shapes) else tensor.placement
+    is_on_one = tensor.style == "expert" and len(held) == 1 < len(tensor.shard_shapes)
+    return f"expert on rank {held[0]}" if is_on_one else tensor.placement
 
 
 def _plan_row(name: str, tensor: "TensorReport", count: int, placement: str) -> tuple[str, ...]:

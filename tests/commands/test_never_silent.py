@@ -626,6 +626,24 @@ CASES: Mapping[str, Case] = {
     "adapter next to rank files of DeepSpeed": Case(
         refused(error("adapter_config.json, adapter_model.safetensors", "--ignore")), both(as_deepspeed, adapter),
     ),
+    "rank file of a split without its manifest": Case(
+        refused(error("rank-0-of-2.safetensors, a rank file of shardconv", "restore shardconv.json")),
+        lambda source: (source / "model.safetensors").rename(source / "rank-0-of-2.safetensors") and None,
+    ),
+    "rank file of a split under another name": Case(
+        refused(error("model.safetensors, a rank file of shardconv", "restore shardconv.json")),
+        lambda source: save_file(read(source), source / "model.safetensors", metadata={"shardconv": "0" * 32}),
+    ),
+    "pointer of git LFS": Case(
+        refused(error("model.safetensors: is a pointer of git LFS", "git lfs pull")),
+        lambda source: (source / "model.safetensors").write_text(
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 6770176\n"
+        ) and None,
+    ),
+    "page of a website in place of weights": Case(
+        refused(error("model.safetensors: is an HTML or XML page", "download it again")),
+        lambda source: (source / "model.safetensors").write_text("<!DOCTYPE html><title>404</title>") and None,
+    ),
     "PyTorch file that may be another model": Case(
         refused(error("pytorch_model.bin", "--ignore")),
         lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy") and None,
@@ -904,7 +922,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 251, "error": 318, "warning": 8, "na": 583}
+COUNTS = {"right": 251, "error": 330, "warning": 8, "na": 611}
 
 
 def counts() -> Counter[str]:
