@@ -297,13 +297,6 @@ def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny", "tiny-tp2"]
 
 
-def test_an_engine_that_is_not_installed_is_no_wrong_usage(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardconv.engines.check.find_spec", lambda _: None)
-    shardconv.split(made / "tiny", tmp_path / "out", tp=2)
-    result = call("verify", tmp_path / "out", "--engine", "vllm")
-    assert (result.code, "--engine vllm: vLLM is not installed" in result.err) == (1, True)
-
-
 @pytest.mark.parametrize(
     ("option", "proposed"),
     [

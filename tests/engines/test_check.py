@@ -1,0 +1,13 @@
+"""Checks against an engine, where none is installed; those with one are in vllm/."""
+
+import shardconv
+from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.command import call
+
+
+def test_an_engine_that_is_not_installed_is_no_wrong_usage(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardconv.engines.check.find_spec", lambda _: None)
+    write_checkpoint(tmp_path / "tiny", config=llama_config(layers=1))
+    shardconv.split(tmp_path / "tiny", tmp_path / "out", tp=2)
+    result = call("verify", tmp_path / "out", "--engine", "vllm")
+    assert (result.code, "--engine vllm: vLLM is not installed" in result.err) == (1, True)
