@@ -13,6 +13,8 @@ from shardconv.plan.rule import CHOICE
 #: Last component of the names of tensors that a rule for their module applies to.
 _LEAVES = ("weight", "bias")
 
+#: The end of a pattern whose last component is a text, or a choice of texts.
+_END = re.compile(r"(?:.*\.)?(?:(?P<text>[^{}*.]+)|\{(?P<choices>[^{}*]*)\})")
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
@@ -32,16 +34,20 @@ class Match(NamedTuple):
 class Matcher:
     """Finds the first of several patterns that matches the name of a tensor.
 
-    All patterns are compiled to one regular expression.
+    Patterns are tried if they can match the last component of the name, and compiled when they are tried: a model has a
+    few names that differ in more than numbers, and a family more patterns than that.
 
     Args:
         patterns: each pattern and its regular expression from :func:`name_regex`.
     """
 
     def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
-        alternatives = "|".join(f"({regex})" for _, regex in patterns) or "(?!)"
-        self._regex = re.compile(f"(?:{alternatives})(?:\\.({'|'.join(_LEAVES)}))?")
+        self._regexes = [regex for _, regex in patterns]
         self._has_numbers = any(_NUMBER_IN_PATTERN.search(pattern) for pattern, _ in patterns)
+        self._by_last: dict[str | None, list[int]] = {}
+        for index, (pattern, _) in enumerate(patterns):
+            for last in _last_components(pattern):
+                self._by_last.setdefault(last, []).append(index)
         self._cached_find = lru_cache(maxsize=None)(self._find)
 
     def match(self, name: str) -> Match | None:
@@ -50,12 +56,25 @@ class Matcher:
         return self._cached_find(name if self._has_numbers else _NUMBER.sub(".0", name))
 
     def _find(self, name: str) -> Match | None:
-        match = self._regex.fullmatch(name)
-        if match is None:
-            return None
-        *patterns, leaf = match.groups()
-        index = next(index for index, text in enumerate(patterns) if text is not None)
-        return Match(index, leaf or ("bias" if name.endswith("bias") else "weight"))
+        module, _, leaf = name.rpartition(".")
+        texts = [name, module] if leaf in _LEAVES else [name]
+        lasts = {None, *(text.rpartition(".")[2] for text in texts)}
+        for index in sorted({index for last in lasts for index in self._by_last.get(last, ())}):
+            if any(_compiled(self._regexes[index]).fullmatch(text) for text in texts):
+                return Match(index, "bias" if name.endswith("bias") else "weight")
+        return None
+
+
+_compiled = lru_cache(maxsize=4096)(re.compile)
+
+
+def _last_components(pattern: str) -> set[str | None]:
+    """The last components of the names that a pattern can match; None stands for any."""
+    end = _END.fullmatch(pattern)
+    if end is None:
+        return {None}
+    choices = end["choices"]
+    return {end["text"]} if choices is None else {choice.rpartition(".")[2] for choice in choices.split(",")}
 
 
 def pattern_for(name: str) -> str:
@@ -64,7 +83,8 @@ def pattern_for(name: str) -> str:
     return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
-def name_regex(pattern: str, prefixes: Sequence[str] = ()) -> str:
+@lru_cache(maxsize=4096)
+def name_regex(pattern: str, prefixes: tuple[str, ...] = ()) -> str:
     """The regular expression that full names match if a pattern matches them.
 
     Args:
