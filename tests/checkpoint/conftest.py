@@ -66,11 +66,3 @@ def mount(tmp_path) -> Iterator[Callable[[int], Path]]:
     yield mount_one
     if place.is_mount():
         subprocess.run(["umount", place], check=True)
-
-
-@pytest.fixture
-def listed_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List PyTorch files in this process."""
-    from tests.support.torch_files import list_in_process  # noqa: PLC0415 - imports torch
-
-    list_in_process(monkeypatch)

@@ -23,7 +23,7 @@ from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.models import MODELS, change_config, read
-from tests.support.torch_files import list_in_process, write_pytorch
+from tests.support.torch_files import write_pytorch
 
 WEIGHTS = "adapter_model.safetensors"
 #: The tensor parallel sizes of split adapters.
@@ -375,7 +375,6 @@ def test_dtype_converts_the_sums(made, tmp_path, monkeypatch, name, stored, dtyp
     assert_equal_shards(tmp_path / "split", tmp_path / "expected")
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_an_adapter_is_merged_into_metas_files(made, tmp_path):
     """The same as after a merge of Meta's files. Query and key rows are read in another order."""
     source, adapter = made("llama")
@@ -391,7 +390,6 @@ def test_an_adapter_is_merged_into_metas_files(made, tmp_path):
     assert_merged_in_one_step(meta, adapter, tmp_path)
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("name", ["llama-dora", "gpt2-dora"])
 def test_an_adapter_is_merged_into_a_pytorch_file_with_strides(made, tmp_path, name):
     source, adapter = made(name)
@@ -433,7 +431,6 @@ def as_bin(made, tmp_path):
     return source, adapter, folder
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_pytorch_adapter_has_the_shards_of_a_safetensors_one(as_bin, tmp_path):
     source, adapter, folder = as_bin
     shardconv.split(folder, tmp_path / "split", tp=2, base=source)
@@ -448,7 +445,6 @@ def test_a_pytorch_adapter_has_the_shards_of_a_safetensors_one(as_bin, tmp_path)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_merge_says_which_adapters_are_converted(as_bin, tmp_path):
     source, adapter, folder = as_bin
     shardconv.split(source, tmp_path / "split", tp=2, adapters=[folder, adapter])
@@ -458,7 +454,6 @@ def test_a_merge_says_which_adapters_are_converted(as_bin, tmp_path):
     assert (tmp_path / "merged" / "adapters" / "bin" / WEIGHTS).exists()
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_pytorch_adapter_is_merged_into_the_weights(as_bin, tmp_path):
     source, adapter, folder = as_bin
     for name, one in (("split", folder), ("expected", adapter)):
@@ -466,7 +461,6 @@ def test_a_pytorch_adapter_is_merged_into_the_weights(as_bin, tmp_path):
     assert_equal_shards(tmp_path / "split", tmp_path / "expected")
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_pytorch_adapter_next_to_its_model(as_bin, tmp_path):
     source, adapter, folder = as_bin
     both = shutil.copytree(source, tmp_path / "both")
@@ -480,7 +474,6 @@ def test_a_pytorch_adapter_next_to_its_model(as_bin, tmp_path):
 def test_a_pytorch_adapter_whose_pickle_asks_for_code_is_refused(as_bin, tmp_path, monkeypatch):
     source, _, folder = as_bin
     torch.save({A: os.system}, folder / "adapter_model.bin")
-    list_in_process(monkeypatch)
     with pytest.raises(SourceError, match=r"adapter_model\.bin: its pickle asks for posix\.system"):
         shardconv.split(folder, tmp_path / "split", tp=2, base=source)
 

@@ -77,14 +77,12 @@ def assert_equal(folder: Path, source: Path) -> None:
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_merge_has_the_tensors_that_were_saved_and_not_the_optimizers(llama, nested, tmp_path):
     report = shardconv.merge(nested, tmp_path / "merged")
     assert_equal(tmp_path / "merged", llama)
     assert report.derived == ("converted from 4 files of torch.distributed.checkpoint, without optimizer",)
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("tp", TPS)
 def test_split_equals_a_split_of_the_model(llama, nested, tmp_path, tp):
     shardconv.split(nested, tmp_path / "from-dcp", tp=tp)
@@ -97,7 +95,6 @@ def test_split_equals_a_split_of_the_model(llama, nested, tmp_path, tp):
     assert not shardconv.verify(tmp_path / "from-dcp", against=nested).differences
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_state_dict_that_is_not_nested_is_read(llama, ranks, tmp_path):
     ranks("four", save, str(llama), str(tmp_path / "flat"), "flat")
     shardconv.merge(tmp_path / "flat", tmp_path / "merged")
@@ -143,7 +140,6 @@ def change_shape(metadata) -> None:
     found.size = torch.Size([200, 64])
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -73,7 +73,6 @@ def assert_equal(got: Tensors, expected: Tensors) -> None:
 # --- Meta -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize(("tp", "embedding_dim"), META_TPS.items())
 def test_merge_of_metas_files_has_the_tensors_of_the_checkpoint(llama, in_meta_order, tmp_path, tp, embedding_dim):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, tp, embedding_dim), PARAMS)
@@ -82,7 +81,6 @@ def test_merge_of_metas_files_has_the_tensors_of_the_checkpoint(llama, in_meta_o
     assert_equal(read(tmp_path / "merged"), read(llama))
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_reports_of_all_commands_say_that_the_files_are_converted(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     for words in (("merge",), ("reshard", "--tp", "4"), ("split", "--tp", "4")):
@@ -91,7 +89,6 @@ def test_reports_of_all_commands_say_that_the_files_are_converted(in_meta_order,
         assert "merged from" not in result.out
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_logits_of_a_merge_are_those_of_metas_model(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     shardconv.merge(source, tmp_path / "merged")
@@ -103,7 +100,6 @@ def test_logits_of_a_merge_are_those_of_metas_model(in_meta_order, tmp_path):
     torch.testing.assert_close(got, meta_logits(in_meta_order, PARAMS, tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_split_of_metas_files_equals_a_split_of_the_merged_checkpoint(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 4), PARAMS)
     shardconv.merge(source, tmp_path / "merged")
@@ -114,7 +110,6 @@ def test_split_of_metas_files_equals_a_split_of_the_merged_checkpoint(in_meta_or
     assert not shardconv.verify(tmp_path / "from-meta", against=source).differences
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_reshard_of_metas_files_equals_a_split_of_them(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     report = shardconv.reshard(source, tmp_path / "resharded", tp=4)
@@ -174,7 +169,6 @@ def test_weights_in_metas_layout_that_the_model_does_not_have_are_refused(llama,
         open_source(tmp_path)
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -195,7 +189,6 @@ def test_files_that_do_not_fit_are_refused(in_meta_order, tmp_path, change, text
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.attention.wk.weight"])
 def test_a_replica_that_differs_is_an_error(in_meta_order, tmp_path, name):
     ranks = ranks_of(in_meta_order, 4)
@@ -206,7 +199,6 @@ def test_a_replica_that_differs_is_an_error(in_meta_order, tmp_path, name):
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_a_missing_rank_is_named(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     (source / "consolidated.00.pth").unlink()
@@ -214,7 +206,6 @@ def test_a_missing_rank_is_named(in_meta_order, tmp_path):
         open_source(source)
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("embedding_dim", [0, 1])
 def test_missing_files_behind_the_last_one_are_named(in_meta_order, tmp_path, embedding_dim):
     """No name says how many there are, but the heads of a rank do, also where ranks have the same KV head."""
@@ -231,7 +222,6 @@ def test_a_missing_part_is_named(in_meta_order, tmp_path):
         open_source(tmp_path)
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_without_params_the_message_names_them(in_meta_order, tmp_path, tp):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, tp), PARAMS)
@@ -242,7 +232,6 @@ def test_without_params_the_message_names_them(in_meta_order, tmp_path, tp):
         open_source(source, source_layout="meta")
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("without", [(), ("head_dim", "num_key_value_heads")])
 def test_a_config_replaces_params(llama, in_meta_order, tmp_path, without):
     """Without the fields of heads, they are those of the class: as many KV heads as heads."""
@@ -260,7 +249,6 @@ def test_a_config_replaces_params(llama, in_meta_order, tmp_path, without):
     assert_equal(read(tmp_path / "merged"), read(llama))
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_one_of_the_rank_files_is_refused(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
     with pytest.raises(SourceError, match=r"consolidated\.01\.pth: is a rank file of Meta's layout: pass its folder"):
@@ -365,7 +353,6 @@ def deepspeed(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_merge_of_deepspeeds_files_has_the_tensors_of_the_model(deepspeed, tmp_path):
     report = shardconv.merge(deepspeed, tmp_path / "merged")
     assert report.derived == ("converted from 17 files of DeepSpeed's layout",)
@@ -375,7 +362,6 @@ def test_merge_of_deepspeeds_files_has_the_tensors_of_the_model(deepspeed, tmp_p
     assert not shardconv.verify(tmp_path / "split", against=DEEPSPEED / "source").differences
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_an_adapter_next_to_rank_files_is_left_out_by_from(deepspeed, tmp_path):
     """Of the settings alone, transformers would make an adapter with random weights of a merge."""
     for name in ("adapter_config.json", "adapter_model.bin"):
@@ -398,7 +384,6 @@ def change_file(name: str, change) -> Callable[[Path], object]:
     return apply
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -453,7 +438,6 @@ def test_params_of_metas_files_are_those_of_the_config(llama, in_meta_order, tmp
     assert multiple * -(-width // multiple) == read(llama)["model.layers.0.mlp.up_proj.weight"].shape[0]
 
 
-@pytest.mark.usefixtures("listed_here")
 @pytest.mark.parametrize("tp", [2, 4])
 def test_merge_verify_and_reshard_read_what_was_written_in_metas_layout(llama, tmp_path, tp):
     shardconv.split(llama, tmp_path / "meta", tp=tp, layout="meta")
@@ -466,7 +450,6 @@ def test_merge_verify_and_reshard_read_what_was_written_in_metas_layout(llama, t
         assert (tmp_path / "other" / path.name).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_verify_finds_a_changed_byte_in_metas_files(llama, tmp_path):
     shardconv.split(llama, tmp_path / "meta", tp=2, layout="meta")
     with (tmp_path / "meta" / "consolidated.01.pth").open("r+b") as file:
@@ -628,7 +611,6 @@ def test_a_missing_head_is_only_made_of_tied_embeddings(llama, tmp_path):
         shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_overwrite_replaces_metas_files_and_nothing_else(llama, tmp_path):
     shardconv.split(llama, tmp_path / "meta", tp=2, layout="meta")
     shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta", overwrite=True)
@@ -707,7 +689,6 @@ def test_verify_counts_a_source_with_other_tensors_as_not_compared(llama, in_met
     assert f"{other}: is another model" in difference
 
 
-@pytest.mark.usefixtures("listed_here")
 def test_verify_finds_a_replica_that_differs(in_meta_order, tmp_path):
     ranks = ranks_of(in_meta_order, 4)
     ranks[2]["norm.weight"] = ranks[2]["norm.weight"] + 1

@@ -17,16 +17,10 @@ from shardconv.checkpoint.source import open_source
 from shardconv.errors import SourceError, UsageError, command_line
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 from tests.support.command import Result, call
-from tests.support.torch_files import list_in_process
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
 SPECS = llama_specs(llama_config(layers=1))
-
-
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch) -> None:
-    list_in_process(monkeypatch)
 
 
 @pytest.fixture(params=[1, 3], ids=["single", "index"])

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from shardconv.checkpoint import torch_files
+from shardconv.checkpoint.child_script import run_script
 from shardconv.checkpoint.torch_files import TorchFile, TorchProblem, list_torch_files, read_torch_files
 from shardconv.errors import SourceError
 from shardconv.torch_listing import DTYPES
 from tests.support.command import finish, start
-from tests.support.torch_files import list_in_process
 
 Write = Callable[[Path], Any]
 
@@ -73,18 +73,17 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("files")
 
 
-def listed(path: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> TorchFile | TorchProblem:
-    list_in_process(monkeypatch)
+def listed(path: Path, write: Write) -> TorchFile | TorchProblem:
     write(path)
     (found,) = list_torch_files([path])
     return found
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bytes_at_the_positions_are_those_that_torch_loads(name, tmp_path, monkeypatch):
+def test_bytes_at_the_positions_are_those_that_torch_loads(name, tmp_path):
     tensors, write = FILES[name]
     path = tmp_path / "model.bin"
-    found = listed(path, write, monkeypatch)
+    found = listed(path, write)
     data = path.read_bytes()
     assert found.left_out == ()
     assert [(one.name, one.dtype, one.shape) for one in found.tensors] == [
@@ -102,20 +101,20 @@ def test_bytes_at_the_positions_are_those_that_torch_loads(name, tmp_path, monke
 
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model", "module", "model_state_dict"])
-def test_entries_of_a_training_checkpoint_are_reported(wrapper, tmp_path, monkeypatch):
+def test_entries_of_a_training_checkpoint_are_reported(wrapper, tmp_path):
     training = {
         wrapper: {"x": made(3), "version": 2}, "epoch": 3, "args": {"lr": 0.1}, "best": None,
         "optimizer_states": [{"exp_avg": made(3)}], "lr_schedulers": [], "rng_state": torch.zeros(2, dtype=torch.uint8),
     }  # fmt: skip
     del training["rng_state"]
-    found = listed(tmp_path / "model.pt", saves(training), monkeypatch)
+    found = listed(tmp_path / "model.pt", saves(training))
     assert [one.name for one in found.tensors] == ["x"]
     assert found.left_out == ("epoch", "args", "best", "optimizer_states", "lr_schedulers", f"{wrapper}.version")
 
 
-def test_scalars_beside_tensors_are_reported(tmp_path, monkeypatch):
+def test_scalars_beside_tensors_are_reported(tmp_path):
     held = {"x": made(3), "x._extra_state": None, "iteration": 4, "names": ["a", "b"]}
-    found = listed(tmp_path / "model.pt", saves(held), monkeypatch)
+    found = listed(tmp_path / "model.pt", saves(held))
     assert found.left_out == ("x._extra_state", "iteration", "names")
 
 
@@ -217,9 +216,9 @@ REFUSED: dict[str, tuple[Write, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusal_names_the_problem(name, tmp_path, monkeypatch):
+def test_refusal_names_the_problem(name, tmp_path):
     write, expected = REFUSED[name]
-    found = listed(tmp_path / "model.bin", write, monkeypatch)
+    found = listed(tmp_path / "model.bin", write)
     assert isinstance(found, TorchProblem)
     assert expected in found.problem
     assert found.remedy
@@ -227,19 +226,19 @@ def test_refusal_names_the_problem(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
 @pytest.mark.parametrize("place", ["entry", "beside tensors", "key"])
-def test_nothing_in_a_pickle_is_executed(place, is_zip, tmp_path, monkeypatch):
+def test_nothing_in_a_pickle_is_executed(place, is_zip, tmp_path):
     bomb = Bomb(tmp_path / "executed")
     held = {"entry": {"x": bomb}, "beside tensors": {"x": made(3), "y": bomb}, "key": {"x": made(3), bomb: 1}}[place]
     write = saves(held, _use_new_zipfile_serialization=is_zip)
-    found = listed(tmp_path / "model.bin", write, monkeypatch)
+    found = listed(tmp_path / "model.bin", write)
     assert "its pickle asks for posix.mkdir" in found.problem
     assert "load it with torch" in found.remedy
     assert not (tmp_path / "executed").exists()
 
 
-def test_pickle_without_the_marks_of_torch_is_not_unpickled(tmp_path, monkeypatch):
+def test_pickle_without_the_marks_of_torch_is_not_unpickled(tmp_path):
     bomb = Bomb(tmp_path / "executed")
-    found = listed(tmp_path / "model.bin", lambda path: path.write_bytes(pickle.dumps(bomb)), monkeypatch)
+    found = listed(tmp_path / "model.bin", lambda path: path.write_bytes(pickle.dumps(bomb)))
     assert "is not a file of torch.save" in found.problem
     assert not (tmp_path / "executed").exists()
 
@@ -261,9 +260,8 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "before torch 1.6"])
-def test_damaged_files_are_refused_or_inside_the_file(is_zip, tmp_path, monkeypatch):
+def test_damaged_files_are_refused_or_inside_the_file(is_zip, tmp_path):
     """A change of values is not detected, as in safetensors files; everything else is refused, or harmless."""
-    list_in_process(monkeypatch)
     original = tmp_path / "model.bin"
     torch.save(TENSORS["columns"] | TENSORS["tied"], original, _use_new_zipfile_serialization=is_zip)
     rng, paths = random.Random(0), []
@@ -284,6 +282,7 @@ def test_damaged_files_are_refused_or_inside_the_file(is_zip, tmp_path, monkeypa
 def test_process_lists_all_files_in_order(tmp_path, monkeypatch):
     """The only test that starts the script. A path may have any characters, and the current folder any modules."""
     (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    monkeypatch.setattr(torch_files, "run_script", run_script)
     monkeypatch.chdir(tmp_path)
     names = ["a b.bin", "ü\n.bin", "bad.bin", "c.bin"]
     for number, name in enumerate(names):
@@ -356,8 +355,7 @@ def test_positions_outside_of_the_file_are_refused(tmp_path, script):
             read_torch_files([tmp_path / "a.bin"])
 
 
-def test_entries_that_are_not_tensors_are_refused_where_only_tensors_are_expected(tmp_path, monkeypatch):
-    list_in_process(monkeypatch)
+def test_entries_that_are_not_tensors_are_refused_where_only_tensors_are_expected(tmp_path):
     torch.save({"x": made(3), "epoch": 3}, tmp_path / "a.bin")
     with pytest.raises(SourceError, match="entry 'epoch' is not a tensor"):
         read_torch_files([tmp_path / "a.bin"])

@@ -16,7 +16,7 @@ from shardconv.checkpoint.source import open_source
 from shardconv.errors import IntegrityError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
 from tests.support.command import call
-from tests.support.torch_files import INDEX, SINGLE, list_in_process, read_pytorch, write_pytorch
+from tests.support.torch_files import INDEX, SINGLE, read_pytorch, write_pytorch
 
 #: The tensor parallel sizes of the splits.
 TPS = (1, 2, 4)
@@ -26,11 +26,6 @@ GATE, QUERY, HEAD, EMBEDDING = (
     "model.layers.0.mlp.gate_proj.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight",
     "model.embed_tokens.weight",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _in_process(monkeypatch) -> None:
-    list_in_process(monkeypatch)
 
 
 def random_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

@@ -44,7 +44,6 @@ from tests.support.faults import failing
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import change_config, read
 from tests.support.pages import Parsed
-from tests.support.torch_files import list_in_process
 from tools.model_matrix.trial import LAYOUTS, check, worst
 
 TP, PROMPT, TOKENS = 4, "An exception is", 6
@@ -1285,11 +1284,6 @@ def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch
 
 #: Errors of other libraries, and unexpected errors.
 FOREIGN = re.compile(r"Traceback|internal error|(?m:^(rank \d+: )?\w*(Error|Exception): )")
-
-
-@pytest.fixture(autouse=True)
-def _listed_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    list_in_process(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from shardconv.checkpoint.source import open_source
 from shardconv.runtime.source_tensors import load_source
 from tests.support.checkpoints import write_checkpoint
-from tests.support.torch_files import list_in_process, write_pytorch
+from tests.support.torch_files import write_pytorch
 
 
 def test_tensors_of_several_safetensors_files(tmp_path):
@@ -19,8 +19,7 @@ def test_tensors_of_several_safetensors_files(tmp_path):
     )
 
 
-def test_tensors_of_pytorch_files(tmp_path, monkeypatch):
-    list_in_process(monkeypatch)
+def test_tensors_of_pytorch_files(tmp_path):
     matrix = torch.arange(12.0).view(3, 4)
     expected = {"a": matrix.T, "b": matrix[1:], "c": torch.zeros(0, 2), "d": matrix.bfloat16()[:, 1:3]}
     found = load_source(open_source(write_pytorch(tmp_path / "model", expected, parts=2)))

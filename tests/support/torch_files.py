@@ -1,32 +1,14 @@
-"""PyTorch files: written as libraries write them, and listed without the start of a process."""
+"""PyTorch files, written as libraries write them."""
 
-import json
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
-import pytest
 import torch
 
-from shardconv import torch_listing
-from shardconv.checkpoint import torch_files
 from tests.support.checkpoints import deal, part_names, write_index
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-
-
-def run_in_process(_script: Path, request: object) -> CompletedProcess[str]:
-    """Run the script that lists tensors in this process, where torch is imported: the import takes seconds."""
-    with warnings.catch_warnings(action="ignore"):  # as in the script's process, where no caller reads them
-        listed = list(torch_listing.list_files(json.loads(json.dumps(request))))
-    return CompletedProcess([], 0, "\n".join(map(json.dumps, listed)), "")
-
-
-def list_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List tensors in the process of the test."""
-    monkeypatch.setattr(torch_files, "run_script", run_in_process)
 
 
 def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:
