@@ -178,9 +178,9 @@ def _join(path: str, pattern: str) -> str:
     return ".".join(filter(None, (path, pattern)))
 
 
-def _reads(default: Expression) -> set[str]:
+def _reads(default: Expression) -> frozenset[str]:
     """The config fields that a default reads."""
-    return set() if isinstance(default, bool) else fields_in(default)
+    return frozenset() if isinstance(default, bool) else fields_in(default)
 
 
 def replaced(expression: Expression, names: Mapping[str, Expression]) -> Expression:

@@ -135,18 +135,19 @@ def check_expression(expression: str | int) -> None:
         raise ValueError(f"{expression!r:.60} is not an expression, or too long") from error
 
 
-def fields_in(expression: str | int) -> set[str]:
+@lru_cache(maxsize=4096)
+def fields_in(expression: str | int) -> frozenset[str]:
     """The fields that a checked expression reads; with dots for fields of nested configs."""
 
-    def names(node: ast.expr) -> set[str]:
+    def names(node: ast.expr) -> frozenset[str]:
         match node:
             case ast.Subscript(value=value):
                 return names(value)
             case ast.BinOp(left=left, right=right):
                 return names(left) | names(right)
             case ast.Name() | ast.Attribute():
-                return {ast.unparse(node)}
-        return set()
+                return frozenset({ast.unparse(node)})
+        return frozenset()
 
     return names(_parse(str(expression)))
 

@@ -57,4 +57,6 @@ def rank_bytes(placed: Sequence[PlacedTensors]) -> list[int]:
 def padding_share(placed: Sequence[PlacedTensors]) -> float:
     """The bytes of padding on all ranks, divided by all other bytes."""
     padding = sum(tensors.padding_bits for tensors in placed)
+    if not padding:
+        return 0.0
     return padding / max(sum(sum(tensors.rank_bits) for tensors in placed) - padding, 1)

@@ -7,8 +7,9 @@ server exits when the other end of the pipe ALIVE is closed. A request is a mess
 stdin, stdout and stderr; the answers are the process id, once the process is set up, and its wait status.
 
 A forked process has the standard streams, environment, folder, signals and session of its request, and exits as Python
-does, without the teardown of modules. It lists PyTorch files itself, as it has imported torch. Of the server's state it
-has only the imported modules: the server has one thread, reads no random numbers and runs no operations of torch.
+does, without the teardown of modules and the finalizers of the server's objects. It lists PyTorch files itself, as it
+has imported torch. Of the server's state it has only the imported modules and a table of transformers: the server has
+one thread, reads no random numbers and runs no operations of torch.
 """
 
 import atexit
@@ -23,8 +24,11 @@ import signal
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
+
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardconv.parent import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
@@ -63,6 +67,9 @@ def main() -> None:
     handler = sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"]
     handler.Popen = lambda *arguments, **options: ForkedPopen(*arguments, server=path, **options)
     list_here()
+    get_checkpoint_conversion_mapping("llama")  # builds a table of all model types once
+    for finalizer in list(weakref.finalize._registry):  # of torch's operators; a forked process only ends
+        finalizer.atexit = False
     assert threading.active_count() == 1
     assert len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()

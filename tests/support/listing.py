@@ -5,13 +5,15 @@ import warnings
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
+
 from shardconv.checkpoint import torch_files
 from shardconv.checkpoint.child_script import run_script
 
 
 def list_here() -> None:
     """Run the script that lists tensors in this process from now on; other scripts in processes of their own."""
-    torch_files.run_script = _run_here
+    pytest.MonkeyPatch().setattr(torch_files, "run_script", _run_here)
 
 
 def _run_here(script: Path, request: object) -> CompletedProcess[str]:
