@@ -16,7 +16,7 @@ from shardconv.checkpoint.fileio import Bytes
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TARGET_DTYPES, Header, build_header, target_dtype
 from shardconv.checkpoint.layout import in_file_order
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_files import SourceFile, with_total_size
 from shardconv.checkpoint.source_reader import ReadStored, Transform, stored_files
@@ -71,7 +71,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
 
 def _refuse_quantized(source: Source, dtype: str) -> None:
     name = next((name for name, spec in source.specs.items() if spec.dtype.startswith(_QUANTIZED)), None)
-    if name is None and (with_settings(source) or {}).get(SETTINGS_KEY) is None:
+    if name is None and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is None:
         return
     raise PlanError(
         f"{name or source.path}: is quantized, and scales and packed values cannot be converted to {dtype}: split the "

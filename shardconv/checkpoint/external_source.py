@@ -14,7 +14,13 @@ from shardconv.checkpoint.header import build_header
 from shardconv.checkpoint.ignore import ignore_options
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.layout import MANIFEST_NAME, in_file_order
-from shardconv.checkpoint.meta_params import PARAMS_NAME, MadeConfig, complete_config, config_of_params, head_sizes
+from shardconv.checkpoint.meta_params import (
+    PARAMS_NAME,
+    ConfigWithAssumptions,
+    complete_config,
+    config_of_params,
+    head_sizes,
+)
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import PlanError, SourceError, UsageError
@@ -128,7 +134,7 @@ class _Read(NamedTuple):
 
     tensors: FullTensors
     stored: StoredFiles
-    made: MadeConfig
+    made: ConfigWithAssumptions
     num_ranks: int
     missing: tuple[str, ...]
 
@@ -137,7 +143,7 @@ def _read_dcp(folder: _Folder) -> _Read:
     found = read_dcp(folder.path, follow_links=folder.follow_links)
     sizes = tuple(path.stat().st_size for path in found.paths)
     stored = StoredFiles(found.paths, (b"",) * len(sizes), sizes, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, MadeConfig(folder.config, ()), len(sizes), found.left_out)
+    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(sizes), found.left_out)
 
 
 def _read_ranks(folder: _Folder) -> _Read:
@@ -150,7 +156,7 @@ def _read_ranks(folder: _Folder) -> _Read:
         )
     found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
     tensors = full_tensors(folder.path, layout, found, _known_config(folder))
-    made = MadeConfig(folder.config, ())
+    made = ConfigWithAssumptions(folder.config, ())
     if folder.config is None and params is not None:
         shapes = {name: spec.shape for name, spec in tensors.specs.items()}
         dtype = tensors.specs["model.embed_tokens.weight"].dtype

@@ -119,30 +119,33 @@ def read_header(path: Path) -> Header:
 
 
 def header_bytes(file: InputFile) -> int:
-    """Bytes of a file before its data section; those of the length alone if it is not valid.
+    """Bytes of a file before its data section; 8 if the length of the header is not valid, 0 for a shorter file.
 
     Raises:
         SourceError: if the file cannot be read.
     """
-    prefix = memoryview(bytearray(_LENGTH.size))
-    if file.size < len(prefix):
+    if file.size < _LENGTH.size:
         return 0
+    length = _read_length(file)
+    return _LENGTH.size + (length if length <= min(MAX_HEADER_BYTES, file.size - _LENGTH.size) else 0)
+
+
+def _read_length(file: InputFile) -> int:
+    prefix = memoryview(bytearray(_LENGTH.size))
     file.read(prefix, 0)
-    (length,) = _LENGTH.unpack(prefix)
-    return len(prefix) + (length if length <= min(MAX_HEADER_BYTES, file.size - len(prefix)) else 0)
+    length: int = _LENGTH.unpack(prefix)[0]
+    return length
 
 
 def _read_raw(file: InputFile, path: Path) -> bytes:
-    if (file_bytes := file.size) < _LENGTH.size:
-        raise SourceError(f"{path}: is not a safetensors file (got {file_bytes} bytes, expected at least 8): {_AGAIN}")
-    prefix = memoryview(bytearray(_LENGTH.size))
-    file.read(prefix, 0)
-    (length,) = _LENGTH.unpack(prefix)
+    if file.size < _LENGTH.size:
+        raise SourceError(f"{path}: is not a safetensors file (got {file.size} bytes, expected at least 8): {_AGAIN}")
+    length = _read_length(file)
     if length > MAX_HEADER_BYTES:
         raise SourceError(f"{path}: {': '.join(_other_file(file, length))}")
-    if _LENGTH.size + length > file_bytes:
+    if _LENGTH.size + length > file.size:
         raise SourceError(
-            f"{path}: is truncated (got {file_bytes} bytes, expected a header of {length} bytes): {_AGAIN}"
+            f"{path}: is truncated (got {file.size} bytes, expected at least {_LENGTH.size + length}): {_AGAIN}"
         )
     raw = bytearray(length)
     file.read(memoryview(raw), _LENGTH.size)
@@ -241,7 +244,8 @@ def _check_tensor(name: str, entry: object) -> TensorInfo:
     info = TensorInfo(dtype, tuple(shape), *offsets)
     if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
         raise ValueError(
-            f"tensor {name!r}: {dtype} of shape {shape} does not have the size of bytes {info.start} to {info.stop}"
+            f"tensor {name!r}: data_offsets do not match its size (got bytes {info.start} to {info.stop}, expected "
+            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {shape})"
         )
     return info
 

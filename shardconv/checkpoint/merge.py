@@ -115,8 +115,7 @@ def merge(
             f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
         )
     headers = _headers(manifest, one_file=not is_folder)
-    is_same_layout = list(headers.values()) == [header for _, header in manifest.source_files]
-    is_same_layout = is_same_layout and not manifest.derived
+    equals_source = not manifest.derived and list(headers.values()) == [header for _, header in manifest.source_files]
     rewrite = Rewrite(
         manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, resume=resume,
         threads=threads, progress=progress,
@@ -132,7 +131,7 @@ def merge(
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),
-        is_identical=None if is_same_layout and manifest.checksums is None else is_same_layout,
+        is_identical=None if equals_source and manifest.checksums is None else equals_source,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
@@ -145,7 +144,7 @@ def merge(
 
 
 def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[SplitFolders, Source | None]:
-    """The folders of a split checkpoint; or one with rank files of another tool, with the source that they are."""
+    """Read a split checkpoint; or open rank files of another tool as a source, with a manifest of one full rank."""
     folders, source = find_folders(src, source_layout)
     if source is None:
         return read_folders(folders), None
@@ -186,7 +185,8 @@ def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, 
     manifest = rewrite.manifest
     names = list(headers) if rewrite.is_folder else [rewrite.target.name]
     layout = lay_out_source(list(headers.values()), manifest.tensors)
-    with rewrite.run(settings_of("merge", manifest), names, layout) as staged:
+    added_bytes = sum(header.file_bytes for one in adapters.values() for _, header in one.manifest.source_files)
+    with rewrite.run(settings_of("merge", manifest), names, layout, added_bytes=added_bytes) as staged:
         for name, adapter in adapters.items():
             paths = [one.path for one in adapter.folders]
             merge(paths, staged.folder / ADAPTERS / name, threads=rewrite.threads)

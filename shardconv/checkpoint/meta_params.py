@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardconv.checkpoint.header import FLOAT_NAMES
 from shardconv.errors import PlanError, SourceError
 
 PARAMS_NAME = "params.json"
@@ -13,8 +14,8 @@ _FIELDS = {
     "intermediate_size": "hidden_dim", "vocab_size": "vocab_size", "rope_theta": "rope_theta",
     "sliding_window": "sliding_window",
 }  # fmt: skip
-#: Fields that do not change the model, or that a value of them does not.
-_WITHOUT_EFFECT = {
+#: Fields of params.json that are accepted, but are not copied to a field of the config.
+_OTHER_PARAMS = {
     "multiple_of", "ffn_dim_multiplier", "max_batch_size", "max_seq_len", "use_scaled_rope", "rope_scaling_factor",
     "model_type", "max_position_embeddings", "model_parallel_size", "causal",
 }  # fmt: skip
@@ -24,8 +25,12 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-#: The factor of Llama 3.1, and the values of files that do not have them.
-_FACTOR, _THETA, _EPS = 8, 10000.0, 1e-5
+#: The factor of the scaled rotary embeddings of Llama 3.1, which its params.json does not have.
+_LLAMA_31_FACTOR = 8
+#: Positions of Llama 3.1 and 3.2, the models with scaled rotary embeddings.
+_SCALED_POSITIONS = 131072
+#: The base of rotary embeddings of Llama 1 and 2, whose params.json does not have it.
+_DEFAULT_THETA = 10000.0
 #: Fields of a config that are written, or compared with what is written.
 _EXPRESSED = {*_FIELDS, "model_type", "rope_scaling", "rope_parameters", "tie_word_embeddings"}
 #: Fields of a config that do not change the output of the model.
@@ -35,13 +40,12 @@ _NOT_OF_THE_MODEL = {
     "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "torch_dtype", "transformers_version",
     "tokenizer_class", "unk_token_id", "use_cache",
 }  # fmt: skip
-#: Values that a file without them does not state, and Meta's models have.
-_UNSAID = {"rms_norm_eps": _EPS, "rope_theta": _THETA}
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+#: Defaults of Meta's code for fields that params.json omits.
+_PARAM_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": _DEFAULT_THETA}
 
 
-class MadeConfig(NamedTuple):
-    """A config that is made from params.json, and the assumptions about values that params.json does not have."""
+class ConfigWithAssumptions(NamedTuple):
+    """The config of a checkpoint (None if it does not have one), and the assumptions that it is based on."""
 
     config: dict[str, object] | None
     assumed: tuple[str, ...]
@@ -53,7 +57,7 @@ def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, ob
     Raises:
         SourceError: if a value is missing or not valid, or the model is not one of Llama 1 to 3 or a dense Mistral.
     """
-    if unknown := sorted(params.keys() - set(_FIELDS.values()) - _WITHOUT_EFFECT):
+    if unknown := sorted(params.keys() - set(_FIELDS.values()) - _OTHER_PARAMS):
         raise SourceError(
             f"{path}: {unknown[0]} is not supported (expected a dense Llama 1 to 3 or Mistral model): pass the Hugging "
             f"Face checkpoint of this model instead"
@@ -71,12 +75,12 @@ def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, ob
     assert isinstance(heads, int)
     if "head_dim" not in config and (heads < 1 or hidden % heads):
         raise SourceError(f"{path}: dim {hidden} is not a multiple of n_heads {heads}: correct it, or add head_dim")
-    return {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), **_UNSAID} | config
+    return {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), **_PARAM_DEFAULTS} | config
 
 
 def complete_config(
     path: object, params: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], dtype: str
-) -> MadeConfig:
+) -> ConfigWithAssumptions:
     """The config of the Hugging Face checkpoint with these tensors.
 
     Args:
@@ -90,30 +94,32 @@ def complete_config(
     """
     config = config_of_params(path, params)
     is_mistral = "hidden_dim" in params
-    positions = params.get("max_position_embeddings") or params.get("max_seq_len")
-    assumed: dict[str, object] = {name: value for name, value in _UNSAID.items() if params.get(_FIELDS[name]) is None}
-    assumed |= {
-        **({} if positions else {"max_position_embeddings": _positions(config, is_mistral=is_mistral)}),
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
-        "hidden_act": "silu",
+    assumed: dict[str, object] = {
+        name: value for name, value in _PARAM_DEFAULTS.items() if params.get(_FIELDS[name]) is None
     }
-    scaling = _rope_scaling(path, params)
-    config |= (
-        ({"max_position_embeddings": positions} if positions else {})
-        | assumed
-        | {
-            "architectures": ["MistralForCausalLM" if is_mistral else "LlamaForCausalLM"],
-            "model_type": "mistral" if is_mistral else "llama",
-            "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
-            "vocab_size": shapes["model.embed_tokens.weight"][0],
-            "dtype": _DTYPES.get(dtype, "float32"),
-            "rope_scaling": scaling,
-            **({"sliding_window": config.get("sliding_window")} if is_mistral else {}),
-        }
-    )
+    positions = params.get("max_position_embeddings") or params.get("max_seq_len")
+    if not positions:
+        assumed["max_position_embeddings"] = positions = _positions(config, params, is_mistral=is_mistral)
+    is_tied = "lm_head.weight" not in shapes
+    if is_tied:
+        assumed["tie_word_embeddings"] = True
+    assumed["hidden_act"] = "silu"
+    config |= assumed
+    config |= {
+        "architectures": ["MistralForCausalLM" if is_mistral else "LlamaForCausalLM"],
+        "model_type": "mistral" if is_mistral else "llama",
+        "max_position_embeddings": positions,
+        "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "tie_word_embeddings": is_tied,
+        "dtype": FLOAT_NAMES.get(dtype, "float32"),
+        "rope_scaling": _rope_scaling(path, params),
+    }
+    if is_mistral:
+        config["sliding_window"] = config.get("sliding_window")
     values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
     tokens = "no token ids (bos_token_id, eos_token_id)"
-    return MadeConfig(config, (f"config.json is made from {PARAMS_NAME}; assumed: {values}; {tokens}",))
+    return ConfigWithAssumptions(config, (f"config.json is made from {PARAMS_NAME}; assumed: {values}; {tokens}",))
 
 
 def params_of_config(config: Mapping[str, object], intermediate: int, *, tp: int = 1) -> dict[str, object]:
@@ -121,7 +127,8 @@ def params_of_config(config: Mapping[str, object], intermediate: int, *, tp: int
 
     Args:
         config: of a Hugging Face checkpoint.
-        intermediate: the width of the MLP. Meta's models derive it from a multiple: this one, of which one suffices.
+        intermediate: the width of the MLP. Meta's code rounds 8 * dim / 3 up to a multiple of ``multiple_of``, so that
+            the width itself is written as ``multiple_of``.
         tp: the number of files.
 
     Raises:
@@ -138,7 +145,7 @@ def params_of_config(config: Mapping[str, object], intermediate: int, *, tp: int
         return params | ({} if window is None else {"sliding_window": window})
     if sizes.head_dim * sizes.heads != dim:
         raise _inexpressible("head_dim", sizes.head_dim, f"hidden_size / num_attention_heads = {dim / sizes.heads:g}")
-    if tp == 1 and params["rope_theta"] == _THETA:
+    if tp == 1 and params["rope_theta"] == _DEFAULT_THETA:
         params.pop("rope_theta")  # Llama 2 does not have it; it cannot load several files, see the layout
     params = {name: value for name, value in params.items() if name not in {"head_dim", "hidden_dim"}}
     expected = 8 * dim // 3
@@ -195,7 +202,7 @@ def _rope_params(config: Mapping[str, object]) -> dict[str, object]:
     if not isinstance(rope, dict):
         raise _inexpressible("rope_scaling", rope, "an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    params: dict[str, object] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", _THETA))}
+    params: dict[str, object] = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA))}
     if unknown := sorted(rope.keys() - _SCALED.keys() - {"rope_theta", "type", "factor"}):
         raise _inexpressible(unknown[0], rope[unknown[0]], "rotary embeddings without it")
     if kind == "llama3" and config.get("model_type") == "llama":
@@ -204,17 +211,21 @@ def _rope_params(config: Mapping[str, object]) -> dict[str, object]:
         if not isinstance(factor := rope.get("factor"), int | float):
             raise _inexpressible("the factor of rope_scaling", factor, "a number")
         # Llama 3.1 has a fixed factor and no field for it; it refuses the field, so that it does not load another one
-        return params | {"use_scaled_rope": True} | ({} if factor == _FACTOR else {"rope_scaling_factor": factor})
+        return (
+            params | {"use_scaled_rope": True} | ({} if factor == _LLAMA_31_FACTOR else {"rope_scaling_factor": factor})
+        )
     if kind != "default":
         raise PlanError(f"layout meta does not support rotary embeddings of type {kind!r:.40}: use --layout native")
     return params
 
 
-def _positions(config: Mapping[str, object], *, is_mistral: bool) -> int:
+def _positions(config: Mapping[str, object], params: Mapping[str, object], *, is_mistral: bool) -> int:
     if is_mistral:
         return 32768
+    if params.get("use_scaled_rope"):
+        return _SCALED_POSITIONS
     theta = config["rope_theta"]
-    return 8192 if isinstance(theta, (int, float)) and theta > 10000 else 4096
+    return 8192 if isinstance(theta, (int, float)) and theta > _DEFAULT_THETA else 4096
 
 
 def _rope_scaling(path: object, params: Mapping[str, object]) -> dict[str, object] | None:

@@ -10,7 +10,7 @@ from shardconv.checkpoint.fileio import CREATE, Bytes, allow_open_files, read_ex
 from shardconv.storage.table import remote_output
 
 
-class Outputs(Protocol):
+class OutputFiles(Protocol):
     """New files that are open.
 
     Attributes:
@@ -46,26 +46,24 @@ class Outputs(Protocol):
 
 def open_outputs(
     paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int, *, may_exist: bool
-) -> Outputs:
+) -> OutputFiles:
     """Create files, at the remote destination that their folder stands for if there is one.
 
     Args:
-        paths: the files; none may exist.
+        paths: the files.
         prefixes: for each file its first bytes.
         sizes: for each file its size in bytes; bytes that are not written are zero.
         mode: permissions of local files, before the umask.
-        may_exist: whether local files of an interrupted run may exist, whose bytes are kept.
+        may_exist: whether local files may exist, from an interrupted run; their bytes are kept. Otherwise none may
+            exist.
     """
     if paths and (output := remote_output(paths[0])) is not None:
         return output.open(paths, prefixes, sizes)
-    return OutputFiles(paths, prefixes, sizes, mode, may_exist=may_exist)
+    return LocalOutputFiles(paths, prefixes, sizes, mode, may_exist=may_exist)
 
 
-class OutputFiles:
+class LocalOutputFiles:
     """New files of known sizes, written at any position.
-
-    The kernel serializes writes to a file with a spin lock. These locks put waiting threads to sleep instead, so that
-    other threads can read.
 
     Args:
         paths: the files.
@@ -75,7 +73,7 @@ class OutputFiles:
         may_exist: whether files of an interrupted run may exist, whose bytes are kept.
     """
 
-    #: See :class:`Outputs`.
+    #: See :class:`OutputFiles`.
     in_order, threads = False, None
 
     def __init__(
@@ -83,12 +81,13 @@ class OutputFiles:
         paths: Sequence[Path],
         prefixes: Sequence[bytes],
         sizes: Sequence[int],
-        mode: int = 0o666,
+        mode: int,
         *,
-        may_exist: bool = False,
+        may_exist: bool,
     ) -> None:
         self.num_files = len(paths)
         self.descriptors: list[int] = []
+        # The kernel serializes writes to a file, and writers that wait may spin: these locks make them sleep instead.
         self._locks = [threading.Lock() for _ in paths]
         allow_open_files(len(paths))
         flags = os.O_RDWR | (CREATE & ~os.O_EXCL if may_exist else CREATE)
@@ -105,7 +104,7 @@ class OutputFiles:
         """Do nothing: writes do not wait."""
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        """See :class:`Outputs`."""
+        """See :class:`OutputFiles`."""
         with self._locks[number]:
             for offset, size in ranges:
                 write_exactly(self.descriptors[number], data[:size], offset)

@@ -21,7 +21,7 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.padding_manifest import PADDING_NAME, with_files, write_padding
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.source import Source, open_source
@@ -180,7 +180,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
         raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
     if PADDING_NAME in source.auxiliary_files:
         raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
-    if (with_settings(source) or {}).get(SETTINGS_KEY) is not None:
+    if (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
         raise PlanError(
             f"{source.path}: is quantized, and shardconv pad only supports unquantized checkpoints: pad the "
             f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"
@@ -253,6 +253,7 @@ def _write_files(
         reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
         identify=lambda _: layout.prefixes, journal=journal, threads=threads, progress=progress,
     )  # fmt: skip
+    assert stripe_checksums is not None
     copied = copy_auxiliary({name: source.auxiliary_files[name] for name in manifest.auxiliary_files}, folder)
     with create(folder / CONFIG_NAME, config_mode) as file:
         file.write((json.dumps(planned.config, indent=2, ensure_ascii=False) + "\n").encode())

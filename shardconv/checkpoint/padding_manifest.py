@@ -10,7 +10,7 @@ from shardconv.checkpoint.layout import ExplicitFiles, lay_out_padded
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checksum
 from shardconv.checkpoint.manifest_json import from_json, to_json
-from shardconv.errors import PlanError, SourceError, SplitCheckpointError
+from shardconv.errors import PlanError, SourceError, SplitCheckpointError, one_line
 
 #: File name and format version of the manifest of a padded checkpoint.
 PADDING_NAME, _FORMAT_VERSION = "shardconv-padding.json", 1
@@ -24,7 +24,7 @@ def with_files(manifest: Manifest) -> Manifest:
 
 
 def write_padding(
-    manifest: Manifest, checksums: tuple[tuple[str, ...], ...] | None, config: str, folder: Path, *, mode: int
+    manifest: Manifest, checksums: tuple[tuple[str, ...], ...], config: str, folder: Path, *, mode: int
 ) -> None:
     """Write the manifest of a padded checkpoint.
 
@@ -55,8 +55,10 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
     try:
         data = json.loads(path.read_bytes())
         body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
-        if data["format_version"] != _FORMAT_VERSION or data[CHECKSUM_KEY] != checksum(body):
-            raise ValueError("it has another format version, or was changed after it was written")
+        if data["format_version"] != _FORMAT_VERSION:
+            raise ValueError(f"its format version is not supported (expected {_FORMAT_VERSION})")
+        if data[CHECKSUM_KEY] != checksum(body):
+            raise ValueError("its checksum does not match")
         manifest = with_files(from_json(data["split"]))
         return replace(manifest, checksums=tuple(map(tuple, data["checksums"]))), data["config"]
     except FileNotFoundError as error:
@@ -67,4 +69,6 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
-        raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+        raise SplitCheckpointError(
+            f"{path}: is damaged or not supported ({one_line(error)}): run shardconv pad again"
+        ) from error

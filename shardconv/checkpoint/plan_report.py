@@ -12,7 +12,7 @@ from shardconv.checkpoint.header import num_bytes, total_bytes
 from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath, refuse_changes
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.split_sources import plan_sources
 from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of
@@ -143,7 +143,7 @@ def report_plan(
         tensors=tensors,
         num_quantized=num_quantized(specs),
         quantized_blocks=quantized_blocks(specs),
-        quantization=describe_settings(with_settings(source)),
+        quantization=describe_settings(config_with_quantization(source)),
         engine=options.get("engine"),
     )
 

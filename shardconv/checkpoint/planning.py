@@ -8,7 +8,7 @@ from typing import NamedTuple, TypedDict, Unpack
 from shardconv.checkpoint.dtype_conversion import with_dtype
 from shardconv.checkpoint.formats import ADAPTER_FILES
 from shardconv.checkpoint.paths import check_exists, local_path
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import PlanError, SourceError, UsageError
@@ -138,7 +138,7 @@ def plan_source(
     source = source if dtype is None else with_dtype(source, dtype)
     options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, may_miss, int(pad))
     paths = (source.path, *source.paths, *source.auxiliary_files.values())
-    settings = with_settings(source)
+    settings = config_with_quantization(source)
     tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
         request, resolution = _resolution_of(rules, tensors, options)

@@ -13,8 +13,8 @@ from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_K
 _TEXT_MODELS = ("text_config", "decoder", "generator")
 
 
-def with_settings(source: Source) -> Mapping[str, object] | None:
-    """The config of a source, with the quantization settings of its text model or another file if it has none itself.
+def config_with_quantization(source: Source) -> Mapping[str, object] | None:
+    """The config of a source; quantization settings of its text model or of another file are added if it has none.
 
     Raises:
         SourceError: if the file cannot be read.

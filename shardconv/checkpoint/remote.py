@@ -32,7 +32,7 @@ _AUXILIARY_FILES = (
 )  # fmt: skip
 _HUB_HOSTS = ("huggingface.co", "hf.co")
 #: Requests for headers and sizes at a time.
-REQUESTS = 16
+_REQUESTS = 16
 #: Maximum bytes of a file whose contents are copied.
 _MAX_SMALL = 2**28
 _progress: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
@@ -102,8 +102,8 @@ def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
     if not files or (location.file and location.file not in files):
         raise _missing(location)
     name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
-    _keep_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
-    copied = [each for each, file in files.items() if contents and _is_small(each, file)]
+    _prefetch_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
+    copied = [each for each, file in files.items() if contents and _is_copied(each, file)]
     with storage.mirror.mirror(name, location.to("").rstrip("/"), files, copied) as folder:
         yield folder / location.file if location.file else folder
 
@@ -122,8 +122,8 @@ def _missing(location: Location) -> SourceError:
     return SourceError(f"{location}: does not exist, but its bucket or container does: correct the name of the {kind}")
 
 
-def _is_small(name: str, file: "RemoteFile") -> bool:
-    """Whether the contents of a file may be copied: no weights, and not larger than anything else in a checkpoint."""
+def _is_copied(name: str, file: "RemoteFile") -> bool:
+    """Whether the stand-in of a file gets its contents: not weights, and at most :data:`_MAX_SMALL` bytes."""
     return (name.endswith(SAFETENSORS.index_suffix) or not name.endswith(WEIGHT_SUFFIXES)) and file.size <= _MAX_SMALL
 
 
@@ -137,16 +137,16 @@ def header_progress(progress: Progress | None) -> Iterator[None]:
         _progress.reset(token)
 
 
-def _keep_headers(files: "list[RemoteFile]") -> None:
-    """Read the headers of all weight files at a time; errors are raised where they are read one by one."""
+def _prefetch_headers(files: "list[RemoteFile]") -> None:
+    """Fetch the headers of all safetensors files concurrently; reading one later raises its errors."""
     progress = _progress.get()
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        for done, _ in enumerate(pool.map(_keep_header, files), 1):
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for done, _ in enumerate(pool.map(_prefetch_header, files), 1):
             if progress is not None:
                 progress(done, len(files))
 
 
-def _keep_header(file: "RemoteFile") -> None:
+def _prefetch_header(file: "RemoteFile") -> None:
     with suppress(SourceError):
         file.keep(header_bytes(file))
 
@@ -189,6 +189,6 @@ def _existing(location: Location, names: list[str]) -> "dict[str, RemoteFile]":
     """Name to file of those files of a folder that exist."""
     store = storage.stores.open_store(location)
     files = {name: storage.remote_file.RemoteFile(store, location.prefix + name, location.to(name)) for name in names}
-    with ThreadPoolExecutor(REQUESTS) as pool:
+    with ThreadPoolExecutor(_REQUESTS) as pool:
         exist = pool.map(storage.remote_file.RemoteFile.exists, files.values())
         return {name: file for (name, file), is_there in zip(files.items(), exist, strict=True) if is_there}

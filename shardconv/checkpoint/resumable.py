@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shardconv.checkpoint.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.journal import Journal
-from shardconv.checkpoint.output_files import OutputFiles
+from shardconv.checkpoint.output_files import LocalOutputFiles
 from shardconv.checkpoint.shards import ShardWriter
 
 
@@ -19,10 +19,16 @@ class ResumableWriter(ShardWriter):
         files_per_rank: number of files of a rank, which share checksums.
     """
 
-    _files: OutputFiles
+    _files: LocalOutputFiles
 
     def __init__(
-        self, tensors: Sequence[Shards], files: OutputFiles, *, num_stripes: int, journal: Journal, files_per_rank: int
+        self,
+        tensors: Sequence[Shards],
+        files: LocalOutputFiles,
+        *,
+        num_stripes: int,
+        journal: Journal,
+        files_per_rank: int,
     ) -> None:
         super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, files_per_rank=files_per_rank)
         self._journal = journal

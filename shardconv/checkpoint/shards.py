@@ -12,7 +12,7 @@ from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box
-from shardconv.checkpoint.output_files import Outputs
+from shardconv.checkpoint.output_files import OutputFiles
 from shardconv.errors import IntegrityError
 
 
@@ -166,7 +166,7 @@ class ShardWriter:
     def __init__(
         self,
         tensors: Sequence[Shards],
-        files: Outputs,
+        files: OutputFiles,
         *,
         num_stripes: int,
         with_checksums: bool,

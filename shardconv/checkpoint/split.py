@@ -16,7 +16,7 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlannedSource, PlanOptions, StrPath
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.remote_output import is_remote, refuse_remote, writes_remote
 from shardconv.checkpoint.source import Source
@@ -270,7 +270,8 @@ def _output(
 ) -> _Output:
     """A split checkpoint, with those of its adapters in it."""
     source = planned.source
-    file_layout = with_max_file_size(choose_layout(layout, planned.tensors, with_settings(source)), max_file_size)
+    chosen = choose_layout(layout, planned.tensors, config_with_quantization(source))
+    file_layout = with_max_file_size(chosen, max_file_size)
     plan = planned.plan(tp)
     manifest = Manifest.of_source(
         source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,

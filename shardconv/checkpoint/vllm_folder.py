@@ -16,7 +16,7 @@ from shardconv.checkpoint.header import FLOAT_NAMES, build_header, num_bytes
 from shardconv.checkpoint.layout import MANIFEST_NAME, ExplicitFiles, Layout, in_file_order, lay_out_ranks
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.vllm_files import SavedFiles, is_saved_by_vllm, read_saved_files
 from shardconv.checkpoint.write import checksum_file
@@ -62,7 +62,7 @@ def read_split(folder: Path) -> Manifest:
 def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
     """The manifest that :func:`shardconv.split` would write, except for the order of tensors in the rank files."""
     as_source = Source(folder, is_folder=True, files=(), config=saved.config, auxiliary_files=saved.auxiliary_files)
-    config, request, tp = with_settings(as_source) or {}, PlanRequest(engine=_ENGINE), len(saved.ranks)
+    config, request, tp = config_with_quantization(as_source) or {}, PlanRequest(engine=_ENGINE), len(saved.ranks)
     rank_tensors = {name: stored.spec for name, stored in saved.ranks[0].items()}
     full = full_tensors(_ENGINE, rank_tensors, tp, config, request)
     resolver, assumed = resolve(full, config, request)

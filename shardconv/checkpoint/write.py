@@ -15,7 +15,7 @@ from shardconv.checkpoint.held import held_stripes
 from shardconv.checkpoint.journal import Journal
 from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.output_files import OutputFiles, Outputs, open_outputs
+from shardconv.checkpoint.output_files import LocalOutputFiles, OutputFiles, open_outputs
 from shardconv.checkpoint.paths import leads_out
 from shardconv.checkpoint.resumable import ResumableWriter
 from shardconv.checkpoint.shards import ShardReader, ShardWriter
@@ -104,11 +104,11 @@ def copy_files(
 
 
 def _writer(
-    layout: NewFiles, outputs: Outputs, num_stripes: int, journal: Journal | None, *, with_checksums: bool
+    layout: NewFiles, outputs: OutputFiles, num_stripes: int, journal: Journal | None, *, with_checksums: bool
 ) -> ShardWriter:
     """The sink for new files."""
     count = layout.files_per_rank
-    if journal is None or not isinstance(outputs, OutputFiles):  # an upload cannot be continued
+    if journal is None or not isinstance(outputs, LocalOutputFiles):  # an upload cannot be continued
         sizes = {"num_stripes": num_stripes, "files_per_rank": count}
         return ShardWriter(layout.shards, outputs, with_checksums=with_checksums, **sizes)
     return ResumableWriter(layout.shards, outputs, num_stripes=num_stripes, journal=journal, files_per_rank=count)

@@ -182,6 +182,7 @@ def sort_keys(value: object) -> object:
 
 
 def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis) -> Preparation:
+    """Plan the tensors of a model, and prepare its parallel modules and overrides; changes nothing."""
     state = model.state_dict()
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")

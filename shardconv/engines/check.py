@@ -23,7 +23,7 @@ from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
-from shardconv.errors import NotHeldError, RunError, UsageError
+from shardconv.errors import NotHeldError, RunError, UsageError, one_line
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -93,6 +93,11 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
         yield f"rank {rank}: {error}"
+    except ImportError as error:
+        raise RunError(
+            f"--engine vllm: vLLM {_version()} cannot be used (expected 0.32 or later): {one_line(error)}: install a "
+            f"supported version"
+        ) from error
     except _RAISED as error:
         text = " ".join(str(error).split())  # the reason may be on any of its lines
         yield f"rank {rank}: vLLM raises {type(error).__name__}: {text:.300}"

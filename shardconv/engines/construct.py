@@ -47,7 +47,7 @@ def one_rank(folder: Path, *, tp: int, rank: int, **arguments: object) -> Iterat
     """
     with (
         mock.patch.dict(os.environ, _ENVIRONMENT),  # before vLLM is imported, which reads it
-        engines.vllm_process.group_of_one(folder, tp, rank, arguments) as config,
+        engines.vllm_process.one_rank(folder, tp, rank, arguments) as config,
     ):
         yield config
 
@@ -59,9 +59,9 @@ def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
         config: the config that :func:`one_rank` yields.
         device: ``meta`` for names, shapes and dtypes only; ``cpu`` to load weights.
     """
-    return engines.vllm_process.construct_model(config, device)
+    return engines.vllm_process.construct(config, device)
 
 
 def optional_parameters(model: EngineModel) -> set[str]:
     """Names of the parameters of a quantized model that have a default, such as the scales of the KV cache."""
-    return engines.vllm_process.initialized_parameters(model)
+    return engines.vllm_process.optional_parameters(model)

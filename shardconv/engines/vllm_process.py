@@ -1,4 +1,4 @@
-"""vLLM's tensor parallel group in a process without other ranks. Imported only in vLLM's environment."""
+"""Construct vLLM's model of one rank in this process: see ``construct.py``. Imports vLLM."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from shardconv.engines.construct import EngineModel
 
 
 @contextmanager
-def group_of_one(folder: Path, tp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
+def one_rank(folder: Path, tp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
     """Initialize vLLM's groups for one process, with the size and rank of a larger group patched in."""
     engine = EngineArgs(
         model=str(folder), tensor_parallel_size=tp, enforce_eager=True, skip_tokenizer_init=True,
@@ -40,15 +40,15 @@ def group_of_one(folder: Path, tp: int, rank: int, arguments: Mapping[str, objec
         parallel_state.destroy_distributed_environment()
 
 
-def construct_model(config: VllmConfig, device: str) -> EngineModel:
+def construct(config: VllmConfig, device: str) -> EngineModel:
     """Construct the model that vLLM runs, before its weights are loaded."""
     with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
         model: EngineModel = initialize_model(config)
     return model
 
 
-def initialized_parameters(model: EngineModel) -> set[str]:
-    """Names of parameters that vLLM initializes, as few checkpoints have them: KV-cache scales, biases of experts."""
+def optional_parameters(model: EngineModel) -> set[str]:
+    """Names of parameters that vLLM initializes because most checkpoints omit them: KV-cache scales, expert biases."""
     methods = (BaseKVCacheMethod, AutoGPTQMoEMethod)
     return {
         f"{prefix}.{name}"

@@ -4,9 +4,9 @@ In a pattern, ``*`` is any text without a dot, ``{a,b}`` is a or b, and ``**.`` 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardconv.plan.rule import CHOICE
 
@@ -24,7 +24,7 @@ class Match(NamedTuple):
 
     Attributes:
         pattern_index: index of the pattern, from 0.
-        leaf: which tensor of the module it is: ``weight`` or ``bias``.
+        leaf: ``bias`` if the name of the tensor ends with it, else ``weight``.
     """
 
     pattern_index: int
@@ -34,8 +34,8 @@ class Match(NamedTuple):
 class Matcher:
     """Finds the first of several patterns that matches the name of a tensor.
 
-    Patterns are tried if they can match the last component of the name, and compiled when they are tried: a model has a
-    few names that differ in more than numbers, and a family more patterns than that.
+    Only patterns whose last component can match that of the name are tried, and a pattern is compiled when it is tried
+    first: most patterns of a family are never tried for one model.
 
     Args:
         patterns: each pattern and its regular expression from :func:`name_regex`.
@@ -49,6 +49,11 @@ class Matcher:
             for last in _last_components(pattern):
                 self._by_last.setdefault(last, []).append(index)
         self._cached_find = lru_cache(maxsize=None)(self._find)
+
+    @classmethod
+    def of_patterns(cls, patterns: Iterable[str]) -> Self:
+        """The matcher of patterns without optional prefixes."""
+        return cls([(pattern, name_regex(pattern)) for pattern in patterns])
 
     def match(self, name: str) -> Match | None:
         """The first pattern that matches a tensor; None if there is none."""

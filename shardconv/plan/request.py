@@ -16,7 +16,7 @@ from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
 from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
-from shardconv.plan.matcher import Matcher, name_regex
+from shardconv.plan.matcher import Matcher
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
@@ -173,13 +173,13 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
 def _without_user_rule(names: Iterable[str], family: Family) -> frozenset[str]:
     """The tensors that no rule of the user matches."""
     patterns = [rule.pattern for rule in family.rules if rule.by_user]
-    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    matcher = Matcher.of_patterns(patterns)
     return frozenset(name for name in names if matcher.match(name) is None)
 
 
 def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     """Whether a rule that applies to a tensor, or a module override, reads head counts or the head size."""
-    matcher = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in family.rules])
+    matcher = Matcher.of_patterns(rule.pattern for rule in family.rules)
     matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
     rules = tuple(family.rules[index] for index in sorted(matched))
     named = units_named(rules, family.modules)

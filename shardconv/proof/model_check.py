@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import StrPath, as_names
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import PlanError, RunError, SourceError
@@ -100,7 +100,7 @@ def check_source(
     source = open_source(
         local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )
-    tensors = logical_tensors(with_grids(source.specs, with_settings(source)))
+    tensors = logical_tensors(with_grids(source.specs, config_with_quantization(source)))
     return require_model(source.config or {}, tensors, shown(src))
 
 

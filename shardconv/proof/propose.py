@@ -11,7 +11,7 @@ from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.family import NAMES_FAMILY, Family, Mount
 from shardconv.plan.family_file import load_family
-from shardconv.plan.matcher import Matcher, name_regex
+from shardconv.plan.matcher import Matcher
 from shardconv.plan.request import family_of
 from shardconv.plan.rule_format import parse_unit
 from shardconv.proof.mount import expanded, with_blocks
@@ -58,14 +58,14 @@ def propose_plan(
     model = small_model(require_config(source))
     proposal = with_blocks(propose_rules(model, example_inputs(model), by_heads=by_heads), model)
     rules = expanded(proposal).rules
-    matcher = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in rules])
+    matcher = Matcher.of_patterns(rule.pattern for rule in rules)
     mounts = {rules[match.pattern_index].mount for match in map(matcher.match, source.specs) if match is not None}
     missing = without_numbers(name for name in source.specs if matcher.match(name) is None)
     head = [f"# Proposed for {type(model).__name__}. Prove it: shardconv plan SRC --rules THIS --prove"]
     head += [f"# No rule: on disk, but not in the model: {name}" for name in sorted(missing)]
     # The module overrides of the model type's family would apply to modules that the proposal shards differently.
     by_name = load_family(NAMES_FAMILY)
-    covered = Matcher([(rule.pattern, name_regex(rule.pattern)) for rule in by_name.rules])
+    covered = Matcher.of_patterns(rule.pattern for rule in by_name.rules)
     is_covered = all(covered.match(name) is not None for name in missing)
     base = by_name if is_covered else family_of(require_config(source))
     inherits = [f'inherits = "{NAMES_FAMILY}"', ""] if is_covered else []
@@ -110,5 +110,5 @@ def _mount(path: str, block: str, used: Container[str]) -> str | MountTable:
 def _matching(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     """The patterns that are the first to match a name."""
     patterns = list(patterns)
-    matcher = Matcher([(pattern, name_regex(pattern)) for pattern in patterns])
+    matcher = Matcher.of_patterns(patterns)
     return {patterns[match.pattern_index] for match in map(matcher.match, names) if match is not None}

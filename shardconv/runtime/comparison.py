@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardconv.checkpoint.merge import merge
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import RunError, one_line
 from shardconv.formats.detect import with_grids
@@ -143,7 +143,7 @@ def _without_kernel_warning() -> Iterator[None]:
 def _dequantized(folder: Path, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
     """Config and tensors of a quantized source as an unquantized model, in float32; None if it is not quantized."""
     source = open_source(folder)
-    specs = with_grids(source.specs, with_settings(source))
+    specs = with_grids(source.specs, config_with_quantization(source))
     if not any(spec.grid for spec in specs.values()):
         return None
     config = model_class(source.config or {}, folder, is_trusted=options.trust_remote_code).config

@@ -2,15 +2,13 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import RunError, one_line
-from shardconv.hf.tokenizer import text_streamer
 from shardconv.protocols import ModelOutput, Streamer, Tokenizer
 from shardconv.runtime.prompts import Codec
 from shardconv.runtime.run_options import RunOptions
@@ -60,18 +58,15 @@ class Outputs:
     tokens: Tensor | None = None
 
 
-class Clock:
-    """A streamer for ``generate`` that measures time, and writes the text of a single prompt as it is generated.
+class TimingStreamer:
+    """A streamer for ``generate`` that records the time of each token, and passes tokens to another streamer.
 
     Args:
-        tokenizer: decodes tokens; None to write nothing.
-        write: called with each piece of text; None to write nothing.
+        texts: a streamer that writes the text of a single prompt as it is generated; None to write nothing.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None] | None) -> None:
-        self._texts: Streamer | None = None
-        if tokenizer is not None and write is not None:
-            self._texts = text_streamer(tokenizer, write)
+    def __init__(self, texts: Streamer | None) -> None:
+        self._texts = texts
         self._times: list[float] = []
 
     def put(self, value: Tensor) -> None:
@@ -96,7 +91,7 @@ class Clock:
         return prompts * steps / (self._times[-1] - self._times[1]) if steps > 0 else None
 
 
-def compute_outputs(run: ModelRun, clock: Clock) -> Outputs:
+def compute_outputs(run: ModelRun, streamer: TimingStreamer) -> Outputs:
     """Generate text if the model can; else fill masks, or compute an embedding of each prompt.
 
     Raises:
@@ -104,29 +99,35 @@ def compute_outputs(run: ModelRun, clock: Clock) -> Outputs:
     """
     model, codec, inputs = run.model, run.codec, run.inputs
     if model.can_generate():
-        return _generate(run, clock)
+        return _generate(run, streamer)
     output: ModelOutput = model(**inputs)
+    if "logits" not in output and "last_hidden_state" not in output:
+        raise _no_report(model, output)
     refuse_nan(without_padding(output_values(output), inputs))
     if type(model).__name__.endswith("ForMaskedLM"):
         if codec.tokenizer is None:
             return Outputs(codec.decode(output.logits.argmax(-1)))
         return Outputs(_fill_masks(codec.tokenizer, inputs, output.logits))
     if "last_hidden_state" in output:
-        mask = inputs["attention_mask"].unsqueeze(-1)
-        means = (output.last_hidden_state * mask).sum(1) / mask.sum(1)
-        return Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.float().tolist()])
-    raise RunError(
+        mask = inputs["attention_mask"].unsqueeze(-1).bool()
+        means = output.last_hidden_state.float().masked_fill(~mask, 0).sum(1) / mask.sum(1)
+        return Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.tolist()])
+    raise _no_report(model, output)
+
+
+def _no_report(model: nn.Module, output: ModelOutput) -> RunError:
+    return RunError(
         f"a {type(model).__name__} computes {', '.join(output.keys())}, which are neither text nor embeddings: load it "
         f"with shardconv.load(...) in Python and call it"
     )
 
 
-def _generate(run: ModelRun, clock: Clock) -> Outputs:
+def _generate(run: ModelRun, streamer: TimingStreamer) -> Outputs:
     model, inputs = run.model, run.inputs
     torch.manual_seed(run.options.seed)
     try:
         tokens = model.generate(
-            **inputs, **run.generation_arguments(), streamer=clock, logits_processor=[_refuse_nan_scores]
+            **inputs, **run.generation_arguments(), streamer=streamer, logits_processor=[_refuse_nan_scores]
         )
     except (TypeError, ValueError) as error:
         raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
@@ -156,7 +157,12 @@ def refuse_nan(values: Tensor) -> None:
 def _fill_masks(tokenizer: Tokenizer, inputs: Inputs, logits: Tensor) -> list[str]:
     """Return the most likely tokens for each mask."""
     mask_id = tokenizer.mask_token_id
-    if mask_id is None or not inputs["input_ids"].eq(mask_id).any(1).all():
+    if mask_id is None:
+        raise RunError(
+            "the tokenizer does not have a mask token, which a model that fills masks needs: use the tokenizer of the "
+            "model, or pass --token-ids"
+        )
+    if not inputs["input_ids"].eq(mask_id).any(1).all():
         raise RunError(f"this model fills masks: put {tokenizer.mask_token} into each prompt")
     lines = []
     for ids, row in zip(inputs["input_ids"], logits, strict=True):

@@ -19,14 +19,14 @@ from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
-from shardconv.hf.tokenizer import check_tokenizer
+from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
 from shardconv.runtime.comparison import compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
 from shardconv.runtime.model_config import check_own_config, find_model_class
-from shardconv.runtime.outputs import Clock, ModelRun, Outputs, compute_outputs
+from shardconv.runtime.outputs import ModelRun, Outputs, TimingStreamer, compute_outputs
 from shardconv.runtime.prompts import (
     Codec,
     IdCodec,
@@ -132,10 +132,11 @@ def run_rank(
     is_default = not prompts and options.token_ids and options.check is not None
     prompts = [default_ids(model)] if is_default else prompts
     run = _encode(model, codec, prompts, options)
-    clock = Clock(codec.tokenizer, write if is_first_rank() and len(prompts) == 1 else None)
+    is_written = write is not None and codec.tokenizer is not None and is_first_rank() and len(prompts) == 1
+    streamer = TimingStreamer(text_streamer(codec.tokenizer, write) if is_written else None)
     with torch.inference_mode():
         with explain_errors(path, manifest.request.plan_file):
-            outputs = compute_outputs(run, clock)
+            outputs = compute_outputs(run, streamer)
         comparison = None if options.check is None else compare(run, outputs, path, options.check)
     return RunReport(
         path=shown(path),
@@ -147,8 +148,8 @@ def run_rank(
         load_bytes=manifest.rank_layout.rank_bytes[0],
         memory_bytes=tuple(gather_from_all(_peak_memory(model.device))),
         dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
-        first_token_seconds=clock.first_token_seconds,
-        tokens_per_second=clock.tokens_per_second(len(prompts)),
+        first_token_seconds=streamer.first_token_seconds,
+        tokens_per_second=streamer.tokens_per_second(len(prompts)),
         differences=None if comparison is None else comparison.differences,
         error=None if comparison is None else comparison.error,
         adapter=None if options.adapter is None else str(options.adapter),

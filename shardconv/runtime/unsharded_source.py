@@ -9,7 +9,7 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_file import is_split
 from shardconv.checkpoint.padding_manifest import PADDING_NAME
 from shardconv.checkpoint.paths import missing_hint
-from shardconv.checkpoint.quantization_files import with_settings
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.checkpoint.verify_external import is_other_model, tensor_differences
 from shardconv.errors import RunError, SourceError, UsageError
@@ -105,4 +105,4 @@ def _describe(changed: list[str], manifest: Manifest, source: Source) -> str:
 
 def _is_quantized(source: Source) -> bool:
     """Whether a source has quantized tensors."""
-    return any(spec.grid for spec in with_grids(source.specs, with_settings(source)).values())
+    return any(spec.grid for spec in with_grids(source.specs, config_with_quantization(source)).values())

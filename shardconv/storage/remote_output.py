@@ -117,7 +117,7 @@ class RemoteOutput:
                 del table.outputs[staged], table.folders[staged]
 
     def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
-        """Start new files; arguments as those of :class:`~shardconv.checkpoint.output_files.OutputFiles`."""
+        """Start new files; arguments as those of :class:`~shardconv.checkpoint.output_files.LocalOutputFiles`."""
         files = UploadFiles([self._key(path.relative_to(self._staged).as_posix()) for path in paths], prefixes, sizes)
         self._files.append(files)
         return files

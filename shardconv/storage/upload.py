@@ -154,7 +154,7 @@ class Upload:
 
 
 class UploadFiles:
-    """New files in a store, as :class:`~shardconv.checkpoint.output_files.OutputFiles` are local ones.
+    """New files in a store, as :class:`~shardconv.checkpoint.output_files.LocalOutputFiles` are local ones.
 
     Args:
         keys: their places.
@@ -162,7 +162,7 @@ class UploadFiles:
         sizes: for each file its size in bytes.
     """
 
-    #: See :class:`~shardconv.checkpoint.output_files.Outputs`; data of more threads would have to wait for its turn.
+    #: See ``output_files.OutputFiles``; data of more threads would have to wait for its turn.
     in_order, threads = True, 2
 
     def __init__(self, keys: Sequence[Key], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:

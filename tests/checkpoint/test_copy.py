@@ -14,7 +14,7 @@ from shardconv.checkpoint.copy import CopyJob, FileRows, Shards, split_into_stri
 from shardconv.checkpoint.fileio import InputFiles
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.held import held_stripes
-from shardconv.checkpoint.output_files import OutputFiles
+from shardconv.checkpoint.output_files import LocalOutputFiles
 from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Padding, Placement
@@ -127,7 +127,7 @@ def run(folder, old, old_files, new, new_sizes, *, stripe_bytes, checksums=None,
     paths = [folder / f"new{number}" for number in range(len(new_sizes))]
     for path in paths:
         path.unlink(missing_ok=True)
-    with inputs, OutputFiles(paths, [b""] * len(paths), new_sizes) as outputs:
+    with inputs, LocalOutputFiles(paths, [b""] * len(paths), new_sizes, 0o666, may_exist=False) as outputs:
         labels, names = [f"old{n}" for n in range(len(old_files))], [f"t{n}" for n in range(len(old))]
         reader = ShardReader(old, inputs, labels=labels, names=names, checksums=checksums)
         writer = ShardWriter(new, outputs, num_stripes=len(stripes), with_checksums=True)

@@ -314,7 +314,7 @@ OTHER_FILES = {
     "error of an object store": (b"<?xml version='1.0'?><Error/>", "is an HTML or XML page, not the file itself: down"),
     "short text": (b"not found", "expected at most 100000000): download or copy it again"),
     "empty": (b"", "is not a safetensors file (got 0 bytes, expected at least 8): download or copy it again"),
-    "truncated header": (safetensors_bytes(one(), b"ab")[:30], "bytes): download or copy it again"),
+    "truncated header": (safetensors_bytes(one(), b"ab")[:30], "is truncated (got 30 bytes, expected at least"),
     "truncated data": (
         safetensors_bytes(one(), b"ab")[:-1],
         "is truncated (got 1 bytes of data, expected 2): download or copy it again",

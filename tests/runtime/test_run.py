@@ -402,6 +402,7 @@ def test_encoder_returns_embeddings(tmp_path):
 @pytest.mark.parametrize(("auto", "message"), [
     ("BertForMaskedLM", r"put \[MASK\] into each prompt"),
     ("BertForSequenceClassification", "neither text nor embeddings"),
+    ("BertForQuestionAnswering", r"start_logits, end_logits.*neither text nor embeddings"),
 ])  # fmt: skip
 def test_models_without_output_for_a_prompt(tmp_path, auto, message):
     shardconv.split(write_bert(tmp_path / "bert", auto), tmp_path / "split", tp=1)
