@@ -64,7 +64,13 @@ class RemoteFile:
 
     @property
     def state(self) -> str:
-        """The size and version, which a file with other contents does not have."""
+        """The size and version, which a file with other contents does not have.
+
+        Raises:
+            SourceError: if it does not exist or cannot be read.
+        """
+        if not self._is_pinned and self._version is None:
+            self._size = wait(submit(self._request_size()))
         return f"{self.size} bytes, version {self._key if self._is_pinned else self._version}"
 
     def exists(self) -> bool:

@@ -1,6 +1,5 @@
 """Models on the Hub, emulated on loopback: names, revisions and tokens; files come from another host, as on the Hub."""
 
-import json
 from collections.abc import Iterator
 
 import huggingface_hub
@@ -10,61 +9,15 @@ import shardconv
 from shardconv.errors import SourceError, UsageError
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call
-from tests.support.web_server import Answer, WebServer, serve
-
-COMMIT, OTHER = "a" * 40, "b" * 40
-TOKEN = "hf_the_token"
-
-
-class Hub:
-    """One model with a branch, a pull request and a private twin.
-
-    Attributes:
-        server: its server.
-        revisions: revision to commit.
-        commits: commit to files.
-    """
-
-    def __init__(self, server: WebServer, files: dict[str, bytes]) -> None:
-        self.server = server
-        self.revisions = {"main": COMMIT, "v1.0": COMMIT, "refs/pr/3": OTHER, COMMIT: COMMIT}
-        self.commits = {COMMIT: files}
-        server.route = self._route
-
-    def _route(self, path: str, headers: dict[str, str]) -> Answer | None:
-        _, _, rest = path.partition("/api/models/")
-        if rest:
-            return self._describe(rest, headers)
-        model, _, file = path.partition("/resolve/")
-        if not file:
-            return None  # the store of files
-        if model == "/org/private" and headers.get("authorization") != f"Bearer {TOKEN}":
-            return Answer(401)
-        commit, _, name = file.partition("/")
-        self.server.files[f"/store/{commit}/{name}"] = self.commits[commit][name]
-        return Answer(302, {"location": f"http://localhost:{self.server.port}/store/{commit}/{name}?signature=x"})
-
-    def _describe(self, rest: str, headers: dict[str, str]) -> Answer:
-        name, _, revision = rest.partition("/revision/")
-        if name == "org/gated":
-            return Answer(403, {"x-error-code": "GatedRepo"}, b'{"error": "gated"}')
-        if name not in {"org/model", "org/private"} or (
-            name == "org/private" and headers.get("authorization") != f"Bearer {TOKEN}"
-        ):
-            return Answer(401, {"x-error-code": "RepoNotFound"}, b'{"error": "none"}')
-        commit = self.revisions.get(revision or "main")
-        if commit is None:
-            return Answer(404, {"x-error-code": "RevisionNotFound"}, b'{"error": "none"}')
-        siblings = [{"rfilename": each, "size": len(data)} for each, data in self.commits[commit].items()]
-        return Answer(200, {}, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub
 
 
 @pytest.fixture
 def hub(made, monkeypatch) -> Iterator[Hub]:
-    with serve() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with serve_hub(contents(made / "model")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.server.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield Hub(server, contents(made / "model"))
+        yield hub
 
 
 def test_split_writes_the_bytes_of_a_local_split(made, hub, tmp_path):
