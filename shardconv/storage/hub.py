@@ -47,7 +47,7 @@ def list_model(location: Location) -> dict[str, RemoteFile]:
     model, revision, path = split_model(location)
     hub = huggingface_hub()
     endpoint = os.environ.get("HF_ENDPOINT") or hub.constants.ENDPOINT
-    token = hub.get_token()
+    token = None if hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else hub.get_token()
     with explained(str(location), lambda error, shown: SourceError(f"{shown}: {_reason(error, revision)}")):
         info = hub.HfApi(endpoint=endpoint, token=token).model_info(model, revision=revision, files_metadata=True)
     parts = urlsplit(endpoint)

@@ -21,7 +21,8 @@ def obstore_stores() -> ModuleType:
 
 
 def huggingface_hub() -> ModuleType:
-    """The client of the Hub; errors as in :func:`obstore`."""
+    """The client of the Hub, with its constants; errors as in :func:`obstore`."""
+    _require("huggingface_hub.constants")  # an attribute of the package only when it was imported
     return _require("huggingface_hub")
 
 

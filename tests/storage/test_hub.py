@@ -8,7 +8,7 @@ import pytest
 import shardconv
 from shardconv.errors import SourceError, UsageError
 from tests.support.checkpoints import contents, write_checkpoint
-from tests.support.command import call
+from tests.support.command import call, run
 from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub
 
 
@@ -55,6 +55,12 @@ def test_the_token_is_sent_to_the_hub_only(hub):
     assert sent == {False: f"Bearer {TOKEN}", True: None}
 
 
+def test_no_token_is_sent_if_that_is_disabled(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    shardconv.report_plan("hf://org/model")
+    assert {request.headers.get("authorization") for request in hub.server.log} == {None}
+
+
 def test_the_token_is_not_in_results(hub, tmp_path):
     result = call("split", "hf://org/private", "--tp", "2", "-o", tmp_path / "out", "--json")
     assert result.code == 0
@@ -88,6 +94,12 @@ def test_models_that_cannot_be_read_are_one_error(hub, url, message):
 def test_urls_that_are_no_models_are_usage_errors(hub, url):
     with pytest.raises(UsageError):
         shardconv.report_plan(url)
+
+
+def test_without_an_endpoint_the_hub_itself_is_asked():
+    """In a new process, which has not imported anything of huggingface_hub; offline, so that it asks nothing."""
+    result = run("plan", "hf://org/model", env={"HF_HUB_OFFLINE": "1"})
+    assert (result.code, result.err) == (1, "shardconv: hf://org/model: HF_HUB_OFFLINE is set: unset it\n")
 
 
 def test_the_offline_mode_of_the_hub_is_respected(hub, monkeypatch):
