@@ -3,14 +3,14 @@
 import importlib
 from types import ModuleType
 
-from shardconv.errors import UsageError
+from shardconv.errors import SourceError
 
 
 def obstore() -> ModuleType:
     """The clients of stores.
 
     Raises:
-        UsageError: if the package is not installed.
+        SourceError: if the package is not installed.
     """
     return _require("obstore")
 
@@ -31,4 +31,4 @@ def _require(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UsageError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error
+        raise SourceError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error

@@ -31,8 +31,7 @@ def open_store(location: Location) -> "ObjectStore":
     """The store of a bucket, container or web server.
 
     Raises:
-        SourceError: if the credentials in the environment cannot be used.
-        UsageError: if obstore is not installed.
+        SourceError: if the credentials in the environment cannot be used, or obstore is not installed.
     """
     with explained(str(location)):
         return _OPEN[location.scheme](location)

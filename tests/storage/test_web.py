@@ -1,6 +1,7 @@
 """Checkpoints on web servers: what is read, what is refused, and what is not shown."""
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -254,8 +255,13 @@ def test_stand_ins_are_removed(web, tmp_path, monkeypatch):
     assert (table.files, table.folders) == ({}, {})
 
 
-def test_a_missing_package_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "arguments", [["plan", "s3://bucket/x"], ["split", "{made}/model", "--tp", "2", "-o", "s3://b/x"]]
+)
+def test_a_missing_package_is_named(made, monkeypatch, arguments):
+    """It is not wrong usage."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UsageError, match=r"URLs require obstore .*: pip install 'shardconv\[remote\]'"):
-        shardconv.report_plan("s3://bucket/x")
+    result = call(*(argument.format(made=made) for argument in arguments))
+    assert result.code == 1
+    assert re.fullmatch(r"shardconv: URLs require obstore .*: pip install 'shardconv\[remote\]'\n", result.err)
