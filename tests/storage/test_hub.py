@@ -1,5 +1,6 @@
 """Models on the Hub, emulated on loopback: names, revisions and tokens; files come from another host, as on the Hub."""
 
+import json
 from collections.abc import Iterator
 
 import huggingface_hub
@@ -38,6 +39,23 @@ def test_a_revision_is_read(made, hub, tmp_path):
     expected = shardconv.report_plan(tmp_path / "other", tp=2)
     for revision in ("refs/pr/3", "refs%2Fpr%2F3"):
         assert shardconv.report_plan(f"hf://org/model@{revision}", tp=2).tensors == expected.tensors
+
+
+@pytest.mark.parametrize(
+    ("url", "folder", "name"),
+    [
+        ("hf://org/model@v1.0", "", "model"),
+        ("hf://org/model@refs/pr/3", "", "model"),
+        ("hf://org/model@refs%2Fpr%2F3", "", "model"),
+        ("hf://org/model@refs/pr/3/sub@2", "sub@2/", "sub@2"),
+    ],
+)
+def test_results_are_named_by_the_model_or_the_folder_in_it(made, hub, tmp_path, monkeypatch, url, folder, name):
+    hub.commits[OTHER] = {f"{folder}{each}": data for each, data in contents(made / "model").items()}
+    monkeypatch.chdir(tmp_path)
+    result = call("split", url, "--tp", "2")
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / f"{name}-tp2" / "shardconv.json").read_text())["source"]["name"] == name
 
 
 def test_a_branch_that_moves_does_not_mix_commits(made, hub, tmp_path):

@@ -234,6 +234,13 @@ def test_a_folder_that_a_run_has_not_finished_writing_is_refused(s3, made, tmp_p
         )
 
 
+def test_an_at_sign_is_part_of_the_name_of_a_folder(s3, made, tmp_path, monkeypatch):
+    upload(made / "model", "bucket", "model@2")
+    monkeypatch.chdir(tmp_path)
+    shardconv.split("s3://bucket/model@2", tp=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model@2-tp2"]
+
+
 def test_the_lock_of_a_folder_can_be_ignored(s3, made, tmp_path):
     upload(made / "model", "bucket", "left")
     s3.client.put_object(Bucket="bucket", Key="left/.shardconv.lock", Body=b"{}")
