@@ -111,8 +111,11 @@ class ReadAhead:
                 at = offset - chunk.range.start
                 buffer[:size] = wait(chunk.data)[at : at + size]
                 chunk.num_read += size
-                if chunk.num_read >= chunk.range.stop - chunk.range.start:
+                is_read = chunk.num_read >= chunk.range.stop - chunk.range.start
+                if is_read:
                     self._drop(chunk)
+                del chunk  # its memory is freed before other ranges are fetched into the room
+                if is_read:
                     self._fill()
             buffer, offset = buffer[size:], offset + size
 

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_the_room_is_used_and_given_back(budget):
     assert budget.least == 0
     ahead.cancel()
     assert budget.take(ROOM)
+
+
+def test_a_range_that_was_read_is_freed_before_the_next_one_is_fetched(budget, monkeypatch):
+    """The bytes that exist at any time, not those that are counted as used."""
+    ahead, file, made, exist = ReadAhead(), File(), [], []
+
+    def fetch(start: int, stop: int) -> Future[memoryview]:
+        exist.append(stop - start + sum(len(data) for one in made if (data := one()) is not None))
+        data = memoryview(bytearray(DATA[start:stop]))
+        made.append(ref(data))
+        future: Future[memoryview] = Future()
+        future.set_result(data)
+        return future
+
+    file.fetch = fetch
+    assert read_stripe(ahead, file, 0, len(DATA), 48) == DATA
+    assert max(exist) == ROOM
 
 
 def test_what_was_announced_and_not_read_is_forgotten(budget):
