@@ -14,8 +14,9 @@ from typing import NamedTuple, NoReturn
 from shardconv.checkpoint.duplicates import unproven
 from shardconv.checkpoint.formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
 from shardconv.checkpoint.ignore import ignore_options, ignored_files
-from shardconv.checkpoint.paths import leads_out
+from shardconv.checkpoint.paths import leads_out, locked
 from shardconv.errors import SourceError
+from shardconv.storage.url import LOCK_NAME, is_lock
 
 #: Maximum number of files in a message.
 _MAX_NAMES = 5
@@ -42,7 +43,7 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
         optional: further patterns, which may match nothing.
 
     Raises:
-        SourceError: if the folder cannot be read.
+        SourceError: if the folder cannot be read, or a run has not finished writing it.
         UsageError: if a pattern matches nothing.
     """
     files = {}
@@ -51,7 +52,10 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
         files[f"{name}/" if path.name.startswith(".") and path.is_dir() else name] = path
     left_out = {name: "hidden folder" for name in files if name.endswith("/")}
     patterns = ignored_files(folder, files, ignore, optional)
+    left_out |= {name: "lock of a run that has not finished" for name in files if is_lock(name)}
     left_out |= {name: f"ignored by {pattern!r}" for name, pattern in patterns.items()}
+    if LOCK_NAME in files and LOCK_NAME not in patterns:
+        raise SourceError(f"{folder}: {locked(folder)}")
     return FolderFiles({name: path for name, path in files.items() if name not in left_out}, left_out)
 
 

@@ -32,6 +32,9 @@ BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
 _MAX_BLOCKS_BYTES = 12 * 2**20
 _MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
+#: Maximum number of threads: more of them would not have room for their blocks.
+_MAX_WORKERS = _MAX_BLOCKS_BYTES // _MIN_BLOCK_BYTES
+#: Default of the number of threads, with many processors.
 _MAX_THREADS = 8
 #: Seconds between two calls of the progress callback.
 _REPORT_SECONDS = 0.1
@@ -324,7 +327,7 @@ class _CopyThreads:
         """Copy all stripes; no thread keeps running after an error or Ctrl-C."""
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                workers = min(threads, len(self._job.stripes))
+                workers = min(threads, len(self._job.stripes), _MAX_WORKERS)
                 count = len(self._job.stripes)
                 self._numbers = iter(range(count)) if self._job.in_order else spread(count, threads)
                 block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)

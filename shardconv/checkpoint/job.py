@@ -14,6 +14,7 @@ from shardconv.checkpoint.journal import Job, Journal
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.sample import checksum_of_tensors
 from shardconv.checkpoint.write import NewFiles
+from shardconv.errors import UsageError
 from shardconv.layouts.layout import NATIVE
 from shardconv.storage.table import remote_file
 
@@ -61,15 +62,29 @@ def journal_of(
 
     Raises:
         SourceError: if an input file cannot be read.
+        UsageError: if the run is to be continued, and a change of a remote file could not be detected.
     """
+    sources = [*inputs.paths, *(path for path in read if not path.is_dir())]
+    if resume:
+        _check_versions(sources)
     new = zip(names, layout.file_bytes, layout.prefixes, strict=True)
     job = {
         **settings,
-        "source": _states([*inputs.paths, *(path for path in read if not path.is_dir())]),
+        "source": _states(sources),
         "sample of the source's values": None if inputs.is_remote else _sample(reader),  # remote files have versions
         "set of files": {name: f"{size} bytes, header {_digest(prefix.hex())}" for name, size, prefix in new},
     }
     return Journal(job, names, resume=resume)
+
+
+def _check_versions(paths: Iterable[Path]) -> None:
+    """Refuse remote files without versions: a resumed run could mix two of them."""
+    remote = (file for path in paths if (file := remote_file(path)) is not None)
+    if (file := next((file for file in remote if not file.has_version), None)) is not None:
+        raise UsageError(
+            f"{file.shown}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
+            f"detect that it was replaced: remove --resume, or download it first"
+        )
 
 
 def _states(paths: Iterable[Path]) -> Mapping[str, str]:

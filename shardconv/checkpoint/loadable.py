@@ -18,9 +18,10 @@ from shardconv.checkpoint.planning import PlanOptions, plan_source, refuse_chang
 from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.checkpoint.write import check_ranks, checksum_file
 from shardconv.errors import SplitCheckpointError, UsageError
-from shardconv.storage.table import shown
+from shardconv.storage.table import shown, versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +100,18 @@ class Loadable:
         """Facts that have to be the same on all ranks: plural name to value, which JSON can represent.
 
         A manifest has checksums of a split checkpoint, but not of a source, whose folder may have any name on a host.
-        Where hosts have some of the ranks, checksums are not compared.
+        Where hosts have some of the ranks, checksums are not compared. Each rank opens remote files by itself, so their
+        versions are.
 
         Raises:
-            SourceError: if the source cannot be read.
+            SourceError: if the source, or a remote file, cannot be read.
         """
         source, manifest = self.source, self.manifest
+        paths = manifest.rank_paths(self.path) if source is None else source.paths
         return {
             "checkpoints": to_json(manifest.shared if source is None else replace(manifest, source_name=""), ""),
             "values of tensors": None if source is None else sample_checksum(source),
+            REMOTE_VERSIONS: versions(paths),
         }
 
 

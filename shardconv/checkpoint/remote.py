@@ -94,17 +94,17 @@ def mirrored(url: str, *, contents: bool = False) -> Iterator[Path]:
         contents: see :func:`reads_remote`.
 
     Raises:
-        SourceError: if it does not exist, or cannot be listed.
-        UsageError: if the URL is not valid, or a package is not installed.
+        SourceError: if it does not exist or cannot be listed, or a package is not installed.
+        UsageError: if the URL is not valid.
     """
     location = parse(url)
     files = _files_of(location)
     if not files or (location.file and location.file not in files):
         raise _missing(location)
-    name = PurePosixPath(location.folder).name.partition("@")[0] or location.host
+    name = storage.hub.folder_name(location) if location.scheme == "hf" else PurePosixPath(location.folder).name
     _prefetch_headers([file for each, file in files.items() if each.endswith(".safetensors") and "/" not in each])
     copied = [each for each, file in files.items() if contents and _is_copied(each, file)]
-    with storage.mirror.mirror(name, location.to("").rstrip("/"), files, copied) as folder:
+    with storage.mirror.mirror(name or location.host, location.to("").rstrip("/"), files, copied) as folder:
         yield folder / location.file if location.file else folder
 
 

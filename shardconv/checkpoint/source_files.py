@@ -25,7 +25,6 @@ from shardconv.checkpoint.formats import (
 from shardconv.checkpoint.header import Header, read_header
 from shardconv.checkpoint.json_files import parse_object, read_text
 from shardconv.checkpoint.layout import IDENTITY_KEY, MANIFEST_NAME
-from shardconv.checkpoint.paths import locked
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import SourceError, UsageError
 
@@ -157,8 +156,6 @@ def _find_single(folder: Path, files: Collection[str], weight_format: WeightForm
 
 def _no_weights(folder: Path, files: Collection[str]) -> str:
     """The problem and the remedy for a folder without a safetensors file."""
-    if problem := locked(folder):
-        return problem
     if (folder / "snapshots").is_dir():
         return "is a model in a Hugging Face cache: pass a folder in its snapshots/"
     held = {name for name in files for one in SOURCE_FORMATS if one.has(name)}

@@ -14,7 +14,9 @@ from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.checkpoint.write import auxiliary_checksums
+from shardconv.storage.table import versions
 
 #: For each rank the checksum of each stripe.
 Rows = tuple[tuple[str, ...], ...]
@@ -26,6 +28,7 @@ def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
         "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
         "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
         "values of tensors": [sample_checksum(source) for source, _ in splits],
+        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
     }
 
 

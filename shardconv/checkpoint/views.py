@@ -1,12 +1,14 @@
 """Messages about a checkpoint that ranks or processes see differently, and that has to be the same for all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from shardconv.formatting import ranges
 
 #: The most hosts or paths of a group that a message names.
 _MAX_NAMED = 3
+#: The name of a fact that is compared: each rank or process opens remote files by itself.
+REMOTE_VERSIONS = "versions of remote files"
 
 
 class View(NamedTuple):
@@ -46,6 +48,12 @@ def describe_views(views: Sequence[View], noun: str) -> str:
         return "; ".join(f"{name}: {text}" for name, text in zip(names, texts, strict=True))
     first, *others = names
     return f"{first} {'differ' if len(next(iter(groups.values()))) > 1 else 'differs'} from {' and from '.join(others)}"
+
+
+def remedy(different: Collection[str], usual: str) -> str:
+    """The remedy for facts that differ: ``usual``, unless remote files are the cause."""
+    again = "they changed meanwhile, or the URLs differ: start again with one URL"
+    return again if REMOTE_VERSIONS in different else usual
 
 
 def _counted(members: Sequence[int], noun: str) -> str:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardconv.checkpoint.views import View, describe_views
+from shardconv.checkpoint.views import View, describe_views, remedy
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.errors import PeerError, RunError, ShardconvError
@@ -96,8 +96,8 @@ def check_same(
     views = [own] * axis.size
     dist.all_gather_object(views, own, group=axis.group)
     raise RunError(
-        f"{path}: the ranks see different {' and '.join(different)} ({describe_views(views, 'rank')}): make them the "
-        f"same on all ranks"
+        f"{path}: the ranks see different {' and '.join(different)} ({describe_views(views, 'rank')}): "
+        f"{remedy(different, 'make them the same on all ranks')}"
     )
 
 

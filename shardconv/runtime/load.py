@@ -23,6 +23,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath
 from shardconv.checkpoint.remote import local_folder
 from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
+from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
@@ -41,7 +42,7 @@ from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.runtime.ranks import connect_ranks
-from shardconv.storage.table import shown
+from shardconv.storage.table import shown, versions
 
 
 def load(
@@ -153,7 +154,8 @@ def _open_adapter(
 ) -> RankAdapter:
     """Open an adapter, which has to be the same on all ranks."""
     opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
-    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest.shared, "")})
+    remote = run_on_all(axis, partial(versions, opened.manifest.rank_paths(opened.folder)))
+    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest.shared, ""), REMOTE_VERSIONS: remote})
     return run_on_all(axis, partial(opened.on_rank, axis.rank, dtype, verify=verify))
 
 

@@ -23,7 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.staging import as_output_errors, joined_staging
 from shardconv.checkpoint.team import Rows, Team
-from shardconv.checkpoint.views import View, describe_views
+from shardconv.checkpoint.views import View, describe_views, remedy
 from shardconv.checkpoint.write import checksum
 from shardconv.errors import PeerError, RunError, UsageError
 from shardconv.exits import Removal
@@ -81,7 +81,7 @@ class SplitTeam(Team):
             ]
             raise RunError(
                 f"{target}: the processes see different {', '.join(different)} ({describe_views(views, 'process')}): "
-                f"pass the same source and options to all processes"
+                f"{remedy(different, 'pass the same source and options to all processes')}"
             )
         self._members = self._find_members(target.absolute().parent)
 

@@ -2,6 +2,8 @@
 
 import os
 import re
+from dataclasses import replace
+from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from shardconv.errors import SourceError, UsageError
@@ -37,17 +39,24 @@ def split_model(location: Location) -> tuple[str, str | None, str]:
     return f"{location.host}/{match['name']}", unquote(revision) if revision else None, match["path"] or ""
 
 
+def folder_name(location: Location) -> str:
+    """The name of a folder in a model, or of the model, without the revision."""
+    folder = replace(location, path=location.folder)
+    model, _, path = split_model(folder)
+    return PurePosixPath(path or model).name
+
+
 def list_model(location: Location) -> dict[str, RemoteFile]:
     """Name, relative to the folder, to file of everything in a model, at one commit.
 
     Raises:
-        SourceError: if the model does not exist, or access is denied.
-        UsageError: if the location is not that of a model, or huggingface_hub is not installed.
+        SourceError: if the model does not exist, access is denied, or huggingface_hub is not installed.
+        UsageError: if the location is not that of a model.
     """
     model, revision, path = split_model(location)
     hub = huggingface_hub()
     endpoint = os.environ.get("HF_ENDPOINT") or hub.constants.ENDPOINT
-    token = hub.get_token()
+    token = None if hub.constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else hub.get_token()
     with explained(str(location), lambda error, shown: SourceError(f"{shown}: {_reason(error, revision)}")):
         info = hub.HfApi(endpoint=endpoint, token=token).model_info(model, revision=revision, files_metadata=True)
     parts = urlsplit(endpoint)

@@ -96,11 +96,7 @@ class ReadAhead:
         for chunk in [one for one in ahead.chunks if one.range.number < last]:
             self._drop(chunk)
         ahead.announced = deque(one for one in ahead.announced if one.number >= last)
-        ahead.announced.extend(
-            Range(file, at, min(at + CHUNK_BYTES, stop), ahead.number)
-            for file, start, stop in ranges
-            for at in range(start, stop, CHUNK_BYTES)
-        )
+        ahead.announced.extend(Range(file, start, stop, ahead.number) for file, start, stop in ranges if start < stop)
         self._fill()
 
     def read(self, file: RemoteFile, buffer: memoryview, offset: int) -> None:
@@ -115,18 +111,22 @@ class ReadAhead:
                 at = offset - chunk.range.start
                 buffer[:size] = wait(chunk.data)[at : at + size]
                 chunk.num_read += size
-                if chunk.num_read >= chunk.range.stop - chunk.range.start:
+                is_read = chunk.num_read >= chunk.range.stop - chunk.range.start
+                if is_read:
                     self._drop(chunk)
+                del chunk  # its memory is freed before other ranges are fetched into the room
+                if is_read:
                     self._fill()
             buffer, offset = buffer[size:], offset + size
 
     def _find(self, file: RemoteFile, offset: int) -> _Chunk | None:
         """The chunk with a position; if it was announced only, the chunk before it makes room for it."""
         ahead = self._ahead
-        found = self._fetched(file, offset)
-        wanted = next((one for one in ahead.announced if _contains(one, file, offset)), None)
-        if found is not None or wanted is None:
+        if (found := self._fetched(file, offset)) is not None:
             return found
+        wanted = next((one for one in ahead.announced if _contains(one, file, offset)), None)
+        if wanted is None:
+            return None
         before = self._fetched(file, wanted.start - 1)
         if before is not None and before.num_read:  # tensors that alternate in the file are read one after the other
             self._drop(before)
@@ -151,15 +151,20 @@ class ReadAhead:
             self._under_way.pop(data, None)
 
     def _claim(self, file: RemoteFile, offset: int, size: int) -> int:
-        """Of some bytes, the number until the next ones that are announced or fetched; cancels their announcement."""
+        """Of some bytes, the number until the next ones that are announced or fetched, at most those of one request.
+
+        Cancels their announcement.
+        """
         others = (*self._ahead.announced, *(chunk.range for chunk in self._ahead.chunks))
         starts = (one.start for one in others if one.file is file)
-        size = min([size, *(start - offset for start in starts if start > offset)])
+        size = min([size, CHUNK_BYTES, *(start - offset for start in starts if start > offset)])
         for one in [one for one in self._ahead.announced if _contains(one, file, offset)]:
             size = min(size, one.stop - offset)
             self._ahead.announced.remove(one)
             if offset + size < one.stop:
                 self._ahead.announced.appendleft(one._replace(start=offset + size))
+            if one.start < offset:
+                self._ahead.announced.append(one._replace(stop=offset))
         return size
 
     def cancel(self) -> None:
@@ -174,11 +179,14 @@ class ReadAhead:
         """Fetch what was announced, as far as there is room, of which each thread has its part."""
         ahead, most = self._ahead, max(MAX_BYTES // CHUNK_BYTES // max(self._num_threads, 1), 2)
         while ahead.announced and len(ahead.chunks) < most and not self._is_cancelled:
-            one = ahead.announced[0]
+            first = ahead.announced[0]
+            one = first._replace(stop=min(first.start + CHUNK_BYTES, first.stop))
             size = one.stop - one.start
             if not BUDGET.take(size):
                 return
             ahead.announced.popleft()
+            if one.stop < first.stop:
+                ahead.announced.appendleft(first._replace(start=one.stop))
             chunk = _Chunk(one, one.file.fetch(one.start, one.stop))
             self._under_way[chunk.data] = size
             ahead.chunks.append(chunk)

@@ -1,4 +1,7 @@
-"""A file in a store, read by ranges of bytes. Every range is of the same version of the file, or an error."""
+"""A file in a store, read by ranges of bytes. Every range is of the same version of the file, or an error.
+
+A version is an ETag, or else the time of the last change. Where a server sends neither, only sizes are compared.
+"""
 
 import asyncio
 import random
@@ -6,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +28,8 @@ Result = TypeVar("Result")
 PAUSES = (0.2, 1.0, 5.0)
 #: The range whose answer has the size of a file.
 _FIRST = 8
+#: The time of the last change that clients report where a server does not send one.
+_NO_TIME = datetime.fromtimestamp(0, UTC)
 
 
 class RemoteFile:
@@ -48,6 +53,7 @@ class RemoteFile:
         self._store, self._key, self._size, self._is_pinned = store, key, size, is_pinned
         self._head = b""
         self._version: str | datetime | None = None
+        self._is_version_read = is_pinned
         self._lock = threading.Lock()
 
     @property
@@ -64,8 +70,20 @@ class RemoteFile:
 
     @property
     def state(self) -> str:
-        """The size and version, which a file with other contents does not have."""
-        return f"{self.size} bytes, version {self._key if self._is_pinned else self._version}"
+        """The size and version, which a file with other contents does not have if :attr:`has_version`.
+
+        Raises:
+            SourceError: if it does not exist or cannot be read.
+        """
+        version = self._version if self.has_version else "unknown"
+        return f"{self.size} bytes, version {self._key if self._is_pinned else version}"
+
+    @property
+    def has_version(self) -> bool:
+        """Whether the server sends a version, which a file with other contents does not have; errors as in `state`."""
+        if not self._is_version_read:
+            self._size = wait(submit(self._request_size()))
+        return self._is_pinned or self._version is not None
 
     def exists(self) -> bool:
         """Whether the file exists.
@@ -173,8 +191,10 @@ class RemoteFile:
         """Compare with the version that was read first."""
         if self._is_pinned:
             return
-        version = meta["e_tag"] or meta["last_modified"]
+        time = meta["last_modified"]
+        version = meta["e_tag"] or (time if time != _NO_TIME else None)
         with self._lock:
-            self._version = self._version or version
+            if not self._is_version_read:
+                self._version, self._is_version_read = version, True
         if version != self._version:
             raise changed(self.shown)

@@ -20,7 +20,7 @@ from shardconv.storage.requirements import obstore
 from shardconv.storage.stores import list_files, open_store
 from shardconv.storage.transfer import submit
 from shardconv.storage.upload import UploadFiles
-from shardconv.storage.url import LOCK_NAME, Location
+from shardconv.storage.url import Location, lock_name
 from shardconv.storage.write_requests import Key, Requests, exists, finish, read
 from shardconv.temporary import TemporaryFolder
 
@@ -48,7 +48,7 @@ class RemoteOutput:
         self.location = location
         self._store = open_store(location)
         self._requests = Requests()
-        self._lock_name = f".{location.file}.lock" if location.file else LOCK_NAME
+        self._lock_name = lock_name(location.file)
         self._lock = RemoteLock(self._key(self._lock_name), str(location), self._requests)
         self._existing = self._list()
         self._files: list[UploadFiles] = []

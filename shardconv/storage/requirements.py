@@ -3,14 +3,14 @@
 import importlib
 from types import ModuleType
 
-from shardconv.errors import UsageError
+from shardconv.errors import SourceError
 
 
 def obstore() -> ModuleType:
     """The clients of stores.
 
     Raises:
-        UsageError: if the package is not installed.
+        SourceError: if the package is not installed.
     """
     return _require("obstore")
 
@@ -21,7 +21,8 @@ def obstore_stores() -> ModuleType:
 
 
 def huggingface_hub() -> ModuleType:
-    """The client of the Hub; errors as in :func:`obstore`."""
+    """The client of the Hub, with its constants; errors as in :func:`obstore`."""
+    _require("huggingface_hub.constants")  # an attribute of the package only when it was imported
     return _require("huggingface_hub")
 
 
@@ -30,4 +31,4 @@ def _require(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise UsageError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error
+        raise SourceError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error

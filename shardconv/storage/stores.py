@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from shardconv.errors import ShardconvError, SourceError
 from shardconv.storage.aws_profile import credential_provider, profile_options
+from shardconv.storage.azure_connection import CONNECTION_STRING, azure_options
 from shardconv.storage.problems import MissingError, explain, explained
 from shardconv.storage.remote_file import RemoteFile
 from shardconv.storage.requirements import obstore, obstore_stores
@@ -30,8 +31,7 @@ def open_store(location: Location) -> "ObjectStore":
     """The store of a bucket, container or web server.
 
     Raises:
-        SourceError: if the credentials in the environment cannot be used.
-        UsageError: if obstore is not installed.
+        SourceError: if the credentials in the environment cannot be used, or obstore is not installed.
     """
     with explained(str(location)):
         return _OPEN[location.scheme](location)
@@ -130,24 +130,13 @@ def _open_gcs(location: Location) -> "ObjectStore":
     return store
 
 
-#: Variables and fields of connection strings of Azure's tools, and the options of obstore.
-_AZURE_VARIABLES = {
-    "AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key", "AZURE_STORAGE_SAS_TOKEN": "sas_key",
-}  # fmt: skip
-_AZURE_FIELDS = {
-    "AccountName": "account_name", "AccountKey": "account_key", "SharedAccessSignature": "sas_key",
-    "BlobEndpoint": "endpoint",
-}  # fmt: skip
-
-
 def _open_azure(location: Location) -> "ObjectStore":
-    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
-    fields = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
-    options = {option: fields[name] for name, option in _AZURE_FIELDS.items() if name in fields}
-    options |= {option: os.environ[name] for name, option in _AZURE_VARIABLES.items() if os.environ.get(name)}
-    is_plain = options.get("endpoint", "").startswith("http:")
+    options = azure_options()
+    if endpoint := options.get("endpoint", ""):
+        _checked_endpoint(endpoint, f"the endpoint in {CONNECTION_STRING}")
+    client = {**_CLIENT, "allow_http": endpoint.startswith("http:")}
     store: ObjectStore = obstore_stores().AzureStore(
-        location.host, config=options, client_options={**_CLIENT, "allow_http": is_plain}, retry_config=RETRIES
+        location.host, config=options, client_options=client, retry_config=RETRIES
     )
     return store
 

@@ -1,5 +1,6 @@
 """The table of stand-ins: which local paths stand for remote files. Imports nothing, as every local read asks it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,15 @@ outputs: "dict[Path, RemoteOutput]" = {}
 def remote_file(path: Path) -> "RemoteFile | None":
     """The remote file that a path stands for; None for a local file."""
     return files.get(path)
+
+
+def versions(paths: Iterable[Path]) -> dict[str, str]:
+    """Name to size and version of the remote files among paths, which processes that read them compare.
+
+    Raises:
+        SourceError: if a file cannot be read.
+    """
+    return {path.name: file.state for path in paths if (file := files.get(path)) is not None}
 
 
 def remote_output(path: Path) -> "RemoteOutput | None":

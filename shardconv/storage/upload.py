@@ -19,6 +19,24 @@ if TYPE_CHECKING:
 
 #: Maximum number of parts that are sent at a time, of all files of a command.
 MAX_SENDING = 8
+#: Bytes of those parts that are in the temporary file, which are mapped into memory while they are sent.
+FROM_FILE_BYTES = 16 * 2**20
+
+
+class Rooms:
+    """Room for parts that are sent at a time, of all files of a command.
+
+    Args:
+        part_bytes: bytes of a part, or more.
+    """
+
+    def __init__(self, part_bytes: int) -> None:
+        self._all = asyncio.Semaphore(MAX_SENDING)
+        self._from_file = asyncio.Semaphore(max(FROM_FILE_BYTES // part_bytes, 1))
+
+    def of(self, part: Part) -> tuple[asyncio.Semaphore, ...]:
+        """The semaphores to acquire in this order: a part that waits for one does not hold room that others need."""
+        return (self._all,) if part.memory is not None else (self._from_file, self._all)
 
 
 class Upload:
@@ -29,14 +47,14 @@ class Upload:
         size: in bytes.
         part_bytes: bytes of each part except the last one.
         memory: of the parts.
-        room: of the requests of all files.
+        rooms: of the requests of all files.
 
     Attributes:
         is_completing: whether the file may be visible.
     """
 
-    def __init__(self, key: Key, size: int, part_bytes: int, memory: PartMemory, room: asyncio.Semaphore) -> None:
-        self.key, self._size, self._part_bytes, self._memory, self._room = key, size, part_bytes, memory, room
+    def __init__(self, key: Key, size: int, part_bytes: int, memory: PartMemory, rooms: Rooms) -> None:
+        self.key, self._size, self._part_bytes, self._memory, self._rooms = key, size, part_bytes, memory, rooms
         self._last = max(-(-size // part_bytes) - 1, 0)
         self._parts: dict[int, Part] = {}
         self._num_ready = self._num_sent = 0
@@ -98,12 +116,15 @@ class Upload:
 
     async def _send_part(self, part: Part) -> None:
         """Hand a part to the client, which frees its memory when the store has it."""
-        await self._room.acquire()
+        rooms = self._rooms.of(part)
+        for room in rooms:
+            await room.acquire()
         loop, data = asyncio.get_running_loop(), part.view()
 
         def free() -> None:
             self._memory.free(part)
-            loop.call_soon_threadsafe(self._room.release)
+            for room in rooms:
+                loop.call_soon_threadsafe(room.release)
 
         weakref.finalize(data, free).atexit = False
         if self._writer is None:
@@ -167,10 +188,10 @@ class UploadFiles:
 
     def __init__(self, keys: Sequence[Key], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.num_files = len(keys)
-        size, self._room = part_bytes(max(sizes, default=0)), asyncio.Semaphore(MAX_SENDING)
-        self._memory = PartMemory(size)
+        size = part_bytes(max(sizes, default=0))
+        self._memory, rooms = PartMemory(size), Rooms(size)
         self.uploads = [
-            Upload(key, num_bytes, size, self._memory, self._room) for key, num_bytes in zip(keys, sizes, strict=True)
+            Upload(key, num_bytes, size, self._memory, rooms) for key, num_bytes in zip(keys, sizes, strict=True)
         ]
         try:
             for upload, prefix in zip(self.uploads, prefixes, strict=True):

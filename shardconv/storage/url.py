@@ -21,6 +21,7 @@ _FILES = (".safetensors", ".json")
 
 #: The file in a folder of an object store that a run keeps while it writes the folder.
 LOCK_NAME = ".shardconv.lock"
+_LOCK_NAMES = re.compile(r"(.*/)?(\.shardconv|\.[^/]+\.safetensors)\.lock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,16 @@ class Location:
     def to(self, name: str) -> str:
         """The text that is shown for a file in the folder."""
         return "/".join(filter(None, [f"{self.scheme}://{self.host}", self.folder, name]))
+
+
+def lock_name(file: str | None) -> str:
+    """The name of the lock of a file in its folder, or of the folder."""
+    return f".{file}.lock" if file else LOCK_NAME
+
+
+def is_lock(name: str) -> bool:
+    """Whether a file, by its path, is a lock."""
+    return _LOCK_NAMES.fullmatch(name) is not None
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardconv
 from shardconv.checkpoint import copy as engine
 from shardconv.checkpoint import geometry as byte_ranges
 from shardconv.checkpoint.copy import CopyJob, FileRows, Shards, split_into_stripes
@@ -19,6 +20,7 @@ from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
 from shardconv.errors import IntegrityError
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
+from tests.support.checkpoints import write_checkpoint
 from tests.support.matrix import cases
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
@@ -139,6 +141,21 @@ def random_rows(rng: np.random.Generator) -> FileRows | None:
     """Rows of some bytes, with bytes of other tensors between them, or None."""
     size, space = int(rng.integers(1, 24)), int(rng.integers(0, 4))
     return FileRows(size, size + space) if space else None
+
+
+def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
+    sizes = []
+
+    class Recorded(engine.Scratch):
+        def __init__(self, block_bytes: int) -> None:
+            super().__init__(block_bytes)
+            sizes.append(block_bytes)
+
+    monkeypatch.setattr(engine, "Scratch", Recorded)
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 128)
+    shardconv.split(write_checkpoint(tmp_path / "source"), tmp_path / "out", tp=2, threads=10_000)
+    assert len(sizes) > 8
+    assert sum(sizes) <= 12 * 2**20
 
 
 @pytest.mark.parametrize("examples", cases([25, 75], lambda examples: examples == 25))

@@ -729,6 +729,13 @@ def test_values_that_params_have_are_used_and_not_assumed(in_meta_order, tmp_pat
     assert not any(name in source.assumed[0] for name in ("max_position", "rms_norm", "rope_theta"))
 
 
+def test_models_with_scaled_rotary_embeddings_have_the_positions_of_llama_3_1(in_meta_order, tmp_path):
+    fields = {"use_scaled_rope": True, "rope_scaling_factor": 8}
+    source = open_params(tmp_path / "meta", in_meta_order, PARAMS | fields)
+    assert source.config is not None
+    assert source.config["max_position_embeddings"] == 131072
+
+
 def test_a_model_that_is_not_causal_is_refused(in_meta_order, tmp_path):
     with pytest.raises(SourceError, match="causal is False"):
         open_params(tmp_path / "meta", in_meta_order, PARAMS | {"causal": False})

@@ -10,9 +10,10 @@ import torch
 import shardconv
 from shardconv.checkpoint.loadable import open_loadable
 from shardconv.checkpoint.remote import local_folder
-from shardconv.errors import PeerError, ShardconvError
+from shardconv.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
+from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
 from tests.support.matrix import MATRIX
 from tests.support.s3_server import S3Server, serve_s3, upload
@@ -93,6 +94,31 @@ def check_one_fails(axis, endpoint):
 
 def test_a_url_that_one_rank_cannot_open_is_an_error_on_all_ranks(ranks, s3):
     ranks("pair", check_one_fails, s3.url)
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+def check_versions_differ(axis, endpoint, options):
+    os.environ.update(HF_ENDPOINT=endpoint)
+    with pytest.raises(RunError, match=r"the ranks see different versions of remote files .*: start again") as caught:
+        shardconv.load("hf://org/model", device="cpu", group=axis, verify=False, **options)
+    assert "values of tensors" not in str(caught.value)
+
+
+def test_a_commit_that_is_pushed_while_ranks_load_a_source_is_an_error(ranks, home):
+    source, _ = source_and_split(home, "llama", 2)
+    with serve_hub(contents(source)) as hub:
+        hub.push_after_the_first(contents(source))
+        ranks("pair", check_versions_differ, hub.server.url, {"tp": 2})
+
+
+def test_a_commit_that_is_pushed_while_ranks_load_a_split_without_checksums_is_an_error(ranks, home, tmp_path):
+    source, _ = source_and_split(home, "llama", 2)
+    shardconv.split(source, tmp_path / "split", tp=2, checksums=False)
+    with serve_hub(contents(tmp_path / "split")) as hub:
+        hub.push_after_the_first(contents(tmp_path / "split"))
+        ranks("pair", check_versions_differ, hub.server.url, {})
 
 
 @MATRIX

@@ -23,6 +23,7 @@ from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start
 from tests.support.faults import SLOW
 from tests.support.forked import Popen
+from tests.support.hub import serve_hub
 from tests.support.matrix import MATRIX, each_once
 
 pytestmark = pytest.mark.timeout(240)
@@ -238,6 +239,16 @@ def test_processes_with_different_sources(source, tmp_path, what):
     results = team(*([src, "--tp", 4, "-o", to] for src, to in zip((source, other), folders, strict=True)))
     check_failed(results, rf"the processes see {message} \(process 0 differs from process 1\): pass the same source")
     assert not any(folder.parent.exists() for folder in folders)
+
+
+def test_a_commit_that_is_pushed_while_processes_split_is_an_error(source, tmp_path, monkeypatch):
+    """It changes the last rows of tensors only, which no sample has."""
+    with serve_hub(contents(source)) as hub:
+        hub.push_after_the_first(contents(source))
+        monkeypatch.setitem(ENVIRONMENT, "HF_ENDPOINT", hub.server.url)
+        results = team(*[["hf://org/model", "--tp", 4, "-o", tmp_path / "out"]] * 2)
+    check_failed(results, r"see different versions of remote files \(process 0 differs from process 1\): .*start again")
+    assert left(tmp_path) == []
 
 
 ERRORS = {

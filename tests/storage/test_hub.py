@@ -9,62 +9,16 @@ import pytest
 import shardconv
 from shardconv.errors import SourceError, UsageError
 from tests.support.checkpoints import contents, write_checkpoint
-from tests.support.command import call
-from tests.support.web_server import Answer, WebServer, serve
-
-COMMIT, OTHER = "a" * 40, "b" * 40
-TOKEN = "hf_the_token"
-
-
-class Hub:
-    """One model with a branch, a pull request and a private twin.
-
-    Attributes:
-        server: its server.
-        revisions: revision to commit.
-        commits: commit to files.
-    """
-
-    def __init__(self, server: WebServer, files: dict[str, bytes]) -> None:
-        self.server = server
-        self.revisions = {"main": COMMIT, "v1.0": COMMIT, "refs/pr/3": OTHER, COMMIT: COMMIT}
-        self.commits = {COMMIT: files}
-        server.route = self._route
-
-    def _route(self, path: str, headers: dict[str, str]) -> Answer | None:
-        _, _, rest = path.partition("/api/models/")
-        if rest:
-            return self._describe(rest, headers)
-        model, _, file = path.partition("/resolve/")
-        if not file:
-            return None  # the store of files
-        if model == "/org/private" and headers.get("authorization") != f"Bearer {TOKEN}":
-            return Answer(401)
-        commit, _, name = file.partition("/")
-        self.server.files[f"/store/{commit}/{name}"] = self.commits[commit][name]
-        return Answer(302, {"location": f"http://localhost:{self.server.port}/store/{commit}/{name}?signature=x"})
-
-    def _describe(self, rest: str, headers: dict[str, str]) -> Answer:
-        name, _, revision = rest.partition("/revision/")
-        if name == "org/gated":
-            return Answer(403, {"x-error-code": "GatedRepo"}, b'{"error": "gated"}')
-        if name not in {"org/model", "org/private"} or (
-            name == "org/private" and headers.get("authorization") != f"Bearer {TOKEN}"
-        ):
-            return Answer(401, {"x-error-code": "RepoNotFound"}, b'{"error": "none"}')
-        commit = self.revisions.get(revision or "main")
-        if commit is None:
-            return Answer(404, {"x-error-code": "RevisionNotFound"}, b'{"error": "none"}')
-        siblings = [{"rfilename": each, "size": len(data)} for each, data in self.commits[commit].items()]
-        return Answer(200, {}, json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
+from tests.support.command import call, run
+from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub
 
 
 @pytest.fixture
 def hub(made, monkeypatch) -> Iterator[Hub]:
-    with serve() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.url)
+    with serve_hub(contents(made / "model")) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.server.url)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield Hub(server, contents(made / "model"))
+        yield hub
 
 
 def test_split_writes_the_bytes_of_a_local_split(made, hub, tmp_path):
@@ -87,6 +41,23 @@ def test_a_revision_is_read(made, hub, tmp_path):
         assert shardconv.report_plan(f"hf://org/model@{revision}", tp=2).tensors == expected.tensors
 
 
+@pytest.mark.parametrize(
+    ("url", "folder", "name"),
+    [
+        ("hf://org/model@v1.0", "", "model"),
+        ("hf://org/model@refs/pr/3", "", "model"),
+        ("hf://org/model@refs%2Fpr%2F3", "", "model"),
+        ("hf://org/model@refs/pr/3/sub@2", "sub@2/", "sub@2"),
+    ],
+)
+def test_results_are_named_by_the_model_or_the_folder_in_it(made, hub, tmp_path, monkeypatch, url, folder, name):
+    hub.commits[OTHER] = {f"{folder}{each}": data for each, data in contents(made / "model").items()}
+    monkeypatch.chdir(tmp_path)
+    result = call("split", url, "--tp", "2")
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / f"{name}-tp2" / "shardconv.json").read_text())["source"]["name"] == name
+
+
 def test_a_branch_that_moves_does_not_mix_commits(made, hub, tmp_path):
     def move(path: str) -> None:
         hub.revisions["main"] = OTHER
@@ -100,6 +71,12 @@ def test_the_token_is_sent_to_the_hub_only(hub):
     shardconv.report_plan("hf://org/private")
     sent = {request.path.startswith("/store/"): request.headers.get("authorization") for request in hub.server.log}
     assert sent == {False: f"Bearer {TOKEN}", True: None}
+
+
+def test_no_token_is_sent_if_that_is_disabled(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    shardconv.report_plan("hf://org/model")
+    assert {request.headers.get("authorization") for request in hub.server.log} == {None}
 
 
 def test_the_token_is_not_in_results(hub, tmp_path):
@@ -135,6 +112,12 @@ def test_models_that_cannot_be_read_are_one_error(hub, url, message):
 def test_urls_that_are_no_models_are_usage_errors(hub, url):
     with pytest.raises(UsageError):
         shardconv.report_plan(url)
+
+
+def test_without_an_endpoint_the_hub_itself_is_asked():
+    """In a new process, which has not imported anything of huggingface_hub; offline, so that it asks nothing."""
+    result = run("plan", "hf://org/model", env={"HF_HUB_OFFLINE": "1"})
+    assert (result.code, result.err) == (1, "shardconv: hf://org/model: HF_HUB_OFFLINE is set: unset it\n")
 
 
 def test_the_offline_mode_of_the_hub_is_respected(hub, monkeypatch):

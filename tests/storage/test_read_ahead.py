@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 
@@ -90,6 +91,23 @@ def test_the_room_is_used_and_given_back(budget):
     assert budget.take(ROOM)
 
 
+def test_a_range_that_was_read_is_freed_before_the_next_one_is_fetched(budget, monkeypatch):
+    """The bytes that exist at any time, not those that are counted as used."""
+    ahead, file, made, exist = ReadAhead(), File(), [], []
+
+    def fetch(start: int, stop: int) -> Future[memoryview]:
+        exist.append(stop - start + sum(len(data) for one in made if (data := one()) is not None))
+        data = memoryview(bytearray(DATA[start:stop]))
+        made.append(ref(data))
+        future: Future[memoryview] = Future()
+        future.set_result(data)
+        return future
+
+    file.fetch = fetch
+    assert read_stripe(ahead, file, 0, len(DATA), 48) == DATA
+    assert max(exist) == ROOM
+
+
 def test_what_was_announced_and_not_read_is_forgotten(budget):
     ahead, file = ReadAhead(), File()
     ahead.announce([(file, 0, 1000)])
@@ -143,6 +161,29 @@ def test_a_read_before_an_announced_range_ends_there(budget):
     budget.give(ROOM)
     ahead._fill()
     assert file.fetched[:200] == [1] * 200
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_time_of_a_read_does_not_depend_on_the_ranges_to_come(budget, monkeypatch, is_full):
+    """With room for a few of them and without any, counted as the ranges that a read is compared with."""
+    ahead, file, compared, contains = ReadAhead(), File(), [], read_ahead._contains
+    monkeypatch.setattr(read_ahead, "MAX_BYTES", ROOM)
+    monkeypatch.setattr(read_ahead, "_contains", lambda *one: compared.append(one) or contains(*one))
+    assert not is_full or budget.take(ROOM)
+    assert read_stripe(ahead, file, 0, len(DATA), 16) == DATA
+    assert len(compared) <= 4 * len(DATA) // 16
+    assert set(file.fetched) == {1}
+
+
+def test_ranges_that_are_read_out_of_order_are_fetched_once(budget):
+    assert budget.take(ROOM)
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 0, 640)])
+    assert read_now(ahead, file, 320, 320) == DATA[320:640]
+    budget.give(ROOM)
+    ahead._fill()
+    assert read_now(ahead, file, 0, 320) == DATA[:320]
+    assert file.fetched[:640] == [1] * 640
 
 
 def test_a_cancellation_before_a_request_is_registered_cancels_it(budget):

@@ -220,6 +220,44 @@ def test_empty_objects_for_folders_are_skipped(s3, made, tmp_path):
     assert {"sub/config.json", "config.json"} < contents(tmp_path / "out").keys()
 
 
+def test_a_folder_that_a_run_has_not_finished_writing_is_refused(s3, made, tmp_path):
+    """Its weights are visible, but other files may be missing."""
+    upload(made / "model", "bucket", "unfinished")
+    s3.client.put_object(Bucket="bucket", Key="unfinished/.shardconv.lock", Body=b"{}")
+    index = "s3://bucket/unfinished/model.safetensors.index.json"
+    for source in ("s3://bucket/unfinished", index):
+        result = call("split", source, "--tp", "2", "-o", tmp_path / "out")
+        assert (result.code, list(tmp_path.iterdir())) == (1, [])
+        assert result.err == (
+            "shardconv: s3://bucket/unfinished: a run has not finished writing it: wait until it finishes, or if it "
+            "was killed, remove s3://bucket/unfinished/.shardconv.lock and run its command again\n"
+        )
+
+
+def test_an_at_sign_is_part_of_the_name_of_a_folder(s3, made, tmp_path, monkeypatch):
+    upload(made / "model", "bucket", "model@2")
+    monkeypatch.chdir(tmp_path)
+    shardconv.split("s3://bucket/model@2", tp=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["model@2-tp2"]
+
+
+def test_the_lock_of_a_folder_can_be_ignored(s3, made, tmp_path):
+    upload(made / "model", "bucket", "left")
+    s3.client.put_object(Bucket="bucket", Key="left/.shardconv.lock", Body=b"{}")
+    shardconv.split("s3://bucket/left", tmp_path / "out", tp=2, ignore=(".shardconv.lock",))
+    assert contents(tmp_path / "out").keys() == contents(made / "split").keys()
+
+
+@pytest.mark.parametrize("name", [".other.safetensors.lock", "sub/.shardconv.lock"])
+def test_the_lock_of_another_destination_is_left_out(s3, made, tmp_path, name):
+    upload(made / "model", "bucket", "beside")
+    s3.client.put_object(Bucket="bucket", Key=f"beside/{name}", Body=b"{}")
+    report = shardconv.split("s3://bucket/beside", tmp_path / "out", tp=2)
+    s3.client.delete_object(Bucket="bucket", Key=f"beside/{name}")
+    assert report.left_out == {name: "lock of a run that has not finished"}
+    assert contents(tmp_path / "out").keys() == contents(made / "split").keys()
+
+
 def test_remote_pytorch_files_are_not_taken_for_duplicates(s3, made, tmp_path):
     upload(made / "model", "bucket", "both")
     client = boto3.client("s3", endpoint_url=s3.url)

@@ -1,6 +1,7 @@
 """Checkpoints on web servers: what is read, what is refused, and what is not shown."""
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,28 @@ def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_
     web.tag = "v1"
     assert json.loads(call(*arguments, "--json").out)["resumed_bytes"] > 0
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_a_server_without_versions_is_not_resumed(web, tmp_path):
+    """The other stripes could be of another file with the same size and header."""
+    web.tag = ""
+    arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out"]
+    result = call(*arguments, "--resume")
+    assert result.code == 2
+    assert result.err.startswith(f"shardconv: {web.url}/models/model/{FILE}: its server sends neither an ETag nor ")
+    assert list(tmp_path.iterdir()) == []
+    assert call(*arguments).code == 0
+
+
+def test_the_time_of_the_last_change_is_a_version(made, web, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 4096)
+    web.tag, web.changed = "", "Thu, 01 Jan 2026 00:00:00 GMT"
+    arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
+        assert "finished stripes are kept" in call(*arguments, "--threads", "1").err
+    web.changed = "Thu, 01 Jan 2026 00:00:01 GMT"
+    assert f"{web.url}/models/model/{FILE} is not as in the interrupted run" in call(*arguments).err
 
 
 def test_plan_reads_headers_only(made, web):
@@ -232,8 +255,13 @@ def test_stand_ins_are_removed(web, tmp_path, monkeypatch):
     assert (table.files, table.folders) == ({}, {})
 
 
-def test_a_missing_package_is_named(monkeypatch):
+@pytest.mark.parametrize(
+    "arguments", [["plan", "s3://bucket/x"], ["split", "{made}/model", "--tp", "2", "-o", "s3://b/x"]]
+)
+def test_a_missing_package_is_named(made, monkeypatch, arguments):
+    """It is not wrong usage."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UsageError, match=r"URLs require obstore .*: pip install 'shardconv\[remote\]'"):
-        shardconv.report_plan("s3://bucket/x")
+    result = call(*(argument.format(made=made) for argument in arguments))
+    assert result.code == 1
+    assert re.fullmatch(r"shardconv: URLs require obstore .*: pip install 'shardconv\[remote\]'\n", result.err)

@@ -1,20 +1,28 @@
 """Checkpoints that are written to S3 while something goes wrong: interruptions, lost locks, and a silent store."""
 
 import os
+import random
 import signal
+import tempfile
 import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 
 import shardconv
 from shardconv.errors import OutputError
-from shardconv.storage import remote_output, write_requests
+from shardconv.storage import remote_output, upload, write_requests
+from shardconv.storage.stores import open_store
+from shardconv.storage.upload import UploadFiles
+from shardconv.storage.url import parse
+from shardconv.storage.write_requests import Key
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents
 from tests.support.command import call, finish, start
 from tests.support.matrix import cases
 
+MAPS = Path("/proc/self/maps")
 SMALL_PARTS = f"""
 from shardconv.storage import upload
 upload.part_bytes = lambda _: {PART}
@@ -116,6 +124,27 @@ def test_a_second_signal_ends_the_removal_and_names_the_destination(made, s3):
     assert result.code == 130
     assert result.err.endswith(f"shardconv: interrupted; files in {target} and its lock may be left: remove them\n")
     assert s3.objects("out/second/").keys() <= {".shardconv.lock"}
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not list the mappings of a process")
+def test_few_parts_of_the_temporary_file_are_mapped_at_a_time(s3, tmp_path, monkeypatch):
+    """A store that answers late gets the parts in memory, and two of those in the file, at a time."""
+    monkeypatch.setattr(upload, "FROM_FILE_BYTES", 2 * PART)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    content = random.Random(0).randbytes(20 * PART)
+    s3.released.clear()
+    s3.fault = lambda method, path, query: "wait" if "partNumber" in query else None
+    files = UploadFiles([Key(open_store(parse("s3://bucket")), "parts", "s3://bucket/parts")], [b""], [len(content)])
+    for number in reversed(range(20)):  # the first part, without which none is sent, is the last one
+        at = number * PART
+        files.write_ranges(0, memoryview(content)[at : at + PART], [(at, PART)])
+    time.sleep(1)
+    assert MAPS.read_text().count(f" {tmp_path}/") <= 2
+    s3.released.set()
+    files.flush()
+    files.complete()
+    files.release()
+    assert s3.objects("parts") == {"": content}
 
 
 def test_a_signal_while_the_lock_is_removed_keeps_the_checkpoint(made, s3):

@@ -51,6 +51,7 @@ class WebServer:
         files: path to contents.
         has_ranges: whether it answers requests of ranges with them.
         tag: prefix of the tags of files; empty for none.
+        changed: the time of the last change of files; empty for none.
         fault: name of a fault for each request, see :meth:`_Handler._send_file`; None for none.
         released: ends the fault ``hang``.
         route: answers a request in place of the files; None to serve the files.
@@ -60,6 +61,7 @@ class WebServer:
     files: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
     tag: str = "v1"
+    changed: str = ""
     fault: Callable[[str], str | None] = lambda _path: None
     route: Callable[[str, dict[str, str]], Answer | None] = lambda _path, _headers: None
     released: threading.Event = field(default_factory=threading.Event)
@@ -126,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         announces half of the range, ``shifted`` sends another range, ``larger`` announces a larger file.
         """
         tag = f'"{self.state.tag}-{hashlib.md5(data).hexdigest()}"' if self.state.tag else ""
-        tags = {"etag": tag} if tag else {}
+        tags = {name: text for name, text in {"etag": tag, "last-modified": self.state.changed}.items() if text}
         if tag and headers.get("if-match", tag) != tag:
             return self._send(412, tags, b"")
         match = _RANGE.fullmatch(headers.get("range", "")) if self.state.has_ranges else None
