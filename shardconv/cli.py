@@ -22,6 +22,7 @@ from shardconv.error_messages import describe
 from shardconv.errors import PeerError, WorldSizeError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
+from shardconv.rank_failures import is_launched, write_failure
 
 #: Seconds in which torchrun ends a process that leaves its error to another one. Rank 0 may still be importing torch.
 _END_SECONDS = 60.0
@@ -116,8 +117,6 @@ def _report_rank(error: BaseException) -> int:
     process reports the same error or its cause. torchrun ends all processes when one exits, so a rank that leaves its
     error to another one waits until torchrun ends it.
     """
-    from shardconv.runtime.launch import is_launched, write_failure
-
     is_consequence = _is_consequence(error)
     if is_launched():
         message, code = describe(error)
