@@ -19,7 +19,7 @@ from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.console import open_streams, show_error
 from shardconv.error_messages import describe
-from shardconv.errors import PeerError, WorldSizeError, command_line, is_connection_error
+from shardconv.errors import PeerError, ShardconvError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
 from shardconv.rank_failures import is_launched, write_failure
@@ -131,7 +131,6 @@ def _report_rank(error: BaseException) -> int:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether another process reports the cause, or rank 0 reports the same error."""
-    if isinstance(error, WorldSizeError):
-        return os.environ["RANK"] != "0"
-    return isinstance(error, PeerError) or is_connection_error(error)
+    """Whether another process reports the cause, or the same error."""
+    is_repeated = isinstance(error, ShardconvError) and error.is_repeated
+    return is_repeated or isinstance(error, PeerError) or is_connection_error(error)

@@ -53,6 +53,8 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
                 raise PeerError(f"rank {rank}: {text}")
+        if problem is not None:
+            problem.is_repeated = problems[axis.rank] in problems[: axis.rank]
     if problem is not None:
         raise problem
     return results[0]

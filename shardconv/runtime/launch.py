@@ -67,15 +67,13 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     causes, consequences = errors
-    if causes:
-        rank, message = causes[0]
-        is_usage = rank in result.failures and result.failures[rank].exitcode == UsageError.exit_code
-        raise (UsageError if is_usage else RunError)(message)
-    if first.exitcode < 0:
+    if first.exitcode < 0 and not causes:
         name = signal.Signals(-first.exitcode).name
         raise RunError(f"rank {first.local_rank} was killed by {name}; the other ranks were terminated")
-    if consequences:
-        raise RunError(consequences[0][1])
+    if reported := causes or consequences:
+        rank, message = reported[0]
+        is_usage = rank in result.failures and result.failures[rank].exitcode == UsageError.exit_code
+        raise (UsageError if is_usage else RunError)(message)
     return int(first.exitcode)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 import shardconv
-from shardconv.errors import UsageError
+from shardconv.errors import PeerError, UsageError, WorldSizeError
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
@@ -190,6 +190,21 @@ def test_world_of_another_size(ranks, home):
     split = source_and_split(home, "llama", 2)[1]
     message = "is for 2 ranks, and there are 4 processes: start it by torchrun --nproc-per-node 2, or .* --tp 4"
     ranks("four", check_fails, split, [message])
+
+
+def check_sizes(axis, splits):
+    """Check that all ranks raise at once if the checkpoint of one of them is for another number of ranks."""
+    message = f"{splits[1].name}: is for 4 ranks, and there are 2 processes"
+    with pytest.raises(PeerError if axis.rank == 0 else WorldSizeError, match=message) as raised:
+        shardconv.load(splits[axis.rank], device="cpu", group=axis)
+    assert not raised.value.is_repeated
+    with pytest.raises(WorldSizeError) as raised:
+        shardconv.load(splits[1], device="cpu", group=axis)
+    assert raised.value.is_repeated == (axis.rank == 1)
+
+
+def test_checkpoints_for_other_numbers_of_ranks_on_each_host(ranks, home):
+    ranks("pair", check_sizes, [source_and_split(home, "llama", tp)[1] for tp in (2, 4)])
 
 
 @pytest.fixture
