@@ -216,7 +216,8 @@ class _Loading:
         values, dtype = (
             (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
         )
-        check_room(self.device, values, dtype, manifest.tp, are_views=not is_source)
+        copied, fetched = self.checkpoint.copied_bytes(rank), self.checkpoint.fetched_bytes(rank)
+        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
         reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps[0] if verify else None)
         tensors = read_tensors(reader, steps[0] if is_source else None)
         if dequantizer is not None:

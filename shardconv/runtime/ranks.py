@@ -29,7 +29,7 @@ def connect_ranks(
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
 
     Raises:
-        WorldSizeError: if there are not as many processes as ranks, on the ranks whose checkpoint is for another number.
+        WorldSizeError: if there are not as many processes as ranks, where a rank detects it.
         ShardconvError: on all ranks, if one cannot open the checkpoint, does not have its file or the device, or
             differs.
     """

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 import shardconv
 from shardconv.errors import PeerError, UsageError, WorldSizeError
@@ -338,6 +339,30 @@ def check_no_room(axis, split):
 
 def test_memory_is_checked_before_reading(ranks, home):
     ranks("pair", check_no_room, source_and_split(home, "llama", 2)[1])
+
+
+def check_room_for_copies(axis, source, row_parallel, padded):
+    """Check that the source is loaded if there is memory for the copies on each rank, and refused with less."""
+    needed = row_parallel + (padded if axis.rank == 1 else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setattr(os, "sysconf", lambda name: 2 * needed if name == "SC_PAGE_SIZE" else 1)
+        shardconv.load(source, device="cpu", group=axis, tp=2)
+        patch.setattr(os, "sysconf", lambda name: 2 * needed - 1 if name == "SC_PAGE_SIZE" else 1)
+        with pytest.raises(shardconv.ShardconvError, match=r"the values of 2 ranks are .* and cpu has room for"):
+            shardconv.load(source, device="cpu", group=axis, tp=2)
+
+
+def test_memory_is_checked_for_the_copied_shards_of_all_ranks_of_a_host(ranks, home):
+    """The row parallel ones, and vocabulary with padding; the other shards of a source are views of its file."""
+    source, _ = source_and_split(home, "llama", 2)
+    tensors = load_file(source / "model.safetensors")
+    row_parallel = [
+        tensor.nbytes // 2 for name, tensor in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
+    ]
+    vocabulary = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    padded = [-(-len(tensor) // 2) * tensor[0].nbytes for tensor in vocabulary if len(tensor) % 2]
+    ranks("pair", check_room_for_copies, source, sum(row_parallel), sum(padded))
 
 
 # --- a custom module ------------------------------------------------------------------------------------------------
