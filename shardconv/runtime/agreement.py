@@ -98,8 +98,8 @@ def check_same(
     views = [own] * axis.size
     dist.all_gather_object(views, own, group=axis.group)
     raise RunError(
-        f"{path}: the ranks see different {' and '.join(different)} ({describe_views(views, 'rank')}): make them the "
-        f"same on all ranks"
+        f"{path}: {' and '.join(different)} differ between ranks ({describe_views(views, 'rank')}): make them the same "
+        f"on all ranks"
     )
 
 

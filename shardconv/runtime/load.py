@@ -94,7 +94,7 @@ def load(
 
     Raises:
         RunError: if there are not as many processes as ranks, the model cannot be built, its parameters do not match
-            the tensors, the ranks see different checkpoints, or the checkpoint is quantized and ``dequantize`` is not
+            the tensors, the checkpoints differ between ranks, or the checkpoint is quantized and ``dequantize`` is not
             set, or the reverse; on all ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.

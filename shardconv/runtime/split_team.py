@@ -80,7 +80,7 @@ class SplitTeam(Team):
                 View(str([one[name] for name in different]), "", host) for one, host in zip(every, hosts, strict=True)
             ]
             raise RunError(
-                f"{target}: the processes see different {', '.join(different)} ({describe_views(views, 'process')}): "
+                f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
                 f"pass the same source and options to all processes"
             )
         self._members = self._find_members(target.absolute().parent)

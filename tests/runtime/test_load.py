@@ -310,7 +310,7 @@ def check_seen_by_one(axis, split, other):
     mine = split if axis.rank == 0 else other
     messages = ["rank 1: .*does not exist", "does not exist"]
     check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)
-    check_fails(axis, mine, ["the ranks see different checkpoints"])
+    check_fails(axis, mine, ["checkpoints differ between ranks"])
 
 
 def test_ranks_with_different_checkpoints(ranks, home, damaged):
@@ -444,7 +444,7 @@ def check_versions(axis, split):
         if axis.rank == 1:
             found = {**versions(), "torch": "9.9"}
             patch.setattr(sys.modules["shardconv.runtime.ranks"], "versions", lambda: found)
-        check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
+        check_fails(axis, split, ["versions of torch differ between ranks .rank 0: 2", "rank 1: 9.9"])
 
 
 def test_ranks_with_different_versions(ranks, home):

@@ -69,7 +69,7 @@ def test_hosts_with_different_sources(ranks, home, tmp_path):
     data[-100_000:] = bytes(100_000)
     (other / "model.safetensors").write_bytes(data)
     folders = [*split(source, tmp_path / "a", "0-1", "2"), *split(other, tmp_path / "b", "0", "2-3")]
-    ranks("four", check_refused, [folders[0], folders[3]], ["the ranks see different checkpoints"])
+    ranks("four", check_refused, [folders[0], folders[3]], ["checkpoints differ between ranks"])
 
 
 def test_split_for_another_number_of_ranks_on_one_host_is_one_message(tmp_path):
