@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from shardconv import storage
+from shardconv.checkpoint.file_state import FileState
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
 
@@ -124,13 +125,10 @@ class LocalFile:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
-        self._state = self._current_state()
-        self.size = self._state[0]
-        self.mode = os.fstat(self.descriptor).st_mode
-
-    def _current_state(self) -> tuple[int, int]:
         status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns
+        self.state = FileState.of(status)
+        self.size = status.st_size
+        self.mode = status.st_mode
 
     def read(self, buffer: Bytes, offset: int) -> None:
         """See :class:`InputFile`."""
@@ -143,8 +141,19 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         """See :class:`InputFile`."""
-        if self._current_state() != self._state:
+        if FileState.of(os.fstat(self.descriptor))[:2] != self.state[:2]:  # a new hard link is not a modification
             raise SourceError(f"{self._path}: changed while it was read: run the command again")
+
+    def check_state(self, expected: FileState) -> None:
+        """Check that the file is the one with a state.
+
+        Raises:
+            SourceError: if it is not.
+        """
+        if self.state != expected:
+            raise SourceError(
+                f"{self._path}: was modified or replaced since its tensors were listed: run the command again"
+            )
 
     def close(self) -> None:
         """See :class:`InputFile`."""
@@ -206,6 +215,7 @@ class InputFiles:
         paths: the files.
         prefixes: for each file its expected first bytes.
         sizes: for each file its expected size in bytes.
+        states: for each file its state when the positions of its tensors were read; None if its prefix has them.
 
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
@@ -213,10 +223,16 @@ class InputFiles:
         threads: the default number of threads that read them; None for the default of local files.
 
     Raises:
-        SourceError: if a file cannot be opened, or has another size or prefix.
+        SourceError: if a file cannot be opened, or has another size, prefix or state.
     """
 
-    def __init__(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        prefixes: Sequence[bytes],
+        sizes: Sequence[int],
+        states: Iterable[FileState | None] = (),
+    ) -> None:
         self.paths = paths
         self._files: list[InputFile] = []
         self.mode = 0o777
@@ -224,6 +240,9 @@ class InputFiles:
         try:
             for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
                 self._open(path, prefix, size)
+            for opened, state in zip(self._files, states, strict=False):
+                if state is not None and isinstance(opened, LocalFile):
+                    opened.check_state(state)
         except BaseException:
             self._close_files()
             raise

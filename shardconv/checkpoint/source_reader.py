@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.file_state import FileState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.header import num_bytes
@@ -37,6 +38,7 @@ class StoredFiles:
         sizes: for each file its size in bytes.
         tensors: name to dtype and shape of each stored tensor.
         shards: name to the positions of its shards in the files.
+        states: for each file its state when the positions were read; empty if prefixes have them.
     """
 
     paths: tuple[Path, ...]
@@ -44,6 +46,19 @@ class StoredFiles:
     sizes: tuple[int, ...]
     tensors: Mapping[str, TensorSpec]
     shards: Mapping[str, Shards]
+    states: tuple[FileState | None, ...] = ()
+
+    @classmethod
+    def listed(
+        cls,
+        paths: Sequence[Path],
+        states: tuple[FileState, ...],
+        tensors: Mapping[str, TensorSpec],
+        shards: Mapping[str, Shards],
+    ) -> "StoredFiles":
+        """Files without a prefix that has the positions, which were read when the files had these states."""
+        sizes = tuple(state.size for state in states)
+        return cls(tuple(paths), (b"",) * len(sizes), sizes, tensors, shards, states)
 
 
 class Transform(Protocol):
@@ -115,7 +130,7 @@ def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan
         stored_names, shards = list(tensors), layout.shards
     else:
         stored = source.stored
-        inputs = InputFiles(stored.paths, stored.prefixes, stored.sizes)
+        inputs = InputFiles(stored.paths, stored.prefixes, stored.sizes, stored.states)
         stored_names, shards = list(stored.shards), tuple(stored.shards.values())
         if plan is not None:
             shards = tuple(

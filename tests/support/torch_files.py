@@ -1,6 +1,7 @@
 """PyTorch files: written as libraries write them, and listed without the start of a process."""
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,22 @@ def run_in_process(_script: Path, request: object) -> CompletedProcess[str]:
 def list_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """List tensors in the process of the test."""
     monkeypatch.setattr(torch_files, "run_script", run_in_process)
+
+
+def replace_after_listing(monkeypatch: pytest.MonkeyPatch, path: Path, other: bytes) -> None:
+    """Replace a file, after its tensors are listed, by one of the same size and time of modification."""
+    assert len(other) == path.stat().st_size
+
+    def run(script: Path, request: object) -> CompletedProcess[str]:
+        child = run_in_process(script, request)
+        status = path.stat()
+        replacement = path.with_name("replacement")
+        replacement.write_bytes(other)
+        os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
+        replacement.rename(path)
+        return child
+
+    monkeypatch.setattr(torch_files, "run_script", run)
 
 
 def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:
