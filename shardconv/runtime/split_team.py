@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.staging import as_output_errors, joined_staging
+from shardconv.checkpoint.staging import as_output_errors, joined_staging, parent_folders
 from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.views import View, describe_views
 from shardconv.checkpoint.write import checksum
@@ -231,13 +231,12 @@ class SplitTeam(Team):
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[None]:
-    """An empty file that exists in this context.
+    """An empty file that exists in this context, as do the parent folders that are created for it.
 
     Raises:
         OutputError: if it cannot be created or removed.
     """
-    with as_output_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with as_output_errors(path.parent), parent_folders(path):
         try:
             path.touch()
             yield
