@@ -18,6 +18,7 @@ Bytes = memoryview
 #: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
 #: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
+_AGAIN = "download or copy it again"
 #: Threads that copy remote files, by default: they mostly wait.
 _REMOTE_THREADS = 4
 #: Fail if the file exists or is a link.
@@ -216,6 +217,7 @@ class InputFiles:
         prefixes: for each file its expected first bytes.
         sizes: for each file its expected size in bytes.
         states: for each file its state when the positions of its tensors were read; None if its prefix has them.
+        remedy: the end of messages about a file that was modified.
 
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
@@ -232,6 +234,8 @@ class InputFiles:
         prefixes: Sequence[bytes],
         sizes: Sequence[int],
         states: Iterable[FileState | None] = (),
+        *,
+        remedy: str = f": {_AGAIN}",
     ) -> None:
         self.paths = paths
         self._files: list[InputFile] = []
@@ -239,7 +243,7 @@ class InputFiles:
         allow_open_files(len(paths))
         try:
             for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
-                self._open(path, prefix, size)
+                self._open(path, prefix, size, remedy)
             for opened, state in zip(self._files, states, strict=False):
                 if state is not None and isinstance(opened, LocalFile):
                     opened.check_state(state)
@@ -251,20 +255,17 @@ class InputFiles:
         self.threads = _REMOTE_THREADS if self._remote else None
         self.is_remote = bool(self._remote)
 
-    def _open(self, path: Path, prefix: bytes, size: int) -> None:
+    def _open(self, path: Path, prefix: bytes, size: int, remedy: str) -> None:
         file = open_input(path)
         self._files.append(file)
         self.mode &= file.mode
         if file.size != size:
-            raise SourceError(
-                f"{path}: was modified or truncated (got {file.size} bytes, expected {size}): download or copy it again"
-            )
+            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size}){remedy}")
         start = memoryview(bytearray(len(prefix)))
         file.read(start, 0)
         if start != prefix:
             raise SourceError(
-                f"{path}: its header is not the expected one: it was modified or is of another checkpoint: "
-                f"download or copy it again"
+                f"{path}: its header is not the expected one: it was modified or is of another checkpoint{remedy}"
             )
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:

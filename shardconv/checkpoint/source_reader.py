@@ -24,6 +24,8 @@ from shardconv.plan.plan import Plan, TensorSpec
 if TYPE_CHECKING:
     from shardconv.checkpoint.source import Source
 
+#: The remedy for rank files of another tool with different replicas.
+_CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
 #: Fills a buffer with the bytes of a stored tensor from an offset on.
 ReadStored = Callable[[str, int, Bytes], None]
 
@@ -110,13 +112,16 @@ def stored_files(source: "Source") -> StoredFiles:
     return StoredFiles(source.paths, tuple(layout.prefixes), tuple(layout.file_bytes), source.specs, shards)
 
 
-def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan | None) -> tuple[Reader, InputFiles]:
+def open_tensors(
+    source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan | None, *, for_report: bool = False
+) -> tuple[Reader, InputFiles]:
     """Open the files of a source.
 
     Args:
         source: the source.
         tensors: name to dtype and shape of its tensors, in the order of the reader.
         plan: their placements, to compare values that follow from grids; None if they are known to be right.
+        for_report: whether messages about replicas are for a report, which has a remedy for all.
 
     Returns:
         The reader of the tensors, and its files, which the caller closes.
@@ -139,7 +144,8 @@ def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan
                 else one
                 for name, one in stored.shards.items()
             )
-    reader = ShardReader(shards, inputs, labels=[path.name for path in source.paths], names=stored_names)
+    remedy = "" if for_report else f": {_CONVERT_AGAIN}"
+    reader = ShardReader(shards, inputs, labels=[path.name for path in source.paths], names=stored_names, remedy=remedy)
     if source.stored is None and not source.transforms:
         return reader, inputs
     return TransformedReader(reader, stored_names, tensors, source.transforms, plan), inputs

@@ -724,7 +724,9 @@ def test_verify_finds_a_replica_that_differs(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks, PARAMS)
     result = call("verify", source, "--from", "meta")
     assert result.code == 3
-    assert "consolidated.02.pth: model.norm.weight differs" in result.out
+    assert "model.norm.weight differs from the shard of a lower rank (expected equal replicas)\n" in result.out
+    with pytest.raises(IntegrityError, match=r"replicas.: copy the folder again, or convert the model again from its"):
+        shardconv.merge(source, tmp_path / "merged")
 
 
 # --- what params.json does not state --------------------------------------------------------------------------------
