@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from shardconv import storage
+from shardconv.checkpoint.byte_ranges import merged_ranges
 from shardconv.checkpoint.file_state import FileState
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
@@ -281,12 +282,7 @@ class InputFiles:
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
-        merged: list[tuple[int, int, int]] = []
-        for number, start, stop in _without_overlaps(ranges):
-            if merged and merged[-1][0] == number and merged[-1][2] == start:
-                merged[-1] = (number, merged[-1][1], stop)
-            else:
-                merged.append((number, start, stop))
+        merged = merged_ranges(ranges)
         for number, start, stop in merged:
             if isinstance(file := self._files[number], LocalFile):
                 will_need(file.descriptor, start, stop - start)
@@ -365,19 +361,3 @@ class InputFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
-    """Number of the file, start and stop of ranges, those that overlap as one range at the position of the first."""
-    merged: dict[int, tuple[int, int, int]] = {}
-    at, end = 0, (-1, 0)
-    for number, offset, size, position in sorted((*one, position) for position, one in enumerate(ranges)):
-        if (number, offset) < end:
-            _, start, stop = merged.pop(at)
-            at = min(at, position)
-            merged[at] = (number, start, max(stop, offset + size))
-        else:
-            at = position
-            merged[at] = (number, offset, offset + size)
-        end = (number, merged[at][2])
-    return (merged[at] for at in sorted(merged))
