@@ -244,10 +244,8 @@ def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     stored = {} if source.stored is None else source.stored.shards
     total = 0
     for name, spec in source.specs.items():
-        shard, size = (
-            geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank],
-            num_bytes(spec.dtype, spec.shape),
-        )
+        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
+        size = num_bytes(spec.dtype, spec.shape)
         is_made = name in source.transforms or (name in stored and len(stored[name].files) > 1)
         if size and (is_remote or is_made or _only_range(shard, size) is None):
             total += shard.local(size)

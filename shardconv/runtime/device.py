@@ -66,12 +66,10 @@ def check_room(
         RunError: if they do not fit.
     """
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if device.type == "cuda":
-        sharing = -(-ranks // torch.cuda.device_count())
-        _refuse_more(
-            needed * sharing, torch.cuda.mem_get_info(device)[0], device, sharing, f"use more ranks ({_more(tp)})"
-        )
+        sharing, (free, _) = -(-ranks // torch.cuda.device_count()), torch.cuda.mem_get_info(device)
+        _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
     in_memory = fetched + (copied if device.type == "cuda" or dtype is None else needed)
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     remedy = f"use more ranks on more hosts ({_more(tp)})"
