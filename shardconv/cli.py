@@ -19,9 +19,10 @@ from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.console import open_streams, show_error
 from shardconv.error_messages import describe
-from shardconv.errors import PeerError, WorldSizeError, command_line, is_connection_error
+from shardconv.errors import PeerError, ShardconvError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.parent import PARENT, exit_with_parent
+from shardconv.rank_failures import is_launched, write_failure
 
 #: Seconds in which torchrun ends a process that leaves its error to another one. Rank 0 may still be importing torch.
 _END_SECONDS = 60.0
@@ -116,8 +117,6 @@ def _report_rank(error: BaseException) -> int:
     process reports the same error or its cause. torchrun ends all processes when one exits, so a rank that leaves its
     error to another one waits until torchrun ends it.
     """
-    from shardconv.runtime.launch import is_launched, write_failure
-
     is_consequence = _is_consequence(error)
     if is_launched():
         message, code = describe(error)
@@ -132,7 +131,6 @@ def _report_rank(error: BaseException) -> int:
 
 
 def _is_consequence(error: BaseException) -> bool:
-    """Whether another process reports the cause, or rank 0 reports the same error."""
-    if isinstance(error, WorldSizeError):
-        return os.environ["RANK"] != "0"
-    return isinstance(error, PeerError) or is_connection_error(error)
+    """Whether another process reports the cause, or the same error."""
+    is_repeated = isinstance(error, ShardconvError) and error.is_repeated
+    return is_repeated or isinstance(error, PeerError) or is_connection_error(error)

@@ -47,9 +47,15 @@ class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warn
 
 
 class ShardconvError(_NamesOptions):
-    """Base class of all errors that shardconv raises on purpose."""
+    """Base class of all errors that shardconv raises on purpose.
+
+    Attributes:
+        exit_code: of a command that fails with it.
+        is_repeated: whether another process raises the same error, and reports it.
+    """
 
     exit_code = 1
+    is_repeated = False
 
 
 class UsageError(ShardconvError):
@@ -95,7 +101,7 @@ class NotHeldError(RunError):
 
 
 class WorldSizeError(RunError):
-    """The number of processes differs from the number of ranks; every process detects this independently."""
+    """The number of processes differs from the number of ranks."""
 
 
 def is_connection_error(error: BaseException) -> bool:

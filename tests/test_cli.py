@@ -567,6 +567,17 @@ atexit.register(lambda: print("imported", *(name for name in heavy if name in sy
     assert imported <= allowed
 
 
+@pytest.mark.parametrize("command", ["split missing --tp 2", "plan missing", "verify missing"])
+def test_error_in_the_environment_of_a_rank_needs_no_torch(tmp_path, command):
+    """Schedulers set RANK and WORLD_SIZE for single processes, too."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1"}
+    without_torch = "import sys; sys.modules['torch'] = None"
+    result = run(*command.split(), patch=without_torch, env=environment, cwd=tmp_path)
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("shardconv: missing: does not exist")
+    assert "Traceback" not in result.err
+
+
 def test_importing_the_package_imports_no_modules_of_it():
     code = "import sys, shardconv; print(*(name for name in sys.modules if name.startswith('shardconv')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)

@@ -16,6 +16,7 @@ LAYERS = [
     "option_names",
     "errors",
     "parent",
+    "rank_failures",
     "exits",
     "error_messages",
     "temporary",

@@ -14,6 +14,7 @@ from shardconv.checkpoint.auxiliary import check_link
 from shardconv.checkpoint.child_script import failure_reason, run_script
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.external_files import FullTensors, is_contiguous
+from shardconv.checkpoint.file_state import FileState, file_states
 from shardconv.checkpoint.geometry import geometry, unsharded
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.row_order import JoinedRows, Rows
@@ -59,11 +60,13 @@ class DcpFiles(NamedTuple):
 
     Attributes:
         paths: of the files.
+        states: for each file its state when its tensors were listed.
         tensors: the full tensors.
         left_out: keys of entries that are not the model's.
     """
 
     paths: tuple[Path, ...]
+    states: tuple[FileState, ...]
     tensors: FullTensors
     left_out: tuple[str, ...]
 
@@ -86,6 +89,7 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
     paths = tuple(_path(folder, name, follow_links=follow_links) for name in names)
     file_of = {name: number for number, name in enumerate(names)}
     wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
+    states = file_states(paths)
     found = read_torch_chunks([TorchChunk(paths[file_of[chunk[2]]], *chunk[3:]) for _, chunk in wanted])
     chunks: dict[str, list[Chunk]] = {name: [] for name in named}
     dtypes: dict[str, str] = {}
@@ -100,7 +104,7 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
     tensors = FullTensors({}, {}, {}, {})
     for name in named:
         _add(tensors, folder, name, TensorSpec(dtypes[name], tuple(named[name]["shape"])), chunks[name])
-    return DcpFiles(paths, tensors, left_out)
+    return DcpFiles(paths, states, tensors, left_out)
 
 
 def _list(path: Path) -> Mapping[str, list[_Tensor]]:

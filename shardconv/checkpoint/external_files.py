@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.auxiliary import check_link
 from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.file_state import FileState, file_states
 from shardconv.checkpoint.formats import NUMBERED_NAME, PYTORCH, SOURCE_FORMATS, is_trainer_state, is_weights
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.source_reader import Transform
@@ -32,12 +33,14 @@ class RankFiles(NamedTuple):
         prefixes: for each file its expected first bytes.
         sizes: for each file its size in bytes.
         ranks: for each rank the tensors of its files.
+        states: for each file its state when its tensors were listed; empty if prefixes have their positions.
     """
 
     paths: tuple[Path, ...]
     prefixes: tuple[bytes, ...]
     sizes: tuple[int, ...]
     ranks: tuple[dict[str, StoredTensor], ...]
+    states: tuple[FileState, ...] = ()
 
 
 class FullTensors(NamedTuple):
@@ -216,7 +219,7 @@ def _read_safetensors(paths: tuple[Path, ...]) -> RankFiles:
 
 
 def _read_torch(paths: tuple[Path, ...]) -> RankFiles:
-    sizes = tuple(path.stat().st_size for path in paths)
+    states = file_states(paths)
     ranks = []
     for number, (path, tensors) in enumerate(zip(paths, read_torch_files(paths), strict=True)):
         for tensor in tensors:
@@ -227,7 +230,7 @@ def _read_torch(paths: tuple[Path, ...]) -> RankFiles:
                 )
         specs = {one.name: TensorSpec(one.dtype, one.shape) for one in tensors}
         ranks.append({one.name: StoredTensor(specs[one.name], number, one.offset) for one in tensors})
-    return RankFiles(paths, (b"",) * len(paths), sizes, tuple(ranks))
+    return RankFiles(paths, (b"",) * len(paths), tuple(state.size for state in states), tuple(ranks), states)
 
 
 def is_contiguous(tensor: TorchTensor) -> bool:

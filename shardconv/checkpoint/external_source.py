@@ -141,9 +141,8 @@ class _Read(NamedTuple):
 
 def _read_dcp(folder: _Folder) -> _Read:
     found = read_dcp(folder.path, follow_links=folder.follow_links)
-    sizes = tuple(path.stat().st_size for path in found.paths)
-    stored = StoredFiles(found.paths, (b"",) * len(sizes), sizes, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(sizes), found.left_out)
+    stored = StoredFiles.listed(found.paths, found.states, found.tensors.stored, found.tensors.shards)
+    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(found.paths), found.left_out)
 
 
 def _read_ranks(folder: _Folder) -> _Read:
@@ -161,7 +160,7 @@ def _read_ranks(folder: _Folder) -> _Read:
         shapes = {name: spec.shape for name, spec in tensors.specs.items()}
         dtype = tensors.specs["model.embed_tokens.weight"].dtype
         made = complete_config(folder.path / PARAMS_NAME, params, shapes, dtype)
-    stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards)
+    stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards, found.states)
     return _Read(tensors, stored, made, len(found.ranks), layout.missing)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from shardconv import storage
+from shardconv.checkpoint.byte_ranges import merged_ranges
+from shardconv.checkpoint.file_state import FileState
 from shardconv.errors import SourceError
 from shardconv.storage.table import remote_file
 
@@ -17,6 +19,7 @@ Bytes = memoryview
 #: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
 #: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
+_AGAIN = "download or copy it again"
 #: Threads that copy remote files, by default: they mostly wait.
 _REMOTE_THREADS = 4
 #: Fail if the file exists or is a link.
@@ -124,13 +127,10 @@ class LocalFile:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
-        self._state = self._current_state()
-        self.size = self._state[0]
-        self.mode = os.fstat(self.descriptor).st_mode
-
-    def _current_state(self) -> tuple[int, int]:
         status = os.fstat(self.descriptor)
-        return status.st_size, status.st_mtime_ns
+        self.state = FileState.of(status)
+        self.size = status.st_size
+        self.mode = status.st_mode
 
     def read(self, buffer: Bytes, offset: int) -> None:
         """See :class:`InputFile`."""
@@ -143,8 +143,19 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         """See :class:`InputFile`."""
-        if self._current_state() != self._state:
+        if FileState.of(os.fstat(self.descriptor))[:2] != self.state[:2]:  # a new hard link is not a modification
             raise SourceError(f"{self._path}: changed while it was read: run the command again")
+
+    def check_state(self, expected: FileState) -> None:
+        """Check that the file is the one with a state.
+
+        Raises:
+            SourceError: if it is not.
+        """
+        if self.state != expected:
+            raise SourceError(
+                f"{self._path}: was modified or replaced since its tensors were listed: run the command again"
+            )
 
     def close(self) -> None:
         """See :class:`InputFile`."""
@@ -206,6 +217,8 @@ class InputFiles:
         paths: the files.
         prefixes: for each file its expected first bytes.
         sizes: for each file its expected size in bytes.
+        states: for each file its state when the positions of its tensors were read; None if its prefix has them.
+        remedy: the end of messages about a file that was modified.
 
     Attributes:
         mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
@@ -213,17 +226,28 @@ class InputFiles:
         threads: the default number of threads that read them; None for the default of local files.
 
     Raises:
-        SourceError: if a file cannot be opened, or has another size or prefix.
+        SourceError: if a file cannot be opened, or has another size, prefix or state.
     """
 
-    def __init__(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        prefixes: Sequence[bytes],
+        sizes: Sequence[int],
+        states: Iterable[FileState | None] = (),
+        *,
+        remedy: str = f": {_AGAIN}",
+    ) -> None:
         self.paths = paths
         self._files: list[InputFile] = []
         self.mode = 0o777
         allow_open_files(len(paths))
         try:
             for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
-                self._open(path, prefix, size)
+                self._open(path, prefix, size, remedy)
+            for opened, state in zip(self._files, states, strict=False):
+                if state is not None and isinstance(opened, LocalFile):
+                    opened.check_state(state)
         except BaseException:
             self._close_files()
             raise
@@ -232,20 +256,17 @@ class InputFiles:
         self.threads = _REMOTE_THREADS if self._remote else None
         self.is_remote = bool(self._remote)
 
-    def _open(self, path: Path, prefix: bytes, size: int) -> None:
+    def _open(self, path: Path, prefix: bytes, size: int, remedy: str) -> None:
         file = open_input(path)
         self._files.append(file)
         self.mode &= file.mode
         if file.size != size:
-            raise SourceError(
-                f"{path}: was modified or truncated (got {file.size} bytes, expected {size}): download or copy it again"
-            )
+            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size}){remedy}")
         start = memoryview(bytearray(len(prefix)))
         file.read(start, 0)
         if start != prefix:
             raise SourceError(
-                f"{path}: its header is not the expected one: it was modified or is of another checkpoint: "
-                f"download or copy it again"
+                f"{path}: its header is not the expected one: it was modified or is of another checkpoint{remedy}"
             )
 
     def read(self, number: int, buffer: Bytes, offset: int) -> None:
@@ -261,12 +282,7 @@ class InputFiles:
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
-        merged: list[tuple[int, int, int]] = []
-        for number, start, stop in _without_overlaps(ranges):
-            if merged and merged[-1][0] == number and merged[-1][2] == start:
-                merged[-1] = (number, merged[-1][1], stop)
-            else:
-                merged.append((number, start, stop))
+        merged = merged_ranges(ranges)
         for number, start, stop in merged:
             if isinstance(file := self._files[number], LocalFile):
                 will_need(file.descriptor, start, stop - start)
@@ -345,19 +361,3 @@ class InputFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
-    """Number of the file, start and stop of ranges, those that overlap as one range at the position of the first."""
-    merged: dict[int, tuple[int, int, int]] = {}
-    at, end = 0, (-1, 0)
-    for number, offset, size, position in sorted((*one, position) for position, one in enumerate(ranges)):
-        if (number, offset) < end:
-            _, start, stop = merged.pop(at)
-            at = min(at, position)
-            merged[at] = (number, start, max(stop, offset + size))
-        else:
-            at = position
-            merged[at] = (number, offset, offset + size)
-        end = (number, merged[at][2])
-    return (merged[at] for at in sorted(merged))

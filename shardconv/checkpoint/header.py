@@ -179,7 +179,7 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
         header = Header(raw, ordered, metadata)
         _check_coverage(ordered)
     except ValueError as error:
-        raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}") from error
+        raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
     if header.data_bytes != data_bytes:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
         raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")

@@ -15,13 +15,13 @@ from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import absolute_path
 from shardconv.checkpoint.planning import PlanOptions, plan_source, refuse_changes
-from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
+from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
 from shardconv.checkpoint.sample import sample_checksum
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.checkpoint.write import check_ranks, checksum_file
 from shardconv.errors import SplitCheckpointError, UsageError
-from shardconv.storage.table import shown, versions
+from shardconv.storage.table import remote_file, shown, versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,19 @@ class Loadable:
         if self.source is None:
             return RankFileReader(self.manifest, self.path, rank, verify=verify, progress=progress)
         return SourceReader(self.source, self.manifest.plan, rank)
+
+    def copied_bytes(self, rank: int) -> int:
+        """Bytes of the shards of a rank that are copied into memory, because they are not ranges of a mapped file."""
+        return 0 if self.source is None else copied_bytes(self.source, self.manifest.plan, rank)
+
+    def fetched_bytes(self, rank: int) -> int:
+        """Bytes of the files of a rank that are fetched into memory, because they are remote."""
+        if self.source is not None:
+            return 0
+        layout, paths = self.manifest.rank_layout, self.manifest.rank_paths(self.path)
+        files = layout.files_of(self.manifest.ranks.index(rank))
+        found = zip(paths[files], layout.file_bytes[files], strict=True)
+        return sum(size for path, size in found if remote_file(path) is not None)
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Check that this host has the files of ranks, where the checkpoint is split.

@@ -14,7 +14,7 @@ from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Progress, Scratch, Shards, Span, StripeState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Box, ShardRows, geometry, unsharded
-from shardconv.checkpoint.header import DTYPE_BITS
+from shardconv.checkpoint.header import DTYPE_BITS, num_bytes
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.source import Source
 from shardconv.checkpoint.source_reader import open_tensors
@@ -22,6 +22,7 @@ from shardconv.checkpoint.verify_rank import verify_rank
 from shardconv.checkpoint.write import open_rank
 from shardconv.errors import SourceError
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.storage.table import remote_file
 
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
@@ -237,15 +238,36 @@ class SourceReader(RankReader):
             arrays.strided.scatter(full_rows, [block_box], local_rows, is_padded=False)
 
 
+def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
+    """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
+    is_remote = any(remote_file(path) is not None for path in source.paths)
+    stored = {} if source.stored is None else source.stored.shards
+    total = 0
+    for name, spec in source.specs.items():
+        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
+        size = num_bytes(spec.dtype, spec.shape)
+        is_made = name in source.transforms or (name in stored and len(stored[name].files) > 1)
+        if size and (is_remote or is_made or _only_range(shard, size) is None):
+            total += shard.local(size)
+    return total
+
+
 def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> Bytes:
     """The shard of a full tensor: a view of it if the shard is one range, else, or with ``is_copied``, a copy."""
-    boxes = list(shard.boxes(0, len(full)))
-    if len(boxes) == 1 and _is_one_run(boxes[0]) and not shard.is_padded and not is_copied:
-        _, size, offset = _run(boxes[0])
-        return full[offset : offset + size]
+    if not is_copied and (found := _only_range(shard, len(full))) is not None:
+        return full[found]
     data = memoryview(bytearray(shard.local(len(full))))
-    arrays.strided.scatter(full, boxes, data, is_padded=False)
+    arrays.strided.scatter(full, list(shard.boxes(0, len(full))), data, is_padded=False)
     return data
+
+
+def _only_range(shard: ShardRows, full_bytes: int) -> slice | None:
+    """The range of the full tensor that is the shard; None if the shard is not one range."""
+    boxes = list(shard.boxes(0, full_bytes))
+    if len(boxes) != 1 or not _is_one_run(boxes[0]) or shard.is_padded:
+        return None
+    _, size, offset = _run(boxes[0])
+    return slice(offset, offset + size)
 
 
 def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:

@@ -102,9 +102,9 @@ class ShardReader:
         label, name = self._labels[file], self._names[span.tensor]
         problem = ""
         if not arrays.strided.gather(data, boxes, block):
-            problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas)"
+            problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas){self._remedy}"
         elif is_padded and not arrays.strided.is_padding_zero(boxes, data):
-            problem = f"{label}: the padding of {name} is not zero"
+            problem = f"{label}: the padding of {name} is not zero{self._remedy}"
         state.problem = state.problem or problem
 
     def finish(self, state: StripeState, stripe: Stripe, /) -> None:
@@ -120,7 +120,7 @@ class ShardReader:
                 lines = [self._mismatch(rank, digests[rank], state, stripe) for rank in wrong]
                 raise IntegrityError("\n".join(lines) + self._remedy)
         if state.problem:
-            raise IntegrityError(state.problem + self._remedy)
+            raise IntegrityError(state.problem)
 
     def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe) -> str:
         assert self._checksums is not None

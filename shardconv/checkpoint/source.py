@@ -158,7 +158,7 @@ def open_source(
         UsageError: if a pattern of ``ignore`` matches nothing, or a file of the checkpoint.
     """
     _check_path(path)
-    given = None if config is None else read_json(config)
+    given = None if config is None else _read_config(config)
     if path.is_dir() and (
         external := _open_external(
             path, source_layout, given, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore
@@ -185,6 +185,13 @@ def open_source(
         source = replace(source, config=given, auxiliary_files=auxiliary_files, is_config_given=True)
     _check_names(source)
     return source
+
+
+def _read_config(path: Path) -> dict[str, object]:
+    """Read the config of the user's option."""
+    if not os.path.lexists(path):
+        raise SourceError(f"--config {path}: does not exist{missing_hint(path, takes_url=False)}")
+    return read_json(path)
 
 
 def open_if_external(path: Path, source_layout: str | None) -> Source | None:

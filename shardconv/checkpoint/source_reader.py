@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.file_state import FileState
 from shardconv.checkpoint.fileio import Bytes, InputFiles
 from shardconv.checkpoint.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.header import num_bytes
@@ -23,6 +24,8 @@ from shardconv.plan.plan import Plan, TensorSpec
 if TYPE_CHECKING:
     from shardconv.checkpoint.source import Source
 
+#: The remedy for rank files of another tool with different replicas.
+_CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
 #: Fills a buffer with the bytes of a stored tensor from an offset on.
 ReadStored = Callable[[str, int, Bytes], None]
 
@@ -37,6 +40,7 @@ class StoredFiles:
         sizes: for each file its size in bytes.
         tensors: name to dtype and shape of each stored tensor.
         shards: name to the positions of its shards in the files.
+        states: for each file its state when the positions were read; empty if prefixes have them.
     """
 
     paths: tuple[Path, ...]
@@ -44,6 +48,19 @@ class StoredFiles:
     sizes: tuple[int, ...]
     tensors: Mapping[str, TensorSpec]
     shards: Mapping[str, Shards]
+    states: tuple[FileState | None, ...] = ()
+
+    @classmethod
+    def listed(
+        cls,
+        paths: Sequence[Path],
+        states: tuple[FileState, ...],
+        tensors: Mapping[str, TensorSpec],
+        shards: Mapping[str, Shards],
+    ) -> "StoredFiles":
+        """Files without a prefix that has the positions, which were read when the files had these states."""
+        sizes = tuple(state.size for state in states)
+        return cls(tuple(paths), (b"",) * len(sizes), sizes, tensors, shards, states)
 
 
 class Transform(Protocol):
@@ -95,13 +112,16 @@ def stored_files(source: "Source") -> StoredFiles:
     return StoredFiles(source.paths, tuple(layout.prefixes), tuple(layout.file_bytes), source.specs, shards)
 
 
-def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan | None) -> tuple[Reader, InputFiles]:
+def open_tensors(
+    source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan | None, *, for_report: bool = False
+) -> tuple[Reader, InputFiles]:
     """Open the files of a source.
 
     Args:
         source: the source.
         tensors: name to dtype and shape of its tensors, in the order of the reader.
         plan: their placements, to compare values that follow from grids; None if they are known to be right.
+        for_report: whether messages about replicas are for a report, which has a remedy for all.
 
     Returns:
         The reader of the tensors, and its files, which the caller closes.
@@ -115,7 +135,7 @@ def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan
         stored_names, shards = list(tensors), layout.shards
     else:
         stored = source.stored
-        inputs = InputFiles(stored.paths, stored.prefixes, stored.sizes)
+        inputs = InputFiles(stored.paths, stored.prefixes, stored.sizes, stored.states)
         stored_names, shards = list(stored.shards), tuple(stored.shards.values())
         if plan is not None:
             shards = tuple(
@@ -124,7 +144,8 @@ def open_tensors(source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan
                 else one
                 for name, one in stored.shards.items()
             )
-    reader = ShardReader(shards, inputs, labels=[path.name for path in source.paths], names=stored_names)
+    remedy = "" if for_report else f": {_CONVERT_AGAIN}"
+    reader = ShardReader(shards, inputs, labels=[path.name for path in source.paths], names=stored_names, remedy=remedy)
     if source.stored is None and not source.transforms:
         return reader, inputs
     return TransformedReader(reader, stored_names, tensors, source.transforms, plan), inputs

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from shardconv import __version__
 from shardconv.checkpoint.chosen_ranks import as_option
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress, Reader
+from shardconv.checkpoint.destination import check_destination
 from shardconv.checkpoint.fileio import InputFiles, permissions
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.checkpoint.job import journal_of, settings_of
@@ -99,6 +100,9 @@ class SplitWriting:
                 if team.is_leader:
                     checksums = tuple(rows) if self.checksums else None
                     self._finish(source, manifest, checksums, folder, adapters, inputs.mode)
+                    if team.size > 1:  # before any process renames its folder
+                        names = source.auxiliary_names
+                        check_destination(target, is_folder=True, overwrite=self.overwrite, auxiliary_files=names)
         return 0 if journal is None else journal.resumed_bytes
 
     def _journal(self, own: Manifest, reader: Reader, inputs: InputFiles) -> Journal | None:

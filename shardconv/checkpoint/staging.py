@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from shardconv.checkpoint.destination import check_destination
@@ -61,8 +62,7 @@ def staging(
         with as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
             yield folder
         return
-    with as_output_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with as_output_errors(path), parent_folders(path):
         partial = staging_folder(path)
         result = partial / (_RESULT if is_folder else path.name)
         folder = result if is_folder else partial
@@ -94,6 +94,19 @@ def joined_staging(path: Path) -> Iterator[Path]:
     path = absolute_path(path)
     with as_output_errors(path):
         yield staging_folder(path) / _RESULT
+
+
+@contextmanager
+def parent_folders(path: Path) -> Iterator[None]:
+    """Create the parent folders of a path; on exit, those that this created are removed if they are empty."""
+    missing = [*takewhile(lambda parent: not os.path.lexists(parent), path.parents)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        with Removal(), suppress(OSError):  # the first that is not empty is the last
+            for parent in missing:
+                parent.rmdir()
 
 
 @contextmanager
@@ -166,7 +179,7 @@ def _lock(partial: Path, path: Path, *, is_resumable: bool) -> int:
     while True:
         is_new = False
         with suppress(FileExistsError):
-            partial.mkdir()
+            partial.mkdir(parents=True)  # another run may have removed a parent folder that it had created
             is_new = True
         try:
             descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Shards
+from shardconv.checkpoint.file_state import FileState, file_states
 from shardconv.checkpoint.geometry import unsharded
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.json_files import parse_object
@@ -36,6 +37,7 @@ def read_pytorch(folder: Path, found: WeightFiles, *, follow_links: bool) -> Wei
             or the index does not fit.
     """
     paths = weight_paths(folder, found, follow_links=follow_links)
+    states = file_states(paths)  # before the listing: a file may be replaced while the child process runs
     contents = read_training_files(paths)
     listed = list(zip(found.names, paths, contents, strict=True))
     files = [SourceFile(name, path, _header(path, content.tensors)) for name, path, content in listed]
@@ -46,7 +48,7 @@ def read_pytorch(folder: Path, found: WeightFiles, *, follow_links: bool) -> Wei
         index=_index(folder, found, names, files),
         index_path=found.index_path(folder),
         left_out={f"{name}[{entry}]": NOT_WEIGHTS for name, _, content in listed for entry in content.left_out},
-        stored=_stored(paths, contents),
+        stored=_stored(paths, states, contents),
         transforms=_transforms(contents),
         derived=(DERIVED,),
     )
@@ -87,7 +89,7 @@ def _index(
     return f"{single}{_INDEX_ENDING}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
-def _stored(paths: Sequence[Path], contents: Sequence[TorchFile]) -> StoredFiles:
+def _stored(paths: Sequence[Path], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:
     """The byte ranges of the tensors."""
     tensors, shards = {}, {}
     for number, content in enumerate(contents):
@@ -95,8 +97,7 @@ def _stored(paths: Sequence[Path], contents: Sequence[TorchFile]) -> StoredFiles
             spec = TensorSpec(tensor.dtype, tensor.shape)
             tensors[tensor.name] = spec if tensor.is_contiguous else TensorSpec("U8", (tensor.extent,))
             shards[tensor.name] = Shards(unsharded(tensor.extent), (number,), (tensor.offset,))
-    sizes = tuple(path.stat().st_size for path in paths)
-    return StoredFiles(tuple(paths), (b"",) * len(paths), sizes, tensors, shards)
+    return StoredFiles.listed(paths, states, tensors, shards)
 
 
 def _transforms(contents: Sequence[TorchFile]) -> dict[str, Transform]:

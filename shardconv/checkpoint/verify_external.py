@@ -26,12 +26,12 @@ def compare_sources(
         differences.extend(str(error).splitlines())
 
     stripes = split_into_stripes([num_bytes(spec.dtype, spec.shape) for spec in specs.values()], STRIPE_BYTES)
-    reader, inputs = open_tensors(source, specs, None)
+    reader, inputs = open_tensors(source, specs, None, for_report=True)
     with inputs:
         if against is None:
             CopyJob(stripes, reader, [], add).run(threads=threads or inputs.threads, progress=progress)
         else:
-            expected, others = open_tensors(against, specs, None)
+            expected, others = open_tensors(against, specs, None, for_report=True)
             with others:
                 CopyJob(stripes, reader, [Comparer(expected, names, reader.tensors)], add).run(
                     threads=threads or inputs.threads or others.threads, progress=progress

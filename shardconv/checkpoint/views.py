@@ -1,4 +1,4 @@
-"""Messages about a checkpoint that ranks or processes see differently, and that has to be the same for all."""
+"""Messages about a checkpoint that differs between ranks or processes, and has to be the same for all."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple

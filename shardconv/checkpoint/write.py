@@ -135,11 +135,11 @@ def read_ranks(
         IntegrityError: if a file is missing, or has the wrong size or header.
         SplitCheckpointError: if a file cannot be read.
     """
-    paths = [path for folder in folders for path in _existing_files(folder)]
+    paths = [path for folder in folders for path in _existing_files(folder, for_report=for_report)]
     prefixes = [prefix for folder in folders for prefix in folder.manifest.rank_layout.prefixes]
     layout = manifest.rank_layout
     try:
-        inputs = InputFiles(paths, prefixes, layout.file_bytes)
+        inputs = InputFiles(paths, prefixes, layout.file_bytes, remedy="" if for_report else f": {AGAIN}")
     except SourceError as error:
         kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
         raise kind(str(error)) from error
@@ -151,15 +151,14 @@ def read_ranks(
     return reader, inputs
 
 
-def _existing_files(folder: SplitFolder) -> list[Path]:
+def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[Path]:
     """The rank files of a folder."""
     paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
     for path in paths:
         if not path.is_file():
             expected = f"all {manifest.tp} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
-            raise IntegrityError(
-                f"{path}: is missing (expected {expected}): copy it to this folder, or split the source again"
-            )
+            remedy = "" if for_report else ": copy it to this folder, or split the source again"
+            raise IntegrityError(f"{path}: is missing (expected {expected}){remedy}")
         if leads_out(path, folder.path):
             raise IntegrityError(f"{path}: is a link out of its folder")
     return paths

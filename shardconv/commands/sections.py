@@ -123,7 +123,9 @@ class OneProcessCommand(Command):
         """
         world_size = os.environ.get("WORLD_SIZE", "1")
         if "TORCHELASTIC_RUN_ID" in os.environ and world_size != "1":
-            raise WorldSizeError(
+            error = WorldSizeError(
                 f"{self.name} is not shared between processes (got {world_size}, expected 1): start it without torchrun"
             )
+            error.is_repeated = os.environ.get("RANK") != "0"
+            raise error
         return super().invoke(ctx)

@@ -53,6 +53,8 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
                 raise PeerError(f"rank {rank}: {text}")
+        if problem is not None:
+            problem.is_repeated = problems[axis.rank] in problems[: axis.rank]
     if problem is not None:
         raise problem
     return results[0]
@@ -96,7 +98,7 @@ def check_same(
     views = [own] * axis.size
     dist.all_gather_object(views, own, group=axis.group)
     raise RunError(
-        f"{path}: the ranks see different {' and '.join(different)} ({describe_views(views, 'rank')}): "
+        f"{path}: {' and '.join(different)} differ between ranks ({describe_views(views, 'rank')}): "
         f"{remedy(different, 'make them the same on all ranks')}"
     )
 

@@ -47,35 +47,45 @@ def check_room(
     dtype: torch.dtype | None,
     tp: int,
     *,
-    are_views: bool,
+    copied: int = 0,
+    fetched: int = 0,
 ) -> None:
-    """Check that a rank's values fit in the memory of its device, before they are read.
+    """Check that the values of the ranks of this host fit in its memory and its devices, before they are read.
 
     On a CPU, views of a file need no memory, unless they are converted to another dtype.
 
     Args:
         device: the device of the rank.
-        tensors: dtypes and shapes of the values.
+        tensors: dtypes and shapes of the values of the rank.
         dtype: the dtype of floating-point values; None if they stay as they are stored.
         tp: tensor parallel size, for the message.
-        are_views: whether values that stay as they are stored are views of a file.
+        copied: bytes of the values that are not views of a file, as they are stored.
+        fetched: bytes of files that are read into memory, of which values may be views.
 
     Raises:
         RunError: if they do not fit.
     """
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if device.type == "cuda":
-        room = torch.cuda.mem_get_info(device)[0]
-        needed *= -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())  # ranks per device
-    elif dtype is None and are_views:
-        return
-    else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        sharing, (free, _) = -(-ranks // torch.cuda.device_count()), torch.cuda.mem_get_info(device)
+        _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
+    in_memory = fetched + (copied if device.type == "cuda" or dtype is None else needed)
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    remedy = f"use more ranks on more hosts ({_more(tp)})"
+    if fetched:
+        remedy += ", or copy the checkpoint to a disk of this host, where its files are mapped into memory"
+    _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
+
+
+def _more(tp: int) -> str:
+    return f"--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp}"
+
+
+def _refuse_more(needed: int, room: int, device: torch.device, ranks: int, remedy: str) -> None:
     if needed > room:
-        raise RunError(
-            f"the values are {size(needed)} and {device} has room for {size(room)}: use more ranks "
-            f"(--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp})"
-        )
+        values = f"the values of {ranks} ranks" if ranks > 1 else "the values"
+        raise RunError(f"{values} are {size(needed)} and {device} has room for {size(room)}: {remedy}")
 
 
 def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -21,10 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcs
 
 from shardconv.errors import RunError, UsageError
 from shardconv.parent import PARENT
+from shardconv.rank_failures import RENDEZVOUS, read_failures
 from shardconv.temporary import TemporaryFolder
 
-#: The environment variable with the rendezvous of ranks that :func:`launch` started.
-RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
 _TERMINATE_SECONDS = 10
 #: Seconds between two calls of a function while ranks run.
 _TICK_SECONDS = 1.0
@@ -63,20 +62,18 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
         }
         envs = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
         result = _run_processes(arguments, envs, Path(folder) / "logs", tick)
-        errors = _errors(Path(folder))
+        errors = read_failures(Path(folder))
     if not result.failures:
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
     causes, consequences = errors
-    if causes:
-        rank, message = causes[0]
-        is_usage = rank in result.failures and result.failures[rank].exitcode == UsageError.exit_code
-        raise (UsageError if is_usage else RunError)(message)
-    if first.exitcode < 0:
+    if first.exitcode < 0 and not causes:
         name = signal.Signals(-first.exitcode).name
         raise RunError(f"rank {first.local_rank} was killed by {name}; the other ranks were terminated")
-    if consequences:
-        raise RunError(consequences[0][1])
+    if reported := causes or consequences:
+        rank, message = reported[0]
+        is_usage = rank in result.failures and result.failures[rank].exitcode == UsageError.exit_code
+        raise (UsageError if is_usage else RunError)(message)
     return int(first.exitcode)
 
 
@@ -111,37 +108,6 @@ def _run_processes(
             for number, handler in handlers.items():  # start_processes replaces them
                 signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-
-
-_CAUSE, _CONSEQUENCE = "cause", "consequence"
-
-
-def _errors(folder: Path) -> list[list[tuple[int, str]]]:
-    """Read the messages of failed ranks, oldest first: causes, then consequences of failures of other ranks."""
-
-    def messages(kind: str) -> list[tuple[int, str]]:
-        paths = sorted(folder.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns)
-        return [(int(path.name.rpartition("-")[2]), path.read_text()) for path in paths]
-
-    return [messages(_CAUSE), messages(_CONSEQUENCE)]
-
-
-def write_failure(message: str, *, is_consequence: bool) -> None:
-    """Write the error of this rank where :func:`launch` reads it, which prints one message for all ranks.
-
-    Args:
-        message: the error message.
-        is_consequence: whether the cause is in another process.
-    """
-    folder = Path(os.environ[RENDEZVOUS].removeprefix("file://")).parent
-    written = folder / f"writing-{os.environ['RANK']}"
-    written.write_text(message)
-    written.rename(folder / f"{_CONSEQUENCE if is_consequence else _CAUSE}-{os.environ['RANK']}")
-
-
-def is_launched() -> bool:
-    """Whether :func:`launch` started this process, and reports its errors and signals."""
-    return RENDEZVOUS in os.environ
 
 
 def join() -> None:

@@ -95,7 +95,7 @@ def load(
 
     Raises:
         RunError: if there are not as many processes as ranks, the model cannot be built, its parameters do not match
-            the tensors, the ranks see different checkpoints, or the checkpoint is quantized and ``dequantize`` is not
+            the tensors, the checkpoints differ between ranks, or the checkpoint is quantized and ``dequantize`` is not
             set, or the reverse; on all ranks.
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
@@ -218,7 +218,8 @@ class _Loading:
         values, dtype = (
             (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
         )
-        check_room(self.device, values, dtype, manifest.tp, are_views=not is_source)
+        copied, fetched = self.checkpoint.copied_bytes(rank), self.checkpoint.fetched_bytes(rank)
+        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
         reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps[0] if verify else None)
         tensors = read_tensors(reader, steps[0] if is_source else None)
         if dequantizer is not None:

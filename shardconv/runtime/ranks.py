@@ -1,5 +1,6 @@
 """The ranks that load a checkpoint: their number, devices and package versions."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -28,7 +29,7 @@ def connect_ranks(
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
 
     Raises:
-        WorldSizeError: if there are not as many processes as ranks.
+        WorldSizeError: if there are not as many processes as ranks, where a rank detects it.
         ShardconvError: on all ranks, if one cannot open the checkpoint, does not have its file or the device, or
             differs.
     """
@@ -39,8 +40,8 @@ def connect_ranks(
         return checkpoint, checkpoint.facts(), rank_device(device)
 
     opened, problem = attempt(open_here)
-    if isinstance(problem, WorldSizeError):
-        raise problem  # on every rank, without communication
+    if isinstance(problem, WorldSizeError) and not _has_others(group):
+        raise problem
     axis = _axis(group, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
@@ -66,6 +67,11 @@ def _axis(group: GroupLike, device_type: str) -> Axis:
 def _num_connected(group: GroupLike) -> int | None:
     """Return the size of the current axis; None if there is none."""
     return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
+
+
+def _has_others(group: GroupLike) -> bool:
+    """Whether there are other ranks to communicate with, which may have another checkpoint under the same path."""
+    return _num_connected(group) is not None or "MASTER_ADDR" in os.environ
 
 
 def _check_size(checkpoint: Loadable, group: GroupLike) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.staging import as_output_errors, joined_staging
+from shardconv.checkpoint.staging import as_output_errors, joined_staging, parent_folders
 from shardconv.checkpoint.team import Rows, Team
 from shardconv.checkpoint.views import View, describe_views, remedy
 from shardconv.checkpoint.write import checksum
@@ -80,7 +80,7 @@ class SplitTeam(Team):
                 View(str([one[name] for name in different]), "", host) for one, host in zip(every, hosts, strict=True)
             ]
             raise RunError(
-                f"{target}: the processes see different {', '.join(different)} ({describe_views(views, 'process')}): "
+                f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
                 f"{remedy(different, 'pass the same source and options to all processes')}"
             )
         self._members = self._find_members(target.absolute().parent)
@@ -231,13 +231,12 @@ class SplitTeam(Team):
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[None]:
-    """An empty file that exists in this context.
+    """An empty file that exists in this context, as do the parent folders that are created for it.
 
     Raises:
         OutputError: if it cannot be created or removed.
     """
-    with as_output_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with as_output_errors(path.parent), parent_folders(path):
         try:
             path.touch()
             yield

@@ -17,7 +17,7 @@ _KINDS = {
 }
 #: The server of a request, without the user and password before it.
 _SERVER = re.compile(r"https?://(?:[^/?#\s]*@)?(?P<server>(?:\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::\d+)?)(?=[/?#\s)]|$)")
-#: What stores answer where a bucket or container does not exist; a 404 of a list has the same cause.
+#: Responses of stores where a bucket or container does not exist; a 404 of a list has the same cause.
 _IS_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist|performing list request")
 #: Where the credentials of a scheme come from.
 _CREDENTIALS = {
@@ -35,7 +35,7 @@ _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
     "az": ("AZURE_STORAGE_CONNECTION_STRING",), "hf": ("HF_ENDPOINT",),
 }  # fmt: skip
-#: What stores' clients say without credentials, or with only a part of them.
+#: Messages of stores' clients without credentials, or with only a part of them.
 _NO_CREDENTIALS = re.compile(
     r"169\.254\.169\.254|metadata\.google|token request|Account must be|Missing (AccessKeyId|SecretAccessKey)"
 )

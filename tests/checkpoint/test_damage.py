@@ -169,6 +169,28 @@ def test_flipped_bit_of_a_header_is_found(either, rank, position):
     check_refused(either, f"{path}: its header is not the expected one")
 
 
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def change_header(path: Path) -> None:
+    flip(path, 20)
+
+
+@pytest.mark.parametrize("damage", [remove, truncate, change_header])
+def test_verify_has_one_remedy_for_a_rank_file_that_cannot_be_opened(folder, damage):
+    damage(folder / RANK_FILES[1])
+    *_, difference, verdict = call("verify", folder).out.splitlines()
+    assert RANK_FILES[1] in difference
+    assert verdict.endswith(": split the source again or restore the modified files")
+    assert "again" not in difference
+    assert "copy it" not in difference
+
+
 @pytest.mark.parametrize("seed", cases(range(25), lambda seed: seed < 10))
 def test_flipped_bit_anywhere_is_found(folder, seed):
     chance = random.Random(seed)

@@ -103,6 +103,40 @@ def test_destination_in_a_file(job, target):
     assert contents(target.parent) == {"file": b"x"}
 
 
+@pytest.mark.parametrize(
+    ("error", "code"), [(OSError(errno.EIO, "damaged"), 1), (KeyboardInterrupt(), 130)], ids=["error", "interrupted"]
+)
+def test_created_parent_folders_are_removed_after_a_failure(job, target, monkeypatch, error, code):
+    def fail(*_: object) -> None:
+        raise error
+
+    (target.parent / "there").mkdir()
+    monkeypatch.setattr(staging, "publish", fail)
+    assert job.call(target.parent / "there" / "a" / "b" / "result").code == code
+    assert left(target.parent) == ["there"]
+
+
+def test_created_parent_folder_with_other_files_is_kept(job, target, monkeypatch):
+    def fail(*_: object) -> None:
+        (target.parent / "a" / "notes.txt").write_text("mine")
+        raise OSError(errno.EIO, "damaged")
+
+    monkeypatch.setattr(staging, "publish", fail)
+    assert job.call(target.parent / "a" / "b" / "result").code == 1
+    assert left(target.parent) == ["a", "a/notes.txt"]
+
+
+def test_refused_destination_leaves_no_parent_folders(job, target, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
+    result = job.call(target.parent / "a" / "b" / "result")
+    assert (result.code, "too little free space" in result.err) == (1, True)
+    assert left(target.parent) == []
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
 def test_parent_folders_are_created(job, target):
     assert job.call(target / "a" / "b").code == 0
     assert contents(target / "a" / "b") == job.expected

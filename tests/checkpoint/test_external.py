@@ -34,6 +34,7 @@ from tests.support.external import (
     write_meta,
 )
 from tests.support.models import EXPERTS, GQA, LAYERS, MODELS, Model, read
+from tests.support.torch_files import replace_after_listing
 
 #: The tensor parallel sizes of Meta's files, with the dim along which the embedding table is sharded.
 META_TPS = {1: 0, 2: 1, 4: 0}
@@ -187,6 +188,15 @@ def test_files_that_do_not_fit_are_refused(in_meta_order, tmp_path, change, text
     with pytest.raises(ShardconvError, match=text):
         shardconv.merge(source, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_rank_file_that_is_replaced_after_it_is_listed_is_refused(in_meta_order, tmp_path, monkeypatch):
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), PARAMS)
+    reordered = [dict(reversed(rank.items())) for rank in ranks_of(in_meta_order, 2)]
+    other = write_meta(tmp_path / "other", reordered, PARAMS) / "consolidated.01.pth"
+    replace_after_listing(monkeypatch, source / other.name, other.read_bytes())
+    with pytest.raises(SourceError, match=r"consolidated\.01\.pth: was modified or replaced since its tensors were"):
+        shardconv.merge(source, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.attention.wk.weight"])
@@ -695,7 +705,9 @@ def test_verify_finds_a_replica_that_differs(in_meta_order, tmp_path):
     source = write_meta(tmp_path / "meta", ranks, PARAMS)
     result = call("verify", source, "--from", "meta")
     assert result.code == 3
-    assert "consolidated.02.pth: model.norm.weight differs" in result.out
+    assert "model.norm.weight differs from the shard of a lower rank (expected equal replicas)\n" in result.out
+    with pytest.raises(IntegrityError, match=r"replicas.: copy the folder again, or convert the model again from its"):
+        shardconv.merge(source, tmp_path / "merged")
 
 
 # --- what params.json does not state --------------------------------------------------------------------------------

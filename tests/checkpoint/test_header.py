@@ -315,6 +315,8 @@ OTHER_FILES = {
     "short text": (b"not found", "expected at most 100000000): download or copy it again"),
     "empty": (b"", "is not a safetensors file (got 0 bytes, expected at least 8): download or copy it again"),
     "truncated header": (safetensors_bytes(one(), b"ab")[:30], "is truncated (got 30 bytes, expected at least"),
+    "header that is not JSON": (safetensors_bytes(b"{x}", b""), ": download or copy it again"),
+    "header with an unknown dtype": (safetensors_bytes(one(dtype='"U9"'), b"ab"), ": download or copy it again"),
     "truncated data": (
         safetensors_bytes(one(), b"ab")[:-1],
         "is truncated (got 1 bytes of data, expected 2): download or copy it again",

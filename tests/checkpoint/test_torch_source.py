@@ -16,7 +16,7 @@ from shardconv.checkpoint.source import open_source
 from shardconv.errors import IntegrityError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
 from tests.support.command import call
-from tests.support.torch_files import INDEX, SINGLE, read_pytorch, write_pytorch
+from tests.support.torch_files import INDEX, SINGLE, read_pytorch, replace_after_listing, write_pytorch
 
 #: The tensor parallel sizes of the splits.
 TPS = (1, 2, 4)
@@ -336,6 +336,17 @@ def test_file_that_is_truncated_after_the_plan_is_refused(single, tmp_path):
     os.truncate(single / SINGLE, 5000)
     with pytest.raises(SourceError, match="was modified or truncated"):
         shardconv.checkpoint.source_reader.open_tensors(source, source.specs, None)
+
+
+def test_file_that_is_replaced_after_it_is_listed_is_refused(single, tmp_path, monkeypatch):
+    """By one of the same size, whose tensors are in another order."""
+    write_pytorch(tmp_path / "other", dict(reversed(random_tensors().items())))
+    replace_after_listing(monkeypatch, single / SINGLE, (tmp_path / "other" / SINGLE).read_bytes())
+    with pytest.raises(
+        SourceError, match=r"pytorch_model\.bin: was modified or replaced since its tensors were listed"
+    ):
+        shardconv.split(single, tmp_path / "split", tp=2)
+    assert not (tmp_path / "split").exists()
 
 
 # --- the command line -----------------------------------------------------------------------------------------------

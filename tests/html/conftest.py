@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 import shardconv
 from shardconv.html.page import write_page
+from shardconv.plan.placement import Interval
 from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
@@ -56,6 +57,15 @@ def files(tmp_path_factory):
     experts = [tensor_report(f"layers.{layer}.experts.{expert}.up", rows=8 if expert < 2 else 16)
                for layer in range(3) for expert in range(4)]  # fmt: skip
     (folder / "experts.html").write_bytes(write_page(plan_report([*experts, tensor_report("norm")])))
+    held = [replace(tensor_report(f"layers.{layer}.experts.{expert}.up", tp=4), style="expert", dim=0,
+                    shard_bytes=tuple(64 * (rank == expert) for rank in range(4)),
+                    intervals=tuple((Interval(0, 8),) * (rank == expert) for rank in range(4)))
+            for layer in range(3) for expert in range(4)]  # fmt: skip
+    with_extras = replace(
+        plan_report([*held, tensor_report("norm", tp=4, is_sharded=False)], tp=4),
+        num_quantized=5, quantization="gptq, 4 bits", adapters=("de", "fr"), engine="vllm",
+    )  # fmt: skip
+    (folder / "held.html").write_bytes(write_page(with_extras))
     (folder / "many.html").write_bytes(write_page(plan_report(many_tensors())))
     (folder / "hostile.html").write_bytes(write_page(plan_report(map(tensor_report, HOSTILE), source=HOSTILE[0])))
     rows = [16 if layer == 3 else 8 for layer in range(12)]

@@ -35,6 +35,24 @@ def test_row_opens_to_show_which_rank_holds_what(show):
     assert table.count() == 0
 
 
+def test_summary_has_quantization_adapters_and_engine(show):
+    figures = show("held").locator(".figures div").all_inner_texts()
+    found = dict(text.split("\n", 1) for text in figures)
+    assert {name: found[name] for name in ("Boundaries", "Quantized weights", "Quantization", "Adapters")} == {
+        "Boundaries": "vllm", "Quantized weights": "5", "Quantization": "gptq, 4 bits", "Adapters": "de, fr",
+    }  # fmt: skip
+    assert not {"Boundaries", "Quantization", "Adapters"} & {
+        text.split("\n", 1)[0] for text in show("plan").locator(".figures div").all_inner_texts()
+    }
+
+
+def test_placement_of_an_expert_has_its_rank(show):
+    page = show("held")
+    rows = [row.locator("th, td").all_inner_texts() for row in page.locator("#tensors tbody tr").all()]
+    found = {row[0]: next(text for text in row[1:] if "expert" in text) for row in rows if "experts" in row[0]}
+    assert found == {f"layers.{{0\u20132}}.experts.{{{rank}}}.up": f"expert on rank {rank}" for rank in range(4)}
+
+
 def test_page_without_tp_shows_sizes_and_how_to_get_the_rest(show):
     page = show("sizes")
     assert page.locator("#tensors").count() == 0

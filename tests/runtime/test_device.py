@@ -104,7 +104,43 @@ def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**9))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
-        device.check_room(CUDA, header.tensors.values(), dtype, 4, are_views=True)
+        device.check_room(CUDA, header.tensors.values(), dtype, 4)
     else:
         with pytest.raises(RunError, match=r"cuda:0 has room for \d+ B: use more ranks .*tp=8.* --tp 8"):
-            device.check_room(CUDA, header.tensors.values(), dtype, 4, are_views=True)
+            device.check_room(CUDA, header.tensors.values(), dtype, 4)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "dtype", "ranks", "copied", "fetched", "needed"),
+    [
+        ("cpu", None, 1, 0, 0, 0),
+        ("cpu", None, 1, 50, 0, 50),
+        ("cpu", None, 3, 50, 0, 150),
+        ("cpu", None, 2, 0, 300, 600),
+        ("cpu", torch.float32, 1, 50, 0, 436),
+        ("cpu", torch.float32, 2, 0, 300, 1472),
+        ("cuda", None, 2, 0, 300, 600),
+    ],
+    ids=[
+        "views",
+        "copies",
+        "copies of 3 ranks",
+        "fetched",
+        "converted",
+        "fetched and converted",
+        "on the way to a GPU",
+    ],
+)
+def test_room_in_memory(monkeypatch, device_type, dtype, ranks, copied, fetched, needed):
+    """Of all ranks of the host: files that are fetched, and values that are copied or converted."""
+    header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**9))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    arguments = (torch.device(device_type, 0), header.tensors.values(), dtype, 4)
+    monkeypatch.setattr(device.os, "sysconf", lambda name: needed if name == "SC_PAGE_SIZE" else 1)
+    device.check_room(*arguments, copied=copied, fetched=fetched)
+    if needed:
+        monkeypatch.setattr(device.os, "sysconf", lambda name: needed - 1 if name == "SC_PAGE_SIZE" else 1)
+        with pytest.raises(RunError, match=r"cpu has room for .*: use more ranks on more hosts .*tp=8"):
+            device.check_room(*arguments, copied=copied, fetched=fetched)

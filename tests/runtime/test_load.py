@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 import shardconv
-from shardconv.errors import UsageError
+from shardconv.errors import PeerError, UsageError, WorldSizeError
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
@@ -192,6 +193,21 @@ def test_world_of_another_size(ranks, home):
     ranks("four", check_fails, split, [message])
 
 
+def check_sizes(axis, splits):
+    """Check that all ranks raise at once if the checkpoint of one of them is for another number of ranks."""
+    message = f"{splits[1].name}: is for 4 ranks, and there are 2 processes"
+    with pytest.raises(PeerError if axis.rank == 0 else WorldSizeError, match=message) as raised:
+        shardconv.load(splits[axis.rank], device="cpu", group=axis)
+    assert not raised.value.is_repeated
+    with pytest.raises(WorldSizeError) as raised:
+        shardconv.load(splits[1], device="cpu", group=axis)
+    assert raised.value.is_repeated == (axis.rank == 1)
+
+
+def test_checkpoints_for_other_numbers_of_ranks_on_each_host(ranks, home):
+    ranks("pair", check_sizes, [source_and_split(home, "llama", tp)[1] for tp in (2, 4)])
+
+
 @pytest.fixture
 def damaged(home, tmp_path):
     return shutil.copytree(source_and_split(home, "llama", 2)[1], tmp_path / "split")
@@ -294,7 +310,7 @@ def check_seen_by_one(axis, split, other):
     mine = split if axis.rank == 0 else other
     messages = ["rank 1: .*does not exist", "does not exist"]
     check_fails(axis, mine if axis.rank == 0 else other.parent / "nothing", messages)
-    check_fails(axis, mine, ["the ranks see different checkpoints"])
+    check_fails(axis, mine, ["checkpoints differ between ranks"])
 
 
 def test_ranks_with_different_checkpoints(ranks, home, damaged):
@@ -323,6 +339,30 @@ def check_no_room(axis, split):
 
 def test_memory_is_checked_before_reading(ranks, home):
     ranks("pair", check_no_room, source_and_split(home, "llama", 2)[1])
+
+
+def check_room_for_copies(axis, source, row_parallel, padded):
+    """Check that the source is loaded if there is memory for the copies on each rank, and refused with less."""
+    needed = row_parallel + (padded if axis.rank == 1 else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setattr(os, "sysconf", lambda name: 2 * needed if name == "SC_PAGE_SIZE" else 1)
+        shardconv.load(source, device="cpu", group=axis, tp=2)
+        patch.setattr(os, "sysconf", lambda name: 2 * needed - 1 if name == "SC_PAGE_SIZE" else 1)
+        with pytest.raises(shardconv.ShardconvError, match=r"the values of 2 ranks are .* and cpu has room for"):
+            shardconv.load(source, device="cpu", group=axis, tp=2)
+
+
+def test_memory_is_checked_for_the_copied_shards_of_all_ranks_of_a_host(ranks, home):
+    """The row parallel ones, and vocabulary with padding; the other shards of a source are views of its file."""
+    source, _ = source_and_split(home, "llama", 2)
+    tensors = load_file(source / "model.safetensors")
+    row_parallel = [
+        tensor.nbytes // 2 for name, tensor in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
+    ]
+    vocabulary = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    padded = [-(-len(tensor) // 2) * tensor[0].nbytes for tensor in vocabulary if len(tensor) % 2]
+    ranks("pair", check_room_for_copies, source, sum(row_parallel), sum(padded))
 
 
 # --- a custom module ------------------------------------------------------------------------------------------------
@@ -404,7 +444,7 @@ def check_versions(axis, split):
         if axis.rank == 1:
             found = {**versions(), "torch": "9.9"}
             patch.setattr(sys.modules["shardconv.runtime.ranks"], "versions", lambda: found)
-        check_fails(axis, split, ["the ranks see different versions of torch .rank 0: 2", "rank 1: 9.9"])
+        check_fails(axis, split, ["versions of torch differ between ranks .rank 0: 2", "rank 1: 9.9"])
 
 
 def test_ranks_with_different_versions(ranks, home):

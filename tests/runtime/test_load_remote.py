@@ -63,6 +63,24 @@ def test_a_rank_file_at_a_url_is_fetched_once(ranks, home, s3, tmp_path):
     assert s3.num_sent - before <= 1.02 * sum(needed.values()) + LISTS
 
 
+def check_no_room(axis, url, endpoint, num_bytes):
+    os.environ.update(
+        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sysconf", lambda name: num_bytes - 1 if name == "SC_PAGE_SIZE" else 1)
+        with pytest.raises(ShardconvError, match=r"cpu has room for .*, or copy the checkpoint to a disk of this host"):
+            shardconv.load(url, device="cpu", group=axis)
+        patch.setattr(os, "sysconf", lambda name: num_bytes if name == "SC_PAGE_SIZE" else 1)
+        shardconv.load(url, device="cpu", group=axis)
+
+
+def test_memory_is_checked_before_rank_files_are_fetched_into_it(ranks, home, s3):
+    _, split = source_and_split(home, "llama", 2)
+    (num_bytes,) = {path.stat().st_size for path in split.glob("rank-*")}
+    ranks("pair", check_no_room, "s3://bucket/split", s3.url, num_bytes)
+
+
 def check_damaged(axis, url, endpoint):
     os.environ.update(
         AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"

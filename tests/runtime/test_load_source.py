@@ -180,15 +180,15 @@ def change_values(source):
 CHANGES = {
     "other values": (
         change_values,
-        r"the ranks see different values of tensors \(rank 0 in .*/one differs from rank 1 in .*/other\)",
+        r"values of tensors differ between ranks \(rank 0 in .*/one differs from rank 1 in .*/other\)",
     ),
     "other config": (
         lambda source: change_config(source, {"rope_theta": 7.0, "rms_norm_eps": 1e-3}),
-        "the ranks see different checkpoints",
+        "checkpoints differ between ranks",
     ),
     "other auxiliary file": (
         lambda source: (source / "generation_config.json").write_text('{"eos_token_id": 5}'),
-        "the ranks see different checkpoints",
+        "checkpoints differ between ranks",
     ),
 }
 
@@ -212,7 +212,7 @@ def check_seen_as_one(axis, paths):
 def test_ranks_with_a_source_and_a_split(ranks, copied, tmp_path):
     shardconv.split(copied[0], tmp_path / "split", tp=2)
     message = (
-        rf"the ranks see different kinds of checkpoints \(rank 0 in {copied[0]}: a source; "
+        rf"kinds of checkpoints differ between ranks \(rank 0 in {copied[0]}: a source; "
         rf"rank 1 in {tmp_path / 'split'}: a split checkpoint with all ranks\): make"
     )
     ranks("pair", check_seen, [copied[0], tmp_path / "split"], [message])
@@ -220,7 +220,7 @@ def test_ranks_with_a_source_and_a_split(ranks, copied, tmp_path):
 
 def test_ranks_with_different_options(ranks, copied):
     options = [{"tp": 2}, {"tp": 2, "replicate": ("lm_head.weight",)}]
-    ranks("pair", check_seen, copied, ["the ranks see different checkpoints"], options)
+    ranks("pair", check_seen, copied, ["checkpoints differ between ranks"], options)
 
 
 def test_source_that_one_rank_cannot_read(ranks, copied):

@@ -19,7 +19,7 @@ import shardconv
 from shardconv.commands.run import show_report
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError, UsageError
-from shardconv.runtime.launch import RENDEZVOUS
+from shardconv.rank_failures import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardconv
 from tests.support.checkpoints import DEMO
-from tests.support.command import ENVIRONMENT, finish
+from tests.support.command import ENVIRONMENT, finish, start
 from tests.support.forked import Popen
 from tests.support.loading import inputs_of, source_and_split
 
@@ -69,7 +69,27 @@ def test_hosts_with_different_sources(ranks, home, tmp_path):
     data[-100_000:] = bytes(100_000)
     (other / "model.safetensors").write_bytes(data)
     folders = [*split(source, tmp_path / "a", "0-1", "2"), *split(other, tmp_path / "b", "0", "2-3")]
-    ranks("four", check_refused, [folders[0], folders[3]], ["the ranks see different checkpoints"])
+    ranks("four", check_refused, [folders[0], folders[3]], ["checkpoints differ between ranks"])
+
+
+def test_split_for_another_number_of_ranks_on_one_host_is_one_message(tmp_path):
+    """The first rank reads a split for two ranks, the other one a split for four."""
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for folder, tp in zip(folders, (2, 4), strict=True):
+        shardconv.split(DEMO, folder, tp=tp)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        start("run", folder, "--prompt", "a", "--device", "cpu", popen=Popen, env={**group, "RANK": str(rank)})
+        for rank, folder in enumerate(folders)
+    ]
+    results = [finish(process) for process in processes]
+    assert [result.code for result in results] == [1, 1], results
+    messages = [result.err.count("shardconv: ") for result in results]
+    assert messages == [0, 1], results
+    assert "host1: is for 4 ranks, and there are 2 processes" in results[1].err
 
 
 def test_run_on_two_hosts(tmp_path):

@@ -1,14 +1,35 @@
 """PyTorch files, written as libraries write them."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import pytest
 import torch
 
+from shardconv.checkpoint import torch_files
 from tests.support.checkpoints import deal, part_names, write_index
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def replace_after_listing(monkeypatch: pytest.MonkeyPatch, path: Path, other: bytes) -> None:
+    """Replace a file, after its tensors are listed, by one of the same size and time of modification."""
+    assert len(other) == path.stat().st_size
+    list_tensors = torch_files.run_script
+
+    def run(script: Path, request: object) -> CompletedProcess[str]:
+        child = list_tensors(script, request)
+        status = path.stat()
+        replacement = path.with_name("replacement")
+        replacement.write_bytes(other)
+        os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
+        replacement.rename(path)
+        return child
+
+    monkeypatch.setattr(torch_files, "run_script", run)
 
 
 def write_pytorch(folder: Path, tensors: Mapping[str, torch.Tensor], *, parts: int = 1, **options: Any) -> Path:

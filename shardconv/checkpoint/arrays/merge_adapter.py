@@ -74,6 +74,7 @@ def _with_files(one: StoredFiles, other: StoredFiles) -> StoredFiles:
         (*one.sizes, *other.sizes),
         {**one.tensors, **other.tensors},
         {**one.shards, **moved},
+        (*(one.states or [None] * len(one.paths)), *other.states),
     )
 
 

@@ -23,7 +23,10 @@ function figures(plan, verify) {
     ['Per rank', most ? spread(plan.rank_bytes) : null],
     ['Above an equal share', most ? excess(most, plan.num_bytes / plan.tp) : null],
     ['Layout', plan.layout === 'native' ? null : plan.layout],
+    ['Boundaries', plan.engine],
     ['Quantized weights', plan.num_quantized ? grouped(plan.num_quantized) : null],
+    ['Quantization', plan.quantization],
+    ['Adapters', plan.adapters.join(', ')],
   ], 'figures');
 }
 

@@ -52,8 +52,16 @@ function prepareKind(kind) {
   const isPadded = ranges.some(({ value }) => value.some((entry) => entry.length === 1));
   const held = sum(ranges.map(({ value, first, last }) => (last - first + 1) * sum(value.map(intervalSize))));
   const isShared = kind.dim !== null && held > kind.shape[kind.dim];
-  const text = `${kind.dtype} ${kind.placement} ${kind.reason} ${kind.units.join(' ')}`.toLowerCase();
-  return { ...kind, ranges, largest, isPadded, isShared, text };
+  const placement = placementText(kind, ranges);
+  const text = `${kind.dtype} ${placement} ${kind.reason} ${kind.units.join(' ')}`.toLowerCase();
+  return { ...kind, placement, ranges, largest, isPadded, isShared, text };
+}
+
+/** The placement; of an expert that one of several ranks has, this rank. */
+function placementText({ placement, style }, ranges) {
+  const held = ranges.filter(({ value }) => value.length);
+  const isOnOne = style === 'expert' && ranges.length > 1 && held.length === 1 && held[0].first === held[0].last;
+  return isOnOne ? `expert on ${ranksText(held[0])}` : placement;
 }
 
 /** Elements of an interval `[start, stop]`; padding is `[size]`. */
