@@ -87,7 +87,8 @@ def convert_model(
         TypeError: if ``rules`` is none of those.
 
     Warns:
-        PlanWarning: if the forward of a module of the caller reads a number of heads that no module override changes.
+        PlanWarning: if the forward of a module of the caller reads a number of units that no module override changes;
+            on the first rank.
 
     Example:
         >>> from shardconv import Layer, Policy

@@ -593,7 +593,7 @@ def test_hint_to_compare_outputs_without_a_config(multiple_of_three, tmp_path):
 
 @pytest.mark.parametrize("inherits", ["", 'inherits = "by_name"\n'], ids=["alone", "by_name"])
 def test_rules_for_common_names_replace_no_family(multiple_of_three, tmp_path, inherits):
-    """The model has no family, whose rules the user may want."""
+    """The family ``by_name`` stands for a model without a family."""
     (tmp_path / "mine.toml").write_text(f'{inherits}[rules]\n"**.up_proj" = {{ style = "colwise_gather_output" }}\n')
     assumed = shardconv.report_plan(multiple_of_three, rules=tmp_path / "mine.toml").assumed
     assert not any("replaces rules" in text for text in assumed)
