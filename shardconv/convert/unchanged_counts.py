@@ -28,7 +28,8 @@ def warn_of_unchanged_counts(model: nn.Module, model_rules: ModelRules, plan: Pl
     found: dict[tuple[str, str], tuple[str, str, tuple[int, int]]] = {}
     overridden = [regex for regex, _ in model_rules.modules()]
     for path, module in model.named_modules():
-        if not any(regex.fullmatch(path) for regex in overridden):
+        is_layer = type(module).__module__.startswith("torch.")  # converted with its numbers
+        if not is_layer and not any(regex.fullmatch(path) for regex in overridden):
             counts = _sharded_counts(path, model_rules, plan)
             found.update({
                 (pattern_for(path), attribute): (type(module).__name__, unit, counts[unit])

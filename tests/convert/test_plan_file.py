@@ -107,6 +107,44 @@ def test_override_of_the_number_of_heads_is_not_a_warning(ranks, tmp_path, modul
     assert ranks("pair", warnings_of, tmp_path / "net.toml", is_right) == [[], []]
 
 
+class Channels(nn.Module):
+    """A depthwise convolution between two layers, whose forward reads its number of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv = nn.Conv1d(16, 16, 3, groups=16, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+        return found
+
+
+CHANNELS = """
+[units]
+channel = { count = 16 }
+[rules]
+"up"   = { style = "colwise", unit = "channel" }
+"conv" = { style = "by_rows", unit = "channel" }
+"down" = { style = "rowwise", unit = "channel" }
+"""
+
+
+def check_layers_of_torch(axis, path):
+    """Check that there is no warning, which is an error here."""
+    torch.manual_seed(0)
+    before, x = Channels(), torch.randn(2, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardconv.PlanWarning)
+        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
+
+
+def test_layers_of_torch_are_converted_with_their_numbers(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(CHANNELS)
+    ranks("pair", check_layers_of_torch, tmp_path / "net.toml")
+
+
 def test_numbers_of_units_are_not_compared_on_one_rank(tmp_path):
     (tmp_path / "net.toml").write_text(UNITS + RULES)
     assert warnings_of(Axis("tensor", 0, 1, (0,), None), tmp_path / "net.toml") == []
