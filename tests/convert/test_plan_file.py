@@ -131,7 +131,7 @@ channel = { count = 16 }
 
 
 def check_layers_of_torch(axis, path):
-    """Check that there is no warning, which is an error here."""
+    """Convert with warnings as errors, and compare the outputs."""
     torch.manual_seed(0)
     before, x = Channels(), torch.randn(2, 5, 8)
     with warnings.catch_warnings():
