@@ -218,7 +218,15 @@ def test_every_check_belongs_to_a_block():
 def test_the_plan_files_of_the_pages_are_valid():
     texts = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
     units = [parse_plan_file("page.toml", text).units.keys() for text in texts]
-    assert units == [set(), set(), {"hidden"}, {"query_head", "kv_head"}, {"head", "hidden"}]
+    assert units == [
+        set(),
+        set(),
+        {"head", "hidden"},
+        {"query_head", "kv_head"},
+        {"head", "hidden"},
+        {"qkv_of_head"},
+        {"head"},
+    ]
 
 
 class Layer(nn.Module):

@@ -21,6 +21,7 @@ from shardconv.convert.gradient_check import check_first_gradients
 from shardconv.convert.layer_specs import plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
+from shardconv.convert.unchanged_counts import warn_of_unchanged_counts
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -66,7 +67,7 @@ def convert_model(
 
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with
-            policies, any module.
+            policies or a plan file, any module.
         rules: which rules to use, see :data:`~shardconv.plan.rules.Rules`: "auto", a family name, a plan file, a Plan,
             or a class derived from :class:`~shardconv.Policy`, or several. Parameters that no policy names are
             replicated, and their first gradients are compared over the ranks.
@@ -84,6 +85,10 @@ def convert_model(
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` is none of those.
+
+    Warns:
+        PlanWarning: if the forward of a module of the caller reads a number of units that no module override changes;
+            on the first rank.
 
     Example:
         >>> from shardconv import Layer, Policy
@@ -110,8 +115,11 @@ def convert_model(
     config = getattr(model, "config", None)
     axis = as_axis(group)
     request = _request(rules, axis.size, experts=experts, pad=pad)
-    if config is None and isinstance(request, PlanRequest):
-        raise ValueError(f"{type(model).__name__} does not have a config, which determines its family")
+    if config is None and isinstance(request, PlanRequest) and request.plan_file is None:
+        raise ValueError(
+            f"{type(model).__name__} does not have a config, which the rules of a family read: pass a plan file or "
+            f"policies as rules="
+        )
     to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", dict)
     convert_with_request(model, to_dict(), request, axis)
     extend_model_class(model, axis)
@@ -198,6 +206,9 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
+    is_own = policies is None and not hasattr(model, "save_pretrained")  # not of transformers
+    if is_own and axis.rank == 0:
+        warn_of_unchanged_counts(model, resolver.rules.models[0], plan)
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 

@@ -101,7 +101,9 @@ class Fields:
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])
         if value is None:
-            raise PlanError(f"config field {name} {self._missing}: pass --config FILE with it")
+            raise PlanError(
+                f"config field {name} {self._missing}: pass --config FILE with it, or set it in [config] of a plan file"
+            )
         if type(value) is not int or value < 0:
             raise PlanError(
                 f"config field {name} is {value!r:.60} (expected a non-negative integer): pass --config FILE with it"

@@ -42,7 +42,7 @@ def with_heads(
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
     elif head_dim is None and (rows := _projected_rows(tensors)):
         head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
-        uncertain = f"head_dim is unknown ({cause}): assuming it is at most {_ASSUMED_HEAD_DIM}. Pass {remedy}."
+        uncertain = f"head_dim is unknown ({cause}): assuming it is at most {head_dim}. Pass {remedy}."
         sentence = uncertain
     if head_dim is None:
         return dict(config or {}), "", ""

@@ -32,19 +32,27 @@ _MAX_PAIR = 2
 
 
 class Heads(NamedTuple):
-    """The number of KV heads, and the number of query heads per KV head."""
+    """The number of KV heads, and the number of query heads per KV head.
+
+    The number of query heads per rank is a multiple of ``block``, without or with padding: heads that share a block of
+    a quantized matrix are on the same rank, and a block with heads does not have padding.
+    """
 
     kv_heads: int
     group: int
+    block: int = 1
 
     def padded(self, multiple: int) -> "Heads":
         """The heads with padding for ``multiple`` ranks that take the least memory on all ranks together.
 
-        Either full groups are added, or query heads are added to each group, whose KV head is then replicated.
+        Either full groups are added, or query heads are added to each group, whose KV head is then replicated. Groups
+        that do not have full blocks stay as they are, unless there is only one.
         """
-        full_groups = Heads(round_up(self.kv_heads, multiple), self.group)
-        divisors = (kv for kv in range(self.kv_heads, multiple + 1) if multiple % kv == 0)
-        larger_groups = [Heads(kv, round_up(self.group, multiple // kv)) for kv in divisors]
+        blocked = multiple * (self.block // gcd(self.block, self.group))
+        full_groups = self._replace(kv_heads=round_up(self.kv_heads, blocked))
+        is_extensible = self.kv_heads == 1 or self.group % self.block == 0
+        divisors = [kv for kv in range(self.kv_heads, multiple + 1) if multiple % kv == 0] if is_extensible else []
+        larger_groups = [Heads(kv, round_up(self.group, multiple // kv * self.block), self.block) for kv in divisors]
         candidates = [full_groups, *larger_groups]
         return min(candidates, key=lambda heads: (heads.query_heads + max(heads.kv_heads, multiple), heads))
 
@@ -287,7 +295,9 @@ def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | Non
     queries |= {next(iter(kv_heads)) * group for group in inner}
     if len(kv_heads) != 1 or len(queries) > 1 or min(kv_heads) < 1 or any(q % min(kv_heads) for q in queries):
         return None, f"the KV head of each query head is unknown ({_format_counts(counts)})"
-    return Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads)), ""
+    heads = Heads(min(kv_heads), max(queries, default=min(kv_heads)) // min(kv_heads))
+    is_full = heads.query_heads % linked.block == 0  # if not, padding would follow a block that is not full
+    return heads._replace(block=linked.block if is_full else 1), ""
 
 
 def _refusal_without_kv(names: set[str], model_rules: "ModelRules") -> str:

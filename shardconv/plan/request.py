@@ -165,7 +165,7 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
         base_rules = rules_for(base, config)
         if blocks := resolver.replaced_blocks(base_rules):
             resolver = Resolver(tensors, rules.without_overrides(blocks))
-        if replaced := resolver.replaced(base_rules):
+        if not is_by_name and (replaced := resolver.replaced(base_rules)):
             assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver.padded(request.pad), tuple(assumed))
 
@@ -233,10 +233,16 @@ def _assumptions(
 
 
 def _how_to_compare(config: Mapping[str, object]) -> str:
-    """How a user compares outputs with those of the unsharded model: a proof needs a config that names its class."""
-    if config.get("model_type"):
+    """How a user compares outputs with those of the unsharded model: a proof needs a class of transformers."""
+    model_type = config.get("model_type")
+    own = "the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
+    if not isinstance(model_type, str):
+        return f"compare {own}"
+    if family_for(model_type) is not None:
         return "shardconv plan --prove compares outputs"
-    return "compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
+    return (
+        f"shardconv plan --prove compares outputs if transformers has a class of {model_type!r}; if not, compare {own}"
+    )
 
 
 def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) -> Family:

@@ -208,5 +208,7 @@ class Resolver:
         padded = None if self.rules.pad else self.padded_size(tp)
         pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
         remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", pad]))
-        advice = self.rules.uncertain.removesuffix(".") if error.is_unsure else remedy and f"Pass {remedy}"
-        return PlanError(f"--tp {tp} is unsupported{expected} because of {error}{f'. {advice}' if advice else ''}")
+        unsupported = f"--tp {tp} is unsupported{expected} because of {error}"
+        if error.is_unsure:
+            return PlanError(f"{self.rules.uncertain} With that, {unsupported}")
+        return PlanError(f"{unsupported}{f'. Pass {remedy}' if remedy else ''}")

@@ -25,6 +25,9 @@ from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 #: Config fields about attention heads, which are assumed without a config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
 
+#: The largest number of segments whose sizes messages show.
+_MOST_SHOWN = 6
+
 #: Number of elements that fill an integer number of bytes, for dtypes with elements smaller than a byte.
 _ELEMENTS_PER_GROUP = {"F4": 2, "F6_E2M3": 4, "F6_E3M2": 4}
 
@@ -194,22 +197,26 @@ class GroupPlanner:
             )
         names, units, chunks = self._units(shape[dim])
         groups = self._fields.evaluate(rule.groups)
-        self._check_size(dim, groups * sum(unit.width for unit in units), chunks)
+        self._check_size(dim, groups, units, chunks)
         if chunks > 1:
             return shard_dim(dim, units, tp, groups=groups).chunk(rule.segment or 0, chunks)
         paddings = [group.model_rules.padding(rule, unit) for unit in names]
         return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
 
-    def _check_size(self, dim: int, expected: int, chunks: int) -> None:
+    def _check_size(self, dim: int, groups: int, units: Sequence[Unit], chunks: int) -> None:
+        """Check that the units of all groups, or an even chunk of them, are the elements of the dim."""
         group, size = self._group, self._group.shape[dim]
+        expected = groups * sum(unit.width for unit in units)
         if expected == size * chunks:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
         stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
+        of_group = f"; counts of segments are those of one of the {groups} groups" if groups > 1 else ""
+        cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
         raise PlanError(
-            f"{group.matrix}: dim {dim} has {size} elements (expected {expected // chunks}"
-            f"{f' by {read} of the config' if read else ''}): the config is of another checkpoint, or the family or "
-            f"plan file does not fit{stored}: pass --config or other --rules (now {group.rule.origin}, rule "
+            f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
+            f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}: pass "
+            f"{'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
             f"{group.rule.pattern!r})"
         )
 
@@ -245,6 +252,16 @@ class GroupPlanner:
                 f"{self._group.name}: {size} elements are not a multiple of the {unit_size} of one {unit_name}"
             )
         return Unit(size // unit_size, unit_size, replicate, rule.pad)
+
+
+def _sum_of_widths(groups: int, units: Sequence[Unit], chunks: int) -> str:
+    """The number of elements of all groups, and how it is calculated: ``768 = 8 * (4 * 16 + 2 * 16)``."""
+    expected = groups * sum(unit.width for unit in units) // chunks
+    widths = " + ".join(f"{unit.count} * {unit.size}" if unit.size > 1 else str(unit.count) for unit in units)
+    if groups > 1:
+        widths = f"{groups} * ({widths})"
+    shown = f"({widths}) / {chunks}" if chunks > 1 else widths
+    return str(expected) if len(units) > _MOST_SHOWN or shown == str(expected) else f"{expected} = {shown}"
 
 
 def _padded_placement(

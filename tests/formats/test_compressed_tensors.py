@@ -125,6 +125,16 @@ def test_padding_is_zero(compressed, tmp_path, scheme):
     assert check_padding(source, 4, partial(dequantize, source), tmp_path) >= 4
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_heads_are_padded_to_full_groups(unquantized, tmp_path, tp):
+    """Two of the 6 heads share a group, so that 3 heads on each of 2 ranks would divide one: 8 heads."""
+    source = write_compressed(unquantized("padded"), tmp_path / "source", ("W4A16", "Linear"), width=64)
+    packed = shardconv.make_plan(source, tp=tp, pad=True).placement("model.layers.0.self_attn.o_proj.weight_packed")
+    assert [packed.local_size(rank) for rank in range(tp)] == [8 * 32 // 8 // tp] * tp  # 8 values in a word
+    assert check_padding(source, tp, partial(dequantize, source), tmp_path) >= 4
+    check_run(source, tmp_path / "run", pad=True)
+
+
 @pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])
 def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
     """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""

@@ -513,13 +513,25 @@ def eight_kv_heads(tmp_path_factory) -> Path:
     return bare(tmp_path_factory.mktemp("bare") / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
 
 
-def test_error_without_a_config_marks_assumptions_and_ends_with_the_remedy(eight_kv_heads):
+def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(eight_kv_heads):
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(eight_kv_heads, tp=8)
     assert str(caught.value) == (
-        "tp=8 is unsupported (expected one of 1, 2) because of model.layers.0.self_attn.k_proj.weight: "
-        "2 is not a multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 assumed). "
-        f"{in_python(HEAD_DIM_IS_UNKNOWN).removesuffix('.')}"
+        f"{in_python(HEAD_DIM_IS_UNKNOWN)} With that, tp=8 is unsupported (expected one of 1, 2) because of "
+        "model.layers.0.self_attn.k_proj.weight: 2 is not a multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 "
+        "assumed)"
+    )
+
+
+def test_assumed_head_dim_divides_the_rows_of_keys(tmp_path):
+    """One KV head of 256 elements: the sentence and the field have the same number."""
+    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=1, head_dim=256)
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=8)
+    assert str(caught.value).startswith(
+        "head_dim is unknown (no config.json): assuming it is at most 256. Pass head_dim or config. With that, tp=8 is "
+        "unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is not a multiple of 8 "
+        "(head_dim=256 assumed"
     )
 
 
@@ -577,6 +589,21 @@ def test_hint_to_compare_outputs_without_a_config(multiple_of_three, tmp_path):
     assert f"rules of mine.toml are tried first; {hint}" in assumed
     assert next(text for text in assumed if text.startswith("*.*.*.*.q_proj")).endswith(f"can change outputs: {hint}")
     assert not any("--prove" in text for text in assumed)
+
+
+@pytest.mark.parametrize("inherits", ["", 'inherits = "by_name"\n'], ids=["alone", "by_name"])
+def test_rules_for_common_names_replace_no_family(multiple_of_three, tmp_path, inherits):
+    """The family ``by_name`` stands for a model without a family."""
+    (tmp_path / "mine.toml").write_text(f'{inherits}[rules]\n"**.up_proj" = {{ style = "colwise_gather_output" }}\n')
+    assumed = shardconv.report_plan(multiple_of_three, rules=tmp_path / "mine.toml").assumed
+    assert not any("replaces rules" in text for text in assumed)
+
+
+def test_hint_to_compare_outputs_of_a_known_model_type(checkpoint, tmp_path):
+    """A proof has its class."""
+    (tmp_path / "mine.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }\n')
+    assumed = shardconv.report_plan(checkpoint("llama"), rules=tmp_path / "mine.toml").assumed
+    assert assumed[0] == "rules of mine.toml are tried first; shardconv plan --prove compares outputs"
 
 
 def test_given_head_dim_decides_the_supported_sizes(multiple_of_three):
@@ -668,7 +695,9 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
     plan = shardconv.make_plan(unknown, tp=2, rules=tmp_path / "mine.toml")
     known = shardconv.make_plan(unknown, tp=2, rules="phi3", replicate=("lm_head",))
     assert plan.assumed == (
-        "rules of mine.toml are tried first; shardconv plan --prove compares outputs",
+        "rules of mine.toml are tried first; shardconv plan --prove compares outputs if transformers has a class of "
+        "'unheard_of'; if not, compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded "
+        "module",
         "mine.toml replaces rules of the family for 1 tensors: lm_head.weight (replicate instead of embedding_rowwise)",
     )
     assert known.assumed[0].startswith(

@@ -61,7 +61,7 @@ def held(placement: Placement, rank: int) -> list[int | None]:
 
 def keeps_groups(kv_heads: int, group: int, padded: Heads, tp: int) -> bool:
     """Whether every rank has equally many heads, and each query head is on the rank of its KV head."""
-    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
+    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded[:2])], tp)
     kv = shard_dim(0, [Unit(kv_heads, replicate=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     seen = []
     for rank in range(tp):
@@ -99,7 +99,34 @@ def test_padding_takes_the_least_memory(heads, tp):
 def test_counts_that_divide_are_not_padded(heads, tp):
     kv_heads, group = heads
     if kv_heads % tp == 0 or (tp % kv_heads == 0 and group % (tp // kv_heads) == 0):
-        assert Heads(kv_heads, group).padded(tp) == (kv_heads, group)
+        assert Heads(kv_heads, group).padded(tp) == Heads(kv_heads, group)
+
+
+@given(heads=heads, tp=tps, block=st.sampled_from([2, 3, 4]))
+def test_blocks_hold_query_heads_of_one_rank_or_padding(heads, tp, block):
+    """A block of a quantized matrix has all of its heads, in their order, on one rank, and no padding beside them."""
+    kv_heads, group = heads
+    assume(kv_heads * group % block == 0)
+    padded = Heads(kv_heads, group, block).padded(tp)
+    assert keeps_groups(kv_heads, group, padded, tp)
+    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded[:2])], tp)
+    shards = [held(query, rank) for rank in range(tp)]
+    stored = [tuple(shard[at : at + block]) for shard in shards for at in range(0, len(shard), block)]
+    blocks = [tuple(range(at, at + block)) for at in range(0, kv_heads * group, block)]
+    assert [one for one in stored if one != (None,) * block] == blocks
+
+
+@given(heads=heads, tp=tps, block=st.sampled_from([2, 3, 4]))
+def test_heads_with_full_blocks_on_each_rank_are_padded_as_without_blocks(heads, tp, block):
+    """So that checkpoints that are split already have the same placements."""
+    kv_heads, group = heads
+    assume(kv_heads * group % block == 0)
+    unblocked = Heads(kv_heads, group).padded(tp)
+    padding = Unit(kv_heads * group, groups=kv_heads, padded=unblocked[:2])
+    entries = [entry for rank in shard_dim(0, [padding], tp).ranks for entry in rank]
+    edges = {edge for entry in entries for edge in entry}
+    if all(edge % block == 0 for edge in edges):
+        assert Heads(kv_heads, group, block).padded(tp)[:2] == unblocked[:2]
 
 
 @given(heads=heads, tp=tps)
@@ -110,7 +137,7 @@ def test_interleaved_groups_are_padded_as_separate_tensors(heads, tp):
     one = Unit(1, replicate=True, padded=(1, 1))
     segments = [Unit(group, padded=(1, padded.group)), one, one]
     fused = shard_dim(0, segments, tp, groups=kv_heads, padded_groups=padded.kv_heads)
-    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded)], tp)
+    query = shard_dim(0, [Unit(kv_heads * group, groups=kv_heads, padded=padded[:2])], tp)
     kv = shard_dim(0, [Unit(kv_heads, replicate=True, groups=kv_heads, padded=(padded.kv_heads, 1))], tp)
     rows = np.arange(kv_heads * (group + 2)).reshape(kv_heads, group + 2)
     for rank in range(tp):

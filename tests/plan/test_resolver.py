@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_config_that_describes_one_of_two_towers(tmp_path, config):
     write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("BF16", (64, 64))))
     if config is not None:
         write_config(tmp_path, config)
-    with pytest.raises(shardconv.PlanError, match=r"1 is not a multiple of 2.*Pass head_dim, or rules=FILE"):
+    with pytest.raises(shardconv.PlanError, match=r"Pass head_dim, or rules=FILE.*1 is not a multiple of 2"):
         shardconv.make_plan(tmp_path, tp=2)
     plan = shardconv.make_plan(tmp_path, tp=2, head_dim=32)
     assert plan.placement(names[4]).shard_shape((64, 64), 0) == (32, 64)
@@ -178,6 +179,38 @@ def test_config_of_another_checkpoint_is_named_with_the_sizes_first(checkpoint, 
         rf"intermediate_size={2 * size} of the config\): the config is of another checkpoint, or ",
         str(caught.value),
     )
+
+
+def write_qkv(folder, style):
+    """A projection of 8 heads of 32, each with q, k and v, and its plan file; returns both paths."""
+    (folder / "own.toml").write_text(f'[units]\nhead = {{ count = 8, size = 32 }}\n[rules]\n"qkv" = {{ {style} }}\n')
+    return write_weights(folder / "model.safetensors", {"qkv": ("F32", (768, 4))}), folder / "own.toml"
+
+
+def test_sizes_of_segments_per_group_are_explained(tmp_path):
+    """Without a hint at the config, of which nothing was read."""
+    source, rules = write_qkv(tmp_path, 'style = "packed_colwise", groups = 8, segments = ["head", "head", "head"]')
+    with pytest.raises(shardconv.PlanError) as caught:
+        shardconv.make_plan(source, tp=2, rules=rules)
+    assert str(caught.value) == (
+        "qkv: dim 0 has 768 elements (expected 6144 = 8 * (8 * 32 + 8 * 32 + 8 * 32); counts of segments are those of "
+        "one of the 8 groups): the family or plan file does not fit: pass other rules (now plan file own.toml, rule "
+        "'qkv')"
+    )
+
+
+def test_projection_per_head_is_sharded_as_groups_and_as_units_of_q_k_and_v(tmp_path):
+    """Both plan files of docs/plan-files.md: [heads, 3, head_dim], with all rows of a head on one rank."""
+    page = (Path(__file__).parents[2] / "docs" / "plan-files.md").read_text("utf-8")
+    texts = re.findall(r"```toml\n((?:(?!```).)*interleaved.*?)```", page, re.DOTALL)
+    source = write_weights(tmp_path / "model.safetensors", {"qkv": ("F32", (768, 4))})
+    assert len(texts) == 2
+    for text in texts:
+        (tmp_path / "own.toml").write_text(text)
+        entries = shardconv.make_plan(source, tp=4, rules=tmp_path / "own.toml").placement("qkv").ranks
+        assert [[(one.start, one.stop) for one in rank] for rank in entries] == [
+            [(192 * rank, 192 * rank + 192)] for rank in range(4)
+        ]
 
 
 def test_checkpoint_without_tensors(tmp_path):

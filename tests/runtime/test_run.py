@@ -376,7 +376,7 @@ def test_example_of_a_custom_module():
     example = DEMO.parent / "own_module.py"
     result = run_python(*TORCHRUN, "--standalone", "--nproc-per-node", "2", example)
     assert result.returncode == 0, result.stderr
-    assert "ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
+    assert "(qkv): ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
 
 
 def test_masked_language_model_fills_masks(tmp_path):

@@ -158,9 +158,9 @@ def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
     return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(tensors)
 
 
-def check_run(source: Path, out: Path, *, tp: int = 2, experts: str = "tensor") -> None:
+def check_run(source: Path, out: Path, *, tp: int = 2, experts: str = "tensor", pad: bool = False) -> None:
     """Split, run with dequantized weights, and compare with the unsharded model of the dequantized source."""
-    shardconv.split(source, out, tp=tp, experts=experts)
+    shardconv.split(source, out, tp=tp, experts=experts, pad=pad)
     options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
     result = run("run", out, "--dequantize", *options, "--check", source)
     assert result.code == 0, result.err
@@ -209,7 +209,7 @@ def check_padding(
     shardconv.merge(out / "split", out / "merged")
     assert contents(out / "merged") == contents(source)
     assert shardconv.verify(out / "split", against=source).differences == ()
-    shardconv.reshard(out / "split", out / "resharded", tp=2)
+    shardconv.reshard(out / "split", out / "resharded", tp=2, pad=True)
     shardconv.split(source, out / "direct", tp=2, pad=True)
     for rank in range(2):
         assert rank_file(out / "resharded", rank, 2).read_bytes() == rank_file(out / "direct", rank, 2).read_bytes()

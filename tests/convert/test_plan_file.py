@@ -1,0 +1,157 @@
+"""Modules of the user without a config, converted by a plan file, compared with the unsharded ones."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import shardconv
+from shardconv.distributed import Axis
+
+UNITS = """
+[units]
+head   = { count = 8, size = 4 }
+hidden = { count = 24 }
+"""
+RULES = """
+[rules]
+"layers.*.qkv"     = { style = "packed_colwise", segments = ["head", "head", "head"] }
+"layers.*.o"       = { style = "rowwise", unit = "head" }
+"layers.*.gate_up" = { style = "packed_colwise", segments = ["hidden", "hidden"] }
+"layers.*.down"    = { style = "rowwise", unit = "hidden" }
+"""
+MODULES = '[modules]\n"layers.*" = { attributes = { num_heads = "head" } }\n'
+PLAN_FILE = UNITS + RULES + MODULES
+#: The number of heads as the user may also write it.
+KEPT = '[modules]\n"layers.*" = { attributes = { num_heads = 8 } }\n'
+
+
+class Layer(nn.Module):
+    """Attention with fused q, k and v, and a gated MLP with fused gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.gate_up, self.down = nn.Linear(32, 48), nn.Linear(24, 32)
+        self.num_heads, self.num_steps, self.hidden = 8, 3, 24  # no code reads the last one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = map(self.by_head, self.qkv(x).chunk(3, -1))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        found: torch.Tensor = x + self.down(torch.tanh(gate) * up)
+        return found / self.num_steps
+
+    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class Net(nn.Module):
+    """Two layers, without a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_converted(axis, path):
+    torch.manual_seed(0)
+    before, x = Net(), torch.randn(2, 5, 32)
+    after = shardconv.convert_model(copy.deepcopy(before), rules=str(path), group=axis)
+    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
+    after(x).square().sum().backward()
+    before(x).square().sum().backward()
+    columns = before.layers[1].o.weight.grad.chunk(axis.size, 1)[axis.rank]
+    torch.testing.assert_close(after.layers[1].o.weight.grad, columns, atol=1e-5, rtol=1e-4)
+
+
+def test_module_without_a_config_is_converted_by_a_plan_file(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(PLAN_FILE)
+    ranks("pair", check_converted, tmp_path / "net.toml")
+
+
+def warnings_of(axis, path, is_right=True):
+    """The texts of the warnings of a conversion, with which the outputs are right or not."""
+    torch.manual_seed(0)
+    before, x = Net(), torch.randn(2, 5, 32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    assert torch.allclose(after(x), before(x), atol=1e-5) is is_right
+    return [str(one.message) for one in caught if one.category is shardconv.PlanWarning]
+
+
+def test_forward_that_reads_the_number_of_all_heads_is_a_warning(ranks, tmp_path):
+    """Once for both layers; no code reads ``hidden``."""
+    (tmp_path / "net.toml").write_text(UNITS + RULES)
+    (found,), none = ranks("pair", warnings_of, tmp_path / "net.toml", False)
+    assert none == []
+    assert "modules 'layers.*': the forward of Layer reads num_heads = 8, the number of head units" in found
+    assert "(expected 4 per rank)" in found
+    advice = re.search(r'"layers.*" = { attributes = { num_heads = "head" } }', found)
+    assert advice is not None
+    assert advice[0] in MODULES
+
+
+@pytest.mark.parametrize(("modules", "is_right"), [(MODULES, True), (KEPT, False)], ids=["override", "kept"])
+def test_override_of_the_number_of_heads_is_not_a_warning(ranks, tmp_path, modules, is_right):
+    (tmp_path / "net.toml").write_text(UNITS + RULES + modules)
+    assert ranks("pair", warnings_of, tmp_path / "net.toml", is_right) == [[], []]
+
+
+class Channels(nn.Module):
+    """A depthwise convolution between two layers, whose forward reads its number of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.conv = nn.Conv1d(16, 16, 3, groups=16, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+        return found
+
+
+CHANNELS = """
+[units]
+channel = { count = 16 }
+[rules]
+"up"   = { style = "colwise", unit = "channel" }
+"conv" = { style = "by_rows", unit = "channel" }
+"down" = { style = "rowwise", unit = "channel" }
+"""
+
+
+def check_layers_of_torch(axis, path):
+    """Convert with warnings as errors, and compare the outputs."""
+    torch.manual_seed(0)
+    before, x = Channels(), torch.randn(2, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardconv.PlanWarning)
+        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
+
+
+def test_layers_of_torch_are_converted_with_their_numbers(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(CHANNELS)
+    ranks("pair", check_layers_of_torch, tmp_path / "net.toml")
+
+
+def test_numbers_of_units_are_not_compared_on_one_rank(tmp_path):
+    (tmp_path / "net.toml").write_text(UNITS + RULES)
+    assert warnings_of(Axis("tensor", 0, 1, (0,), None), tmp_path / "net.toml") == []
+
+
+@pytest.mark.parametrize("inherits", ['inherits = "llama"\n', ""])
+def test_rules_that_read_a_config_name_the_missing_field(tmp_path, inherits):
+    (tmp_path / "net.toml").write_text(inherits + RULES.replace('"head"', '"query_head"') + "[units]\nhidden = {}\n")
+    with pytest.raises(shardconv.PlanError, match=r"config field \w+ is missing: .* or set it in \[config\]"):
+        shardconv.convert_model(Net(), rules=tmp_path / "net.toml", group=Axis("tensor", 0, 1, (0,), None))
