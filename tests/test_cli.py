@@ -242,7 +242,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
         ([], 2, "shardconv plan SRC"),
         (["nonsense"], 2, "No such command 'nonsense'"),
         (["split"], 2, "Missing argument 'SRC'"),
-        (["split", "x"], 2, "Missing option '--tp'"),
+        (["split", "x"], 2, "Missing option '--tp'. shardconv plan SRC lists the supported sizes"),
         (["split", "x", "--tp", "0"], 2, "Invalid value for '--tp': got '0', expected an integer from 1"),
         (["split", "x", "--tp", "two"], 2, "Invalid value for '--tp': got 'two', expected an integer from 1"),
         (["run", "x", "--temperature", "-1"], 2, "'--temperature': got '-1', expected a number from 0"),
@@ -284,6 +284,9 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
         ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
         ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
         ("split tiny --tp 2 --layout sharded_state", "'meta' (vLLM's sharded_state is --layout vllm)"),
+        ("split tiny out --tp 2", "unexpected extra argument (out): for the output pass -o PATH"),
+        ("pad tiny out --multiple-of tp=2", "unexpected extra argument (out): for the output pass -o PATH"),
+        ("plan tiny out", "unexpected extra argument (out)\nUsage: "),
         ("run tiny-tp2 other", "unexpected extra argument (other): run takes one folder"),
     ],
 )

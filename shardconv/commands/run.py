@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -55,18 +56,13 @@ class _RunFlags(TypedDict):
 class _OneFolder(Command):
     """A command whose error for a second folder says what to do with ranks in several."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            if not error.message.startswith("Got unexpected extra argument"):
-                raise
-            raise click.UsageError(
-                f"{error.message}: run takes one folder (or quotes around a prompt are missing): merge ranks in "
-                f"several folders first with shardconv merge, or start torchrun on each host with its folder",
-                ctx,
-            ) from error
+    def extra_remedy(self, options: Collection[str]) -> str:
+        """See :class:`Command`."""
+        del options
+        return (
+            "run takes one folder (or quotes around a prompt are missing): merge ranks in several folders first with "
+            "shardconv merge, or start torchrun on each host with its folder"
+        )
 
 
 @click.command(
