@@ -570,6 +570,22 @@ atexit.register(lambda: print("imported", *(name for name in heavy if name in sy
     assert imported <= allowed
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["."], ".: is not a split checkpoint (no shardconv.json)"),
+        (["tiny", "--tp", "3"], "is not a multiple of"),
+        (["tiny-tp2", "--adapter", "nowhere"], "nowhere: does not exist (adapters of tiny-tp2: none)"),
+    ],
+)
+def test_run_finds_a_wrong_path_without_torch(made, arguments, message):
+    without_torch = "import sys; sys.modules['torch'] = None"
+    result = run("run", *arguments, "--prompt", "x", patch=without_torch, cwd=made)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
+
+
 def test_importing_the_package_imports_no_modules_of_it():
     code = "import sys, shardconv; print(*(name for name in sys.modules if name.startswith('shardconv')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)

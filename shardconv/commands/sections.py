@@ -93,7 +93,7 @@ class Command(click.Command):
             raise
         except click.UsageError as error:
             if error.message.startswith("Got unexpected extra argument") and (remedy := self.extra_remedy(options)):
-                error.message = f"{error.message}: {remedy}"
+                raise click.UsageError(f"{error.message}: {remedy}", ctx) from error
             raise
 
     def extra_remedy(self, options: Collection[str]) -> str:

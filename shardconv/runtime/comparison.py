@@ -15,12 +15,12 @@ from torch import Tensor
 from shardconv.checkpoint.merge import merge
 from shardconv.checkpoint.quantization_files import with_settings
 from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split_adapter import SplitAdapter
 from shardconv.errors import RunError, one_line
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
 from shardconv.protocols import ModelConfig, PretrainedModel
-from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.commands.run import show_report
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError, UsageError
@@ -71,7 +72,7 @@ def rank_report(path, prompt, **options):
 
 def checked_and_run(path, options):
     """The report of a single rank after the checks that precede a run."""
-    check_run(path, [PROMPT], options)
+    check_run(open_loadable(path, tp=None, options={}), [PROMPT], options)
     return run_rank(path, [PROMPT], options, lambda _: None)
 
 
@@ -311,7 +312,7 @@ def test_check_accepts_another_dtype_and_the_names_of_another_prefix(split, tmp_
     tensors = load_file(DEMO / "model.safetensors").items()
     tensors = {name.removeprefix("model."): tensor.double() for name, tensor in tensors}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    assert check_run(split, [PROMPT], RunOptions(device="cpu", check=other)) == 2
+    assert check_run(open_loadable(split, tp=None, options={}), [PROMPT], RunOptions(device="cpu", check=other)) == 2
 
 
 def test_check_with_a_split_checkpoint_names_the_source_and_the_merge(split, single):
