@@ -94,7 +94,8 @@ def verify(
     with source_progress(console, "verify") as progress:
         report = run(src, progress=progress, **options)
     remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"
-    remedy = f"pass the source that was split to --against; if you did, {remedy}" if report.against else remedy
+    if report.against and not report.is_damaged:
+        remedy = f"pass the source that was split to --against; if you did, {remedy}"
     remedies = [remedy] if report.differences else []  # differences from an engine have remedies of their own
     if checked is not None:
         engines = (*report.checked, f"{checked.engine} {checked.version}")
