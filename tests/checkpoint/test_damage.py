@@ -343,7 +343,7 @@ def test_remedy_of_damage_is_not_another_source(folder, made):
     path = folder / RANK_FILES[1]
     flip(path, place(path, f"{LAYER}.mlp.up_proj.weight")[0])
     result = call("verify", folder, "--against", made / "source")
-    assert result.out.endswith(": split the source again or restore the modified files\n")
+    assert result.out.endswith(": copy the damaged files again, or split the source again\n")
     assert "to --against" not in result.out
     assert verify(folder, against=made / "source").is_damaged
 
