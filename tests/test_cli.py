@@ -284,6 +284,8 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
         ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
         ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
         ("split tiny --tp 2 --layout sharded_state", "'meta' (vLLM's sharded_state is --layout vllm)"),
+        ("merge tiny-tp2 -o out.bin", "out.bin: has the suffix of a weight file that merge does not write (got .bin"),
+        ("merge tiny-tp2 -o out.gguf", "(got .gguf, expected .safetensors for one file, or a folder): change -o"),
         ("split tiny out --tp 2", "unexpected extra argument (out): for the output pass -o PATH"),
         ("pad tiny out --multiple-of tp=2", "unexpected extra argument (out): for the output pass -o PATH"),
         ("plan tiny out", "unexpected extra argument (out)\nUsage: "),

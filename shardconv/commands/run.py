@@ -152,8 +152,8 @@ def run(
 ) -> None:
     """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
-    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder. The
-    options under Source and Plan are for the latter, as a split checkpoint stores its plan.
+    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder; or
+    the URL of one. The options under Source and Plan are for the latter, as a split checkpoint stores its plan.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):

@@ -244,6 +244,20 @@ def test_quantized_source_is_dequantized(tmp_path):
     assert any("lm_head.weight is replicated as requested" in note for note in report["notes"])
 
 
+def test_difference_from_a_source_that_is_not_quantized_names_the_quantized_one(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    quantized = Path(__file__).parents[1] / "data" / "quantized" / "gptq-3"
+    shardconv.split(quantized, tmp_path / "split", tp=1)
+    config = AutoConfig.from_pretrained(quantized)
+    del config.quantization_config
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    options = RunOptions(device="cpu", check=tmp_path / "plain", dequantize=True, token_ids=True, max_new_tokens=2)
+    report = run_rank(tmp_path / "split", ["1 2 3"], options, lambda _: None)
+    remedy = f"{tmp_path / 'plain'} is not quantized: pass the quantized source that was split to --check"
+    assert report.differences[0].endswith(f" are due to rounding. {remedy}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
