@@ -246,8 +246,8 @@ def test_text_says_what_was_kept(job, target):
 
 
 @OF_SPLIT
-def test_text_says_that_no_stripe_was_complete(job, target):
-    assert "resumed: nothing, as no stripe was complete\n" in job.call(target, "--resume").out
+def test_text_says_that_no_complete_stripe_was_found(job, target):
+    assert "resumed: no complete stripe was found\n" in job.call(target, "--resume").out
 
 
 @OF_SPLIT

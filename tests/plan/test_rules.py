@@ -41,6 +41,11 @@ def test_misspelled_plan_file_is_missing_and_gets_a_similar_one(checkpoint, plan
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="mine.tml")
 
 
+def test_missing_plan_file_in_a_folder_is_not_taken_for_a_model_of_the_hub(checkpoint):
+    with pytest.raises(PlanError, match=r"^nowhere/my\.tml: does not exist: correct the path$"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="nowhere/my.tml")
+
+
 def test_name_with_a_version_is_a_family(checkpoint):
     with pytest.raises(UsageError, match=r"family 'llama3\.1' is unknown \(similar: llama"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules="llama3.1")
