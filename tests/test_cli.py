@@ -242,7 +242,7 @@ def test_default_name_from_inside_the_folder(made, tmp_path, monkeypatch):
         ([], 2, "shardconv plan SRC"),
         (["nonsense"], 2, "No such command 'nonsense'"),
         (["split"], 2, "Missing argument 'SRC'"),
-        (["split", "x"], 2, "Missing option '--tp'"),
+        (["split", "x"], 2, "Missing option '--tp'. shardconv plan SRC lists the supported sizes"),
         (["split", "x", "--tp", "0"], 2, "Invalid value for '--tp': got '0', expected an integer from 1"),
         (["split", "x", "--tp", "two"], 2, "Invalid value for '--tp': got 'two', expected an integer from 1"),
         (["run", "x", "--temperature", "-1"], 2, "'--temperature': got '-1', expected a number from 0"),
@@ -284,6 +284,11 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
         ("verify tiny-tp2 tiny --engine vllm", "--engine checks one folder with all ranks (got 2 folders)"),
         ("verify tiny-tp2 --html tiny-tp2/page.html", "is in the source"),
         ("split tiny --tp 2 --layout sharded_state", "'meta' (vLLM's sharded_state is --layout vllm)"),
+        ("merge tiny-tp2 -o out.bin", "out.bin: has the suffix of a weight file that merge does not write (got .bin"),
+        ("merge tiny-tp2 -o out.gguf", "(got .gguf, expected .safetensors for one file, or a folder): change -o"),
+        ("split tiny out --tp 2", "unexpected extra argument (out): for the output pass -o PATH"),
+        ("pad tiny out --multiple-of tp=2", "unexpected extra argument (out): for the output pass -o PATH"),
+        ("plan tiny out", "unexpected extra argument (out)\nUsage: "),
         ("run tiny-tp2 other", "unexpected extra argument (other): run takes one folder"),
     ],
 )
@@ -576,6 +581,22 @@ def test_error_in_the_environment_of_a_rank_needs_no_torch(tmp_path, command):
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith("shardconv: missing: does not exist")
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["."], ".: is not a split checkpoint (no shardconv.json)"),
+        (["tiny", "--tp", "3"], "is not a multiple of"),
+        (["tiny-tp2", "--adapter", "nowhere"], "nowhere: does not exist (adapters of tiny-tp2: none)"),
+    ],
+)
+def test_run_finds_a_wrong_path_without_torch(made, arguments, message):
+    without_torch = "import sys; sys.modules['torch'] = None"
+    result = run("run", *arguments, "--prompt", "x", patch=without_torch, cwd=made)
+    assert (result.code, result.out) == (1, "")
+    assert message in result.err
 
 
 def test_importing_the_package_imports_no_modules_of_it():

@@ -173,12 +173,19 @@ class Scratch:
 
 
 class StripeState:
-    """State of a reader or sink for one stripe: a running checksum per rank, and the first problem."""
+    """State of a reader or sink for one stripe.
+
+    Attributes:
+        number: of the stripe.
+        hashes: a running checksum per rank.
+        problem: the first problem; "" if there is none.
+        damaged: the tensor whose replicas or padding are the problem; "" if there is none.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.hashes: dict[int, xxhash.xxh3_128] = {}
-        self.problem = ""
+        self.problem = self.damaged = ""
 
     def update(self, rank: int, data: Bytes) -> None:
         """Update the checksum of a rank."""

@@ -162,6 +162,11 @@ def convert(folder: Path, names: Collection[str]) -> str:
     return "Convert it to safetensors first, with the library that wrote it."
 
 
+def without_weights(path: Path) -> str:
+    """The remedy for a config without weights; ``path`` is the config or its folder."""
+    return f"pass a folder with weights, or plan the config alone with shardconv plan {path} --cost"
+
+
 def _python_steps(action: str, *lines: str) -> str:
     return "\n".join([f"{action} in Python, then copy the tokenizer files into the new folder:", *lines])
 

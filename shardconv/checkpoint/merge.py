@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.fileio import create, permissions
+from shardconv.checkpoint.formats import is_weights
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.job import settings_of
 from shardconv.checkpoint.journal import check_resume
@@ -108,7 +109,7 @@ def merge(
     split, source = _read(src, source_layout)
     folder, manifest = split.first, split.manifest
     target = local_path(dst) if dst is not None else _default_target(folder, manifest)
-    is_folder = target.suffix != ".safetensors"
+    is_folder = _is_folder(target)
     adapters = {name: read_folders([one.path / ADAPTERS / name for one in split.folders]) for name in manifest.adapters}
     if adapters and not is_folder:
         raise UsageError(
@@ -157,6 +158,18 @@ def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[
 def _default_target(folder: Path, manifest: Manifest) -> Path:
     name = folder.resolve().name.removesuffix(f"-tp{manifest.tp}") + "-merged"
     return Path(name if manifest.is_folder else f"{name}.safetensors")
+
+
+def _is_folder(target: Path) -> bool:
+    """Whether a folder is written, by the name of the destination; refuses names of weight files in other formats."""
+    if target.suffix == ".safetensors":
+        return False
+    if is_weights(target.name):
+        raise UsageError(
+            f"{target}: has the suffix of a weight file that merge does not write (got {target.suffix}, expected "
+            f".safetensors for one file, or a folder): change -o"
+        )
+    return True
 
 
 def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:

@@ -87,12 +87,7 @@ def missing_hint(path: Path, *, takes_url: bool = True) -> str:
         return (
             f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
         )
-    names: list[str] = []
-    with suppress(OSError):
-        names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
-    if similar := get_close_matches(path.name, sorted(names), n=1):
-        return f" (similar: {path.parent / similar[0]}): correct the path"
-    if hint := _several_hint(path):
+    if hint := _similar_hint(path) or _several_hint(path):
         return hint
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json", ".toml"}:
         return ""
@@ -103,7 +98,16 @@ def missing_hint(path: Path, *, takes_url: bool = True) -> str:
 def check_exists(path: Path, error: type[ShardconvError]) -> None:
     """Check that a file exists; raises ``error`` with a similar path if it does not."""
     if not os.path.lexists(path):
-        raise error(f"{path}: does not exist{missing_hint(path)}")
+        raise error(f"{path}: does not exist{_similar_hint(path) or ': correct the path'}")
+
+
+def _similar_hint(path: Path) -> str:
+    """A similar path beside one that does not exist, and the remedy; "" if there is none."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = [child.name for child in path.parent.iterdir() if not child.name.startswith(".")]
+    similar = get_close_matches(path.name, sorted(names), n=1)
+    return f" (similar: {path.parent / similar[0]}): correct the path" if similar else ""
 
 
 def _several_hint(path: Path) -> str:

@@ -31,9 +31,11 @@ def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> No
     arrays.edits.add(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
-def name_tensors(stripe: Stripe, names: Sequence[str]) -> str:
-    """The tensors of a stripe in a message on some of its bytes."""
+def name_tensors(stripe: Stripe, names: Sequence[str], damaged: str = "") -> str:
+    """The tensors of a stripe in a message on some of its bytes; ``damaged`` is one that certainly has some of them."""
     first, last, count = names[stripe[0].tensor], names[stripe[-1].tensor], len({span.tensor for span in stripe})
+    if damaged and count > 1:
+        return f"{damaged} (and perhaps of others of {count} tensors)"
     return first if count == 1 else f"one or more of {count} tensors from {first} to {last}"
 
 
@@ -105,7 +107,8 @@ class ShardReader:
             problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas){self._remedy}"
         elif is_padded and not arrays.strided.is_padding_zero(boxes, data):
             problem = f"{label}: the padding of {name} is not zero{self._remedy}"
-        state.problem = state.problem or problem
+        if problem and not state.problem:
+            state.problem, state.damaged = problem, name
 
     def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Check the stripe.
@@ -117,14 +120,15 @@ class ShardReader:
             digests = {rank: running.hexdigest() for rank, running in state.hashes.items()}
             wrong = [rank for rank, digest in digests.items() if digest != self._checksums[rank][state.number]]
             if wrong:
-                lines = [self._mismatch(rank, digests[rank], state, stripe) for rank in wrong]
+                damaged = state.damaged if len(wrong) == 1 else ""  # of several ranks, it may be in any
+                lines = [self._mismatch(rank, digests[rank], state, stripe, damaged) for rank in wrong]
                 raise IntegrityError("\n".join(lines) + self._remedy)
         if state.problem:
             raise IntegrityError(state.problem)
 
-    def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe) -> str:
+    def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe, damaged: str) -> str:
         assert self._checksums is not None
-        tensors = name_tensors(stripe, self._names)
+        tensors = name_tensors(stripe, self._names, damaged)
         equal = [other for other in range(len(self._checksums)) if self._checksums[other][state.number] == digest]
         hint = f" (got the bytes of {self._label(equal[0], stripe)})" if equal else ""
         return f"{self._label(rank, stripe)}: the bytes of {tensors} differ from their checksum{hint}"
@@ -215,10 +219,14 @@ class Comparer:
         reader: the other reader.
         names: for each tensor its name.
         held: the shards that blocks consist of: where these hold no bytes, nothing is compared.
+
+    Attributes:
+        differences: descriptions of the differences.
     """
 
     def __init__(self, reader: Reader, names: Sequence[str], held: Sequence[Shards]) -> None:
         self.tensors = reader.tensors
+        self.differences: set[str] = set()
         self._reader = reader
         self._names = names
         self._held = held
@@ -253,4 +261,5 @@ class Comparer:
             IntegrityError: if there is one.
         """
         if state.problem:
+            self.differences.add(state.problem)
             raise IntegrityError(state.problem)

@@ -19,6 +19,7 @@ from shardconv.checkpoint.formats import (
     convert,
     is_weights,
     refuse_rank_files,
+    without_weights,
 )
 from shardconv.checkpoint.header import TensorInfo
 from shardconv.checkpoint.json_files import read_json
@@ -178,6 +179,8 @@ def open_source(
         raise SourceError(f"{path}: belongs to a PEFT adapter: pass its folder {path.parent}")
     elif any(path.name.endswith(one.suffixes) for one in SOURCE_FORMATS):
         source = _open_file(path, follow_links=follow_links)
+    elif standalone_config(path, follow_links=follow_links) is not None:
+        raise SourceError(f"{path}: is a config, not a file of weights: {without_weights(path)}")
     else:
         raise SourceError(f"{path}: is not a .safetensors or PyTorch file. {convert(path.parent, [path.name])}")
     if config is not None:

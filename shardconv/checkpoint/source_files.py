@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shardconv.checkpoint.auxiliary import FolderFiles, check_link, refuse_adapter
 from shardconv.checkpoint.formats import (
+    CONFIG_NAME,
     NUMBERED_NAME,
     SAFETENSORS,
     SOURCE_FORMATS,
@@ -21,12 +22,16 @@ from shardconv.checkpoint.formats import (
     refuse_rank_files,
     refuse_sharded_state,
     without_manifest,
+    without_weights,
 )
 from shardconv.checkpoint.header import Header, read_header
 from shardconv.checkpoint.json_files import parse_object, read_text
 from shardconv.checkpoint.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import SourceError, UsageError
+
+#: Maximum number of subfolders in a message.
+_MAX_SUBFOLDERS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +163,17 @@ def _no_weights(folder: Path, files: Collection[str]) -> str:
     """The problem and the remedy for a folder without a safetensors file."""
     if (folder / "snapshots").is_dir():
         return "is a model in a Hugging Face cache: pass a folder in its snapshots/"
-    held = {name for name in files for one in SOURCE_FORMATS if one.has(name)}
+    held = {name.rpartition("/")[0] for name in files for one in SOURCE_FORMATS if one.has(name)}
     if held:
-        subfolders = ", ".join(sorted({name.rpartition("/")[0] for name in held}))
+        sources_first = sorted(held, key=lambda name: (f"{name}/{MANIFEST_NAME}" in files, name))
+        more = f" and {len(held) - _MAX_SUBFOLDERS} more" if len(held) > _MAX_SUBFOLDERS else ""
+        subfolders = f"{', '.join(sources_first[:_MAX_SUBFOLDERS])}{more}"
         return f"holds no weights that can be split, but its subfolders do ({subfolders}): pass one of them"
     others = [name for name in files if is_weights(name) and "/" not in name and not is_trainer_state(name)]
     if others:
         return f"holds {others[0]}, but no .safetensors or PyTorch file. {convert(folder, others)}"
+    if CONFIG_NAME in files:
+        return f"holds a config without weights: {without_weights(folder)}"
     return (
         "holds no .safetensors or PyTorch file and no weights in another known format: pass the folder of a model, or "
         "one of its weight files"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.chosen_ranks import name_ranks
-from shardconv.checkpoint.copy import CopyJob, Progress
+from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.dtype_conversion import with_dtype
 from shardconv.checkpoint.formats import CONFIG_NAME, MERGED, is_weights
 from shardconv.checkpoint.header import total_bytes
@@ -21,7 +21,13 @@ from shardconv.checkpoint.shards import Comparer, ShardReader
 from shardconv.checkpoint.source import Source, open_if_external, open_source
 from shardconv.checkpoint.source_reader import open_tensors
 from shardconv.checkpoint.split_folders import SplitFolders, local_folders, read_folders, refuse_layout
-from shardconv.checkpoint.verify_external import compare_sources, is_other_model, tensor_differences
+from shardconv.checkpoint.verify_external import (
+    Differences,
+    compare_sources,
+    find_differences,
+    is_other_model,
+    tensor_differences,
+)
 from shardconv.checkpoint.vllm_folder import read_split
 from shardconv.checkpoint.write import (
     SplitFolder,
@@ -56,6 +62,8 @@ class VerifyReport:
         seconds: wall time in seconds.
         saved_by: the engine that saved the rank files; None for a split checkpoint.
         ranks: the ranks that the folders have, which were checked.
+        is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
+            from each other, and not only from ``against``.
     """
 
     paths: tuple[str, ...]
@@ -73,6 +81,7 @@ class VerifyReport:
     seconds: float
     saved_by: str | None = None
     ranks: tuple[int, ...] = ()
+    is_damaged: bool = False
 
 
 @reads_remote("src", "against")
@@ -129,15 +138,14 @@ def verify(
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
     compared_with = None if against is None else shown(against)
     checked = () if manifest.explicit_files else ("auxiliary files",)
-    differences = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
-    if source is not None:
-        differences += tensor_differences(manifest.source_tensors, source)
-        if not is_other_model(manifest.source_tensors, source):
-            differences += _file_differences(manifest, source)
+    damages = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
+    differences = [] if source is None else tensor_differences(manifest.source_tensors, source)
+    if source is not None and not is_other_model(manifest.source_tensors, source):
+        differences += _file_differences(manifest, source)
     ranks = _compare_ranks(split, source, threads=threads, progress=progress)
     for name in manifest.adapters:
         checked = (*checked, f"adapter {name}")
-        differences += _adapter_differences(name, split, threads)
+        damages += _adapter_differences(name, split, threads)
     return VerifyReport(
         paths=tuple(map(shown, folders)),
         against=compared_with,
@@ -149,11 +157,12 @@ def verify(
         checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
-        differences=tuple(map(shown, (*differences, *ranks.differences))),
+        differences=tuple(map(shown, (*damages, *differences, *ranks.differences.found))),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
         saved_by=manifest.saved_by,
         ranks=_held(manifest),
+        is_damaged=bool(damages) or ranks.differences.is_damaged,
     )
 
 
@@ -214,16 +223,17 @@ def _verify_external(
         other_weights=(),
         checked=(
             "names and shapes",
-            "replicas equal",
+            "replicas",
             *([f"every tensor of {compared_with}"] if is_compared else []),
         ),
         is_compared=is_compared,
         has_checksums=False,
-        differences=tuple(map(shown, differences)),
+        differences=tuple(map(shown, differences.found)),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by="another tool",
         ranks=tuple(range(external.num_ranks)),
+        is_damaged=differences.is_damaged,
     )
 
 
@@ -240,12 +250,12 @@ class _RankFiles(NamedTuple):
     """The comparison of the rank files with their checksums and a source; defaults are for files that are not readable.
 
     Attributes:
-        differences: descriptions of all differences.
+        differences: all differences.
         checked: descriptions of the completed checks.
         is_compared: whether every byte was compared with the source.
     """
 
-    differences: list[str]
+    differences: Differences
     checked: tuple[str, ...] = ()
     is_compared: bool = False
 
@@ -258,16 +268,14 @@ def _compare_ranks(
     try:
         reader, inputs = read_ranks(manifest, split.folders, for_report=True)
     except IntegrityError as error:
-        return _RankFiles([str(error)])
+        return _RankFiles(Differences([str(error)], is_damaged=True))
     is_compared = source is not None and source.specs == manifest.source_tensors
     compared = source if is_compared else None
     with inputs:
-        differences = _data_differences(
-            manifest, reader, compared, threads=threads or inputs.threads, progress=progress
-        )
+        found = _data_differences(manifest, reader, compared, threads=threads or inputs.threads, progress=progress)
         inputs.check_unchanged()
-    checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas equal", "padding zero")
-    return _RankFiles(differences, checked, is_compared)
+    checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas", "padding")
+    return _RankFiles(found, checked, is_compared)
 
 
 def _folder_differences(folder: SplitFolder, count: int) -> list[str]:
@@ -327,21 +335,14 @@ def _replaced(manifest: Manifest) -> dict[str, str]:
 
 def _data_differences(
     manifest: Manifest, reader: ShardReader, source: Source | None, *, threads: int | None, progress: Progress | None
-) -> list[str]:
-    differences: list[str] = []
-
-    def add(error: IntegrityError) -> None:
-        differences.extend(str(error).splitlines())
-
+) -> Differences:
     stripes = held_stripes(manifest.stripes, reader.tensors)
     if source is None:
-        CopyJob(stripes, reader, [], add).run(threads=threads, progress=progress)
-        return sorted(set(differences))
-    names = list(manifest.tensors)
+        return find_differences(stripes, reader, None, threads=threads, progress=progress)
     expected, inputs = open_tensors(source, manifest.tensors, None)
     with inputs:
-        CopyJob(stripes, reader, [Comparer(expected, names, reader.tensors)], add).run(
-            threads=threads or inputs.threads, progress=progress
-        )
+        comparer = Comparer(expected, list(manifest.tensors), reader.tensors)
+        threads = threads or inputs.threads
+        found = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
         inputs.check_unchanged()
-    return sorted(set(differences))
+    return found

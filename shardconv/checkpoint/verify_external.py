@@ -1,8 +1,9 @@
 """Verify rank files of another tool: replicas are equal, and every byte is that of a source."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from shardconv.checkpoint.copy import STRIPE_BYTES, CopyJob, Progress, split_into_stripes
+from shardconv.checkpoint.copy import STRIPE_BYTES, CopyJob, Progress, Reader, Stripe, split_into_stripes
 from shardconv.checkpoint.header import num_bytes
 from shardconv.checkpoint.shards import Comparer
 from shardconv.checkpoint.source import Source
@@ -14,31 +15,57 @@ from shardconv.plan.plan import TensorSpec
 _MAX_LISTED = 5
 
 
+class Differences(NamedTuple):
+    """The differences of rank files.
+
+    Attributes:
+        found: descriptions of all differences.
+        is_damaged: whether some are within the rank files, and not only from another source.
+    """
+
+    found: list[str]
+    is_damaged: bool
+
+
+def find_differences(
+    stripes: Sequence[Stripe],
+    reader: Reader,
+    comparer: Comparer | None,
+    *,
+    threads: int | None,
+    progress: Progress | None,
+) -> Differences:
+    """Find the differences that a reader detects, and those from a source that a comparer reads."""
+    found: set[str] = set()
+
+    def add(error: IntegrityError) -> None:
+        found.update(str(error).splitlines())
+
+    CopyJob(stripes, reader, [] if comparer is None else [comparer], add).run(threads=threads, progress=progress)
+    return Differences(sorted(found), not found <= (set() if comparer is None else comparer.differences))
+
+
 def compare_sources(
     source: Source, against: Source | None, *, threads: int | None, progress: Progress | None
-) -> list[str]:
-    """Compare the replicas of a source, and its tensors with those of another one; describes all differences."""
+) -> Differences:
+    """Compare the replicas of a source, and its tensors with those of another one."""
     differences = [] if against is None else tensor_differences(source.specs, against)
     names = [name for name, spec in source.specs.items() if against is None or against.specs.get(name) == spec]
     specs = {name: source.specs[name] for name in names}
-
-    def add(error: IntegrityError) -> None:
-        differences.extend(str(error).splitlines())
-
     stripes = split_into_stripes([num_bytes(spec.dtype, spec.shape) for spec in specs.values()], STRIPE_BYTES)
     reader, inputs = open_tensors(source, specs, None, for_report=True)
     with inputs:
         if against is None:
-            CopyJob(stripes, reader, [], add).run(threads=threads or inputs.threads, progress=progress)
+            data = find_differences(stripes, reader, None, threads=threads or inputs.threads, progress=progress)
         else:
             expected, others = open_tensors(against, specs, None, for_report=True)
             with others:
-                CopyJob(stripes, reader, [Comparer(expected, names, reader.tensors)], add).run(
-                    threads=threads or inputs.threads or others.threads, progress=progress
-                )
+                comparer = Comparer(expected, names, reader.tensors)
+                threads = threads or inputs.threads or others.threads
+                data = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
                 others.check_unchanged()
         inputs.check_unchanged()
-    return sorted(set(differences))
+    return Differences(sorted({*differences, *data.found}), data.is_damaged)
 
 
 def is_other_model(specs: Mapping[str, TensorSpec], source: Source) -> bool:

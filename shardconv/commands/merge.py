@@ -69,7 +69,7 @@ def merge(
         line,
         *adapters,
         *report.notes,
-        *resume_notes(report),
+        *resume_notes(report, resume=options["resume"]),
         *dry_run_notes(report, overwrite=options["overwrite"]),
     ]
     console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])

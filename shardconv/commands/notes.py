@@ -52,9 +52,10 @@ def written(report: "WriteReport", num_bytes: int) -> str:
     return "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
 
 
-def resume_notes(report: "WriteReport") -> list[str]:
-    """How much an interrupted run had written, if one was continued."""
-    return [f"resumed: {size(report.resumed_bytes)} were already written"] * bool(report.resumed_bytes)
+def resume_notes(report: "WriteReport", *, resume: bool) -> list[str]:
+    """How much an interrupted run had written, with ``--resume``."""
+    kept = f"{size(report.resumed_bytes)} were already written"
+    return [f"resumed: {kept if report.resumed_bytes else 'no complete stripe was found'}"] * resume
 
 
 def padding_notes(padding: "PaddingReport") -> list[str]:

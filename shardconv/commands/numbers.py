@@ -19,6 +19,15 @@ class _Count(click.IntRange):
             self.fail(f"got {value!r}, expected an integer from 1", param, ctx)
 
 
+class _Tp(_Count):
+    """A tensor parallel size."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        """The end of the error for a missing value."""
+        del param, ctx
+        return "shardconv plan SRC lists the supported sizes"
+
+
 class Number(click.FloatRange):
     """A number from 0, up to ``maximum`` if it is given."""
 
@@ -37,4 +46,4 @@ class Number(click.FloatRange):
         return number
 
 
-COUNT = _Count()
+COUNT, TP = _Count(), _Tp()

@@ -10,7 +10,7 @@ import click
 
 from shardconv.checkpoint.header import TARGET_DTYPES
 from shardconv.checkpoint.paths import local_path
-from shardconv.commands.numbers import COUNT
+from shardconv.commands.numbers import COUNT, TP
 from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
 from shardconv.layouts.choice import LAYOUTS
 from shardconv.layouts.external import SOURCE_LAYOUTS
@@ -151,7 +151,7 @@ from_option = section(
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 _TP = "Tensor parallel size: the number of ranks."
-tp_option = section(PLAN, click.option("--tp", type=COUNT, required=True, metavar="N", help=_TP))
+tp_option = section(PLAN, click.option("--tp", type=TP, required=True, metavar="N", help=_TP))
 source_tp_option = section(
     PLAN, click.option("--tp", type=COUNT, metavar="N", help=f"{_TP} Required if SRC is not a split checkpoint.")
 )

@@ -103,7 +103,7 @@ def pad(
             f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}; {verb}",
             *padding_notes(report.padding),
             f"config.json: {', '.join([*changes, *added])}",
-            *resume_notes(report),
+            *resume_notes(report, resume=options["resume"]),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *report.notes,
             *notes((), report.left_out),
@@ -137,4 +137,7 @@ def unpad(
     verb = written(report, report.num_bytes)
     origin = "; ".join(report.derived) or "the source's bytes"
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
-    console.report(report, [line, *resume_notes(report), *dry_run_notes(report, overwrite=options["overwrite"])])
+    console.report(
+        report,
+        [line, *resume_notes(report, resume=options["resume"]), *dry_run_notes(report, overwrite=options["overwrite"])],
+    )

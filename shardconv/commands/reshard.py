@@ -88,7 +88,7 @@ def reshard(
             f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
             *padding_notes(report.padding),
             *report.notes,
-            *resume_notes(report),
+            *resume_notes(report, resume=options["resume"]),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
         ],

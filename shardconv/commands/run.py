@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from shardconv.exits import ImportPhase, default_signals
 from shardconv.formatting import counted, size
 
 if TYPE_CHECKING:
+    from shardconv.checkpoint.loadable import Loadable
     from shardconv.checkpoint.planning import PlanOptions
     from shardconv.runtime.run_options import RunOptions, RunReport
 
@@ -55,18 +57,13 @@ class _RunFlags(TypedDict):
 class _OneFolder(Command):
     """A command whose error for a second folder says what to do with ranks in several."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as error:
-            if not error.message.startswith("Got unexpected extra argument"):
-                raise
-            raise click.UsageError(
-                f"{error.message}: run takes one folder (or quotes around a prompt are missing): merge ranks in "
-                f"several folders first with shardconv merge, or start torchrun on each host with its folder",
-                ctx,
-            ) from error
+    def extra_remedy(self, options: Collection[str]) -> str:
+        """See :class:`Command`."""
+        del options
+        return (
+            "run takes one folder (or quotes around a prompt are missing): merge ranks in several folders first with "
+            "shardconv merge, or start torchrun on each host with its folder"
+        )
 
 
 @click.command(
@@ -155,8 +152,8 @@ def run(
 ) -> None:
     """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
-    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder. The
-    options under Source and Plan are for the latter, as a split checkpoint stores its plan.
+    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder; or
+    the URL of one. The options under Source and Plan are for the latter, as a split checkpoint stores its plan.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
     if token_ids and (prompt or options["chat"]):
@@ -169,18 +166,31 @@ def run(
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         reads(_run_rank)(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
     else:
+        tp = reads(_check_run)(src, prompt, token_ids, options)
         with ImportPhase():
             from shardconv.runtime.launch import launch
-        sys.exit(launch(sys.argv[1:], reads(_check_run)(src, prompt, token_ids, options)))
+        sys.exit(launch(sys.argv[1:], tp))
 
 
 def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags) -> int:
     """Check what can be checked before processes are started; returns the tensor parallel size."""
+    folder = Path(src)  # of a URL, the stand-in
+    checkpoint = _open(folder, options)
     with ImportPhase():
         from shardconv.runtime.run import check_run
-    folder = Path(src)  # of a URL, the stand-in
     prompts, given = _run_options(folder, prompt, token_ids, options)
-    return check_run(folder, prompts, given)
+    return check_run(checkpoint, prompts, given)
+
+
+def _open(path: Path, options: _RunFlags) -> "Loadable":
+    """Open the checkpoint, and check the adapter, without torch: errors of paths do not wait for its import."""
+    from shardconv.checkpoint.loadable import open_loadable
+    from shardconv.checkpoint.split_adapter import SplitAdapter
+
+    checkpoint = open_loadable(path, tp=options["tp"], options=options["plan"])
+    if options["adapter"] is not None:
+        SplitAdapter.open(options["adapter"], path, checkpoint.manifest.tp)
+    return checkpoint
 
 
 def _run_options(
@@ -205,7 +215,7 @@ def _run_rank(
 
     folder = Path(src)  # of a URL, the stand-in
     prompts, given = _run_options(folder, prompt, token_ids, options)
-    check_run(folder, prompts, given, int(os.environ["RANK"]))
+    check_run(_open(folder, options), prompts, given, int(os.environ["RANK"]))
     is_first = os.environ["RANK"] == "0"
     if is_first and not prompts and not given.token_ids:
         text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")  # as Python decodes arguments

@@ -6,7 +6,7 @@ it, or above the function of its command. The options under a heading have the o
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import Protocol, TypeVar
 
@@ -84,13 +84,21 @@ class Command(click.Command):
     """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; the error for an unknown option proposes only the nearest ones."""
+        """Parse the arguments; errors propose the nearest options for an unknown one, and -o for a second path."""
+        options = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            options = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
             error.possibilities = _nearest(error.option_name, options)  # type: ignore[misc] # its filter is lenient
             raise
+        except click.UsageError as error:
+            if error.message.startswith("Got unexpected extra argument") and (remedy := self.extra_remedy(options)):
+                raise click.UsageError(f"{error.message}: {remedy}", ctx) from error
+            raise
+
+    def extra_remedy(self, options: Collection[str]) -> str:
+        """The remedy for an argument too many, given the command's options; "" if there is none."""
+        return "for the output pass -o PATH" if "-o" in options else ""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, in columns that are equally wide under all headings."""

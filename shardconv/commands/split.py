@@ -135,7 +135,7 @@ def split(
             ),
             *report.derived,
             *padding_notes(report.padding),
-            *resume_notes(report),
+            *resume_notes(report, resume=options["resume"]),
             *dry_run_notes(report, overwrite=options["overwrite"]),
             *engine_note(report.layout),
             *warnings,

@@ -93,9 +93,7 @@ def verify(
     checked = _check_engine(src) if engine is not None else None
     with source_progress(console, "verify") as progress:
         report = run(src, progress=progress, **options)
-    remedy = "use the source" if report.saved_by else "split the source again or restore the modified files"
-    remedy = f"pass the source that was split to --against; if you did, {remedy}" if report.against else remedy
-    remedies = [remedy] if report.differences else []  # differences from an engine have remedies of their own
+    remedies = [_remedy(report)] if report.differences else []  # differences from an engine have remedies of their own
     if checked is not None:
         engines = (*report.checked, f"{checked.engine} {checked.version}")
         report = replace(report, checked=engines, differences=(*report.differences, *checked.differences))
@@ -124,6 +122,14 @@ def _check_engine(src: tuple[SourcePath, ...]) -> "EngineReport":
     from shardconv.engines.check import check_engine
 
     return check_engine(local_path(src[0]))
+
+
+def _remedy(report: "VerifyReport") -> str:
+    """What to do about differences, in the files themselves or from the source alone."""
+    again = "use the source" if report.saved_by else "split the source again"
+    if report.is_damaged:
+        return again if report.saved_by else f"copy the damaged files again, or {again}"
+    return f"pass the source that was split to --against; if you did, {again}"
 
 
 def _is_sure(report: "VerifyReport") -> bool:

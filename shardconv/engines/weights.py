@@ -19,8 +19,11 @@ from shardconv.runtime.model_config import check_config
 from shardconv.runtime.rank_tensors import DTYPES, shard_tensor
 
 #: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
-#: for one that was, and for a source.
-_OTHER_ENGINE = "split the source again with --for {engine}, or run shardconv reshard with --for {engine}"
+#: for one that was, and for a source. Commands are complete, as an engine shows arguments in place of other options.
+_OTHER_ENGINE = (
+    "split the source again with shardconv split SRC --tp {tp} --for {engine}, or run shardconv reshard {folder} "
+    "--tp {tp} --for {engine}"
+)
 _SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
 _SOURCE = "the engine shards it differently: load it with --load-format auto"
 
@@ -62,7 +65,9 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
         )
     check_config(folder, manifest.config)
     remedy = _OTHER_ENGINE if manifest.request.engine != engine else _SAME_ENGINE
-    return RankSource(RankFileReader(manifest, folder, rank, verify=verify), remedy.format(engine=engine))
+    return RankSource(
+        RankFileReader(manifest, folder, rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp)
+    )
 
 
 def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from shardconv.plan.request import PlanRequest
 #:
 #: - ``"auto"``: the family of the config's ``model_type``;
 #: - the name of a family;
-#: - the path of a plan file: a ``Path``, or a string that has a slash or ends with ``.toml`` or ``.json``;
+#: - the path of a plan file: a ``Path``, or a string that has a slash or a suffix of letters, such as ``.toml``;
 #: - a :class:`~shardconv.plan.plan.Plan`, whose rules are used;
 #: - policies, for models in memory only, as they match modules by class.
 Rules: TypeAlias = str | Path | Plan | type[Policy] | Sequence[type[Policy]]
@@ -28,7 +28,7 @@ AUTO = "auto"
 
 def plan_file_of(rules: Rules) -> Path | None:
     """Return the path of the plan file that ``rules`` names; None for other rules."""
-    if isinstance(rules, str) and (rules.endswith((".toml", ".json")) or "/" in rules):
+    if isinstance(rules, str) and ("/" in rules or Path(rules).suffix[1:].isalpha()):
         return Path(rules)
     return rules if isinstance(rules, Path) else None
 

@@ -5,21 +5,15 @@ Owns how tensors of an adapter find their place in a loaded model. The layers ar
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.adapter_settings import AdapterSettings, read_settings
-from shardconv.checkpoint.formats import ADAPTER_CONFIG
-from shardconv.checkpoint.layout import ADAPTERS
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.checkpoint.verify import auxiliary_differences
+from shardconv.checkpoint.split_adapter import SplitAdapter
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.distributed import Axis
-from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.errors import RunError
 from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
 from shardconv.layers.lora import LoRAEmbedding, LoRALayer
 from shardconv.plan.adapter import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
@@ -29,66 +23,6 @@ from shardconv.runtime.rank_tensors import read_tensors
 
 #: Parameters of an adapted layer.
 _PARAMETERS = {A: "lora_a", B: "lora_b", MAGNITUDE: "magnitude", BIAS: "lora_bias"}
-
-
-@dataclass(frozen=True, slots=True)
-class SplitAdapter:
-    """A split adapter.
-
-    Attributes:
-        folder: its folder.
-        manifest: its manifest.
-        settings: its settings.
-    """
-
-    folder: Path
-    manifest: Manifest
-    settings: AdapterSettings
-
-    @classmethod
-    def open(cls, adapter: Path, base: Path, tp: int) -> "SplitAdapter":
-        """Open an adapter.
-
-        Args:
-            adapter: its folder, or its name among the adapters of the split base model.
-            base: the split base model.
-            tp: tensor parallel size.
-
-        Raises:
-            SplitCheckpointError: if it is not a split adapter for ``tp`` ranks, or its settings were changed.
-        """
-        named = base / ADAPTERS / adapter
-        folder = named if is_split(named) else adapter
-        if not folder.exists():
-            names = ", ".join(read_manifest(base).adapters) if is_split(base) else ""
-            raise SplitCheckpointError(f"{adapter}: does not exist (adapters of {base}: {names or 'none'}): correct it")
-        if not is_split(folder):
-            raise SplitCheckpointError(
-                f"{adapter}: is not a split adapter (no manifest in {named} or {adapter}): make one with shardconv "
-                f"split {adapter} --base {base} --tp {tp}"
-            )
-        manifest = read_manifest(folder)
-        if ADAPTER_CONFIG not in manifest.auxiliary_files:
-            raise SplitCheckpointError(f"{folder}: is a split checkpoint, but not of an adapter: pass it as DIR")
-        if manifest.tp != tp:
-            raise SplitCheckpointError(
-                f"{folder}: is for {manifest.tp} ranks (expected {tp}, as the base model): shardconv reshard {folder} "
-                f"--tp {tp}"
-            )
-        if differences := auxiliary_differences(manifest, folder):
-            raise SplitCheckpointError(f"{folder}: {differences[0]}: restore it, or split the adapter again")
-        return cls(folder, manifest, read_settings(folder / ADAPTER_CONFIG))
-
-    def on_rank(self, rank: int, dtype: torch.dtype | None, *, verify: bool) -> "RankAdapter":
-        """Map the shards of a rank, in ``dtype`` or as they are stored.
-
-        Raises:
-            SplitCheckpointError: if the rank's file cannot be read, or with ``verify`` if its bytes were changed.
-        """
-        shards = read_tensors(RankFileReader(self.manifest, self.folder, rank, verify=verify))
-        if dtype is not None:
-            shards = {name: shard.to(dtype) for name, shard in shards.items()}
-        return RankAdapter(self, AdapterTensors.of_names(shards), shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +38,18 @@ class RankAdapter:
     adapter: SplitAdapter
     tensors: AdapterTensors
     shards: Mapping[str, Tensor]
+
+    @classmethod
+    def read(cls, adapter: SplitAdapter, rank: int, dtype: torch.dtype | None, *, verify: bool) -> "RankAdapter":
+        """Map the shards of a rank, in ``dtype`` or as they are stored.
+
+        Raises:
+            SplitCheckpointError: if the rank's file cannot be read, or with ``verify`` if its bytes were changed.
+        """
+        shards = read_tensors(RankFileReader(adapter.manifest, adapter.folder, rank, verify=verify))
+        if dtype is not None:
+            shards = {name: shard.to(dtype) for name, shard in shards.items()}
+        return cls(adapter, AdapterTensors.of_names(shards), shards)
 
     def replace(self, tensors: dict[str, Tensor], rules: RuleSet) -> dict[str, Tensor]:
         """Replace tensors of the base model by those of the adapter, in their dtype.

@@ -15,12 +15,12 @@ from torch import Tensor
 from shardconv.checkpoint.merge import merge
 from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.split_adapter import SplitAdapter
 from shardconv.errors import RunError, one_line
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
 from shardconv.protocols import ModelConfig, PretrainedModel
-from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer
@@ -80,10 +80,11 @@ def _compare_on_first(
 ) -> Comparison:
     """Compare ``values`` and greedy tokens with those of the unsharded model."""
     model, options = run.model, run.options
+    dequantized = _dequantized(source, options) if options.dequantize else None
     unsharded: PretrainedModel = load_unsharded(
         model.unsharded_class,
         source,
-        dequantized=_dequantized(source, options) if options.dequantize else None,
+        dequantized=dequantized,
         unused=options.unused,
         is_trusted=options.trust_remote_code,
     )
@@ -97,6 +98,8 @@ def _compare_on_first(
     differences = []
     if not error <= _TOLERANCE:  # also if NaN
         differences.append(f"logits differ by {error:.1e} of the largest; {_TOLERANCE:.0e} are due to rounding")
+        if options.dequantize and dequantized is None:
+            differences[0] += f". {source} is not quantized: pass the quantized source that was split to --check"
     if outputs.tokens is not None and not options.temperature:
         tokens = unsharded.generate(**run.inputs, **run.generation_arguments())
         if not torch.equal(tokens, outputs.tokens):

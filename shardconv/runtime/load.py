@@ -22,6 +22,7 @@ from shardconv.checkpoint.manifest_json import to_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.planning import PlanOptions, StrPath
 from shardconv.checkpoint.remote import local_folder
+from shardconv.checkpoint.split_adapter import SplitAdapter
 from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
 from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
@@ -34,7 +35,7 @@ from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.runtime.adapter import RankAdapter, SplitAdapter
+from shardconv.runtime.adapter import RankAdapter
 from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import Device, as_torch_dtype, check_room, move
@@ -157,7 +158,7 @@ def _open_adapter(
     opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
     remote = run_on_all(axis, partial(versions, opened.manifest.rank_paths(opened.folder)))
     check_same(opened.folder, axis, {"adapters": to_json(opened.manifest.shared, ""), REMOTE_VERSIONS: remote})
-    return run_on_all(axis, partial(opened.on_rank, axis.rank, dtype, verify=verify))
+    return run_on_all(axis, partial(RankAdapter.read, opened, axis.rank, dtype, verify=verify))
 
 
 def _split_progress(progress: Progress | None, count: int, total: int) -> list[Progress | None]:

@@ -20,7 +20,6 @@ from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
-from shardconv.runtime.adapter import SplitAdapter
 from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
 from shardconv.runtime.comparison import compare
 from shardconv.runtime.device import rank_device
@@ -45,11 +44,11 @@ from shardconv.storage.table import shown
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
 
 
-def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int | None = None) -> int:
+def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions, rank: int | None = None) -> int:
     """Check everything that can be checked before processes are started and tensors are read.
 
     Args:
-        path: the split checkpoint, or the source.
+        checkpoint: what is run.
         prompts: the prompts.
         options: the options.
         rank: the rank of this process; None to check the files of all ranks.
@@ -60,12 +59,9 @@ def check_run(path: Path, prompts: Sequence[str], options: RunOptions, rank: int
     Raises:
         ShardconvError: if the run would fail.
     """
-    checkpoint = open_loadable(path, tp=options.tp, options=options.plan)
-    manifest = checkpoint.manifest
+    path, manifest = checkpoint.path, checkpoint.manifest
     check_own_config(checkpoint)
     (require_quantized if options.dequantize else refuse_quantized)(manifest, path)
-    if options.adapter is not None:
-        SplitAdapter.open(options.adapter, path, manifest.tp)
     if not options.token_ids:
         check_tokenizer(checkpoint.folder)
     for prompt in prompts if options.token_ids else ():

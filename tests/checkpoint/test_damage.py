@@ -336,6 +336,48 @@ def test_damage_in_a_stripe_with_several_tensors_does_not_blame_all(tmp_path):
     assert f"the bytes of {tensors} differ from their checksum" in call("verify", tmp_path / "split").out
 
 
+def flipped_norm(folder, ranks):
+    """A split checkpoint of one stripe with other bytes of a replicated tensor on some ranks; its differences."""
+    config = llama_config(layers=1)
+    split(write_checkpoint(folder / "source", config=config), folder / "split", tp=TP)
+    for rank in ranks:
+        path = folder / "split" / RANK_FILES[rank]
+        flip(path, place(path, "model.norm.weight")[rank])
+    return [line for line in call("verify", folder / "split").out.splitlines() if line.startswith("DIFFERENT")]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_damage_of_a_replicated_tensor_is_named_with_the_damaged_rank(tmp_path, rank):
+    count = len(llama_specs(llama_config(layers=1), "BF16"))
+    assert flipped_norm(tmp_path, [rank]) == [
+        f"DIFFERENT  {RANK_FILES[rank]}: the bytes of model.norm.weight (and perhaps of others of {count} tensors) "
+        f"differ from their checksum"
+    ]
+
+
+def test_damage_on_several_ranks_names_no_single_tensor(tmp_path):
+    first, second = flipped_norm(tmp_path, [1, 2])
+    assert f"{RANK_FILES[1]}: the bytes of one or more of " in first
+    assert f"{RANK_FILES[2]}: the bytes of one or more of " in second
+
+
+def test_remedy_of_damage_is_not_another_source(folder, made):
+    path = folder / RANK_FILES[1]
+    flip(path, place(path, f"{LAYER}.mlp.up_proj.weight")[0])
+    result = call("verify", folder, "--against", made / "source")
+    assert result.out.endswith(": copy the damaged files again, or split the source again\n")
+    assert "to --against" not in result.out
+    assert verify(folder, against=made / "source").is_damaged
+
+
+def test_differences_from_the_source_alone_are_no_damage(made):
+    assert not verify(made / "split", against=made / "other-source").is_damaged
+
+
+def test_checks_are_named_without_their_result(folder):
+    assert verify(folder).checked == ("auxiliary files", "headers", "checksums", "replicas", "padding")
+
+
 def test_rank_file_of_another_split_without_checksums(made, tmp_path):
     """The replicated tensors differ."""
     folder = shutil.copytree(made / "unsummed", tmp_path / "split")

@@ -19,7 +19,7 @@ from shardconv.checkpoint.planning import make_plan, plan_source
 from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
 from shardconv.checkpoint.source import open_source
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
-from shardconv.errors import PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
+from shardconv.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
 from shardconv.plan.placement import Interval, Padding
@@ -259,7 +259,11 @@ def test_remedies(source, tmp_path):
         open_rank(folder, tp=2, rank=0, engine="vllm", verify=False).remedy
         for folder in (tmp_path / "own", tmp_path / "vllm", source)
     )
-    assert "split the source again with --for vllm" in own
+    assert own == (
+        "split the source again with shardconv split SRC --tp 2 --for vllm, or run shardconv reshard "
+        f"{tmp_path / 'own'} --tp 2 --for vllm"
+    )
+    assert str(NotHeldError(f"w: elements [0, 1) are not on this rank: {own}")).endswith(own)  # also in Python
     assert "--for" not in vllm + full
 
 

@@ -246,6 +246,16 @@ def test_text_says_what_was_kept(job, target):
 
 
 @OF_SPLIT
+def test_text_says_that_no_complete_stripe_was_found(job, target):
+    assert "resumed: no complete stripe was found\n" in job.call(target, "--resume").out
+
+
+@OF_SPLIT
+def test_text_of_a_run_without_the_option_does_not_mention_it(job, target):
+    assert "resumed" not in job.call(target).out
+
+
+@OF_SPLIT
 def test_progress_counts_stripes_that_are_kept(job, target):
     interrupt(job, target, 3)
     calls: list[tuple[int, int]] = []

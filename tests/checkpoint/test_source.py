@@ -543,6 +543,31 @@ def test_folder_with_checkpoints_in_subfolders(tmp_path):
     refuses(tmp_path, r"its subfolders do \(text_encoder, unet\): pass one of them")
 
 
+def test_folder_with_many_checkpoints_names_five_and_sources_first(tmp_path):
+    for number in range(8):
+        write_checkpoint(tmp_path / f"model-{number}")
+    for name in ("model-0", "model-1", "model-2", "model-3"):
+        (tmp_path / name / "shardconv.json").write_text("{}")
+    refuses(tmp_path, r"\(model-4, model-5, model-6, model-7, model-0 and 3 more\): pass one of them")
+
+
+def test_folder_with_a_config_and_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    remedy = f"pass a folder with weights, or plan the config alone with shardconv plan {tmp_path} --cost"
+    refuses(tmp_path, f"{tmp_path}: holds a config without weights: {remedy}$")
+
+
+def test_config_as_source(single):
+    config = single / "config.json"
+    remedy = f"pass a folder with weights, or plan the config alone with shardconv plan {config} --cost"
+    refuses(config, f"{config}: is a config, not a file of weights: {remedy}$")
+
+
+def test_other_json_as_source(single):
+    (single / "generation.json").write_text("{}")
+    refuses(single / "generation.json", "is not a .safetensors or PyTorch file")
+
+
 def test_split_checkpoint_as_source(single):
     (single / "shardconv.json").write_text("{}")
     refuses(single, "is a split checkpoint: pass the source that was split, merge it .*, or change its size")

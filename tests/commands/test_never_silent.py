@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.copy import CopyJob
 from shardconv.checkpoint.layout import MANIFEST_NAME
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.checkpoint.planning import PlanOptions
 from shardconv.checkpoint.split_writing import split_by
 from shardconv.commands.split import split as split_command
@@ -1172,7 +1173,7 @@ def run_on_rank(
     """Returns the message of an error or of differences, the outputs, and the notes."""
     options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against, dequantize=dequantize)
     try:
-        check_run(place, [PROMPT], options)
+        check_run(open_loadable(place, tp=None, options={}), [PROMPT], options)
         report = run_rank(place, [PROMPT], options, lambda _: None)
     except ShardconvError as problem:
         return str(problem), (), ()

@@ -8,7 +8,7 @@ import torch
 
 import shardconv
 from shardconv.checkpoint.plan_report import report_plan
-from shardconv.errors import UsageError
+from shardconv.errors import PlanError, UsageError
 from tests.support.command import call
 from tests.support.models import MODELS
 from tests.support.policies import MlpPolicy
@@ -33,6 +33,22 @@ def test_plan_file_in_the_current_folder(checkpoint, plan_file, monkeypatch):
     monkeypatch.chdir(plan_file.parent)
     source = checkpoint("llama")
     assert shardconv.make_plan(source, tp=2, rules="mine.toml").placement("lm_head.weight").dim is None
+
+
+def test_misspelled_plan_file_is_missing_and_gets_a_similar_one(checkpoint, plan_file, monkeypatch):
+    monkeypatch.chdir(plan_file.parent)
+    with pytest.raises(PlanError, match=r"^mine\.tml: does not exist \(similar: mine\.toml\): correct the path$"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="mine.tml")
+
+
+def test_missing_plan_file_in_a_folder_is_not_taken_for_a_model_of_the_hub(checkpoint):
+    with pytest.raises(PlanError, match=r"^nowhere/my\.tml: does not exist: correct the path$"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="nowhere/my.tml")
+
+
+def test_name_with_a_version_is_a_family(checkpoint):
+    with pytest.raises(UsageError, match=r"family 'llama3\.1' is unknown \(similar: llama"):
+        shardconv.make_plan(checkpoint("llama"), tp=2, rules="llama3.1")
 
 
 def test_plan_is_executed_as_it_was_made(checkpoint, plan_file, tmp_path):

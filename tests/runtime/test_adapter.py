@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import shardconv
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.commands.run import _verdict
 from shardconv.errors import ShardconvError
 from shardconv.runtime.comparison import _without_kernel_warning
@@ -91,7 +92,7 @@ def test_logits_equal_those_of_peft(ranks, made, split, name, layout):
 
 def run_on_rank(axis, folder, adapter, source):
     options = RunOptions(max_new_tokens=4, device="cpu", check=source, token_ids=True, adapter=adapter)
-    check_run(folder, [], options)
+    check_run(open_loadable(folder, tp=None, options={}), [], options)
     report = run_rank(folder, [], options, lambda _: None)
     return report.differences, report.error, _verdict(report, 0.0)
 

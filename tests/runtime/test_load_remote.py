@@ -119,7 +119,7 @@ def test_a_url_that_one_rank_cannot_open_is_an_error_on_all_ranks(ranks, s3):
 
 def check_versions_differ(axis, endpoint, options):
     os.environ.update(HF_ENDPOINT=endpoint)
-    with pytest.raises(RunError, match=r"the ranks see different versions of remote files .*: start again") as caught:
+    with pytest.raises(RunError, match=r"versions of remote files differ between ranks .*: start again") as caught:
         shardconv.load("hf://org/model", device="cpu", group=axis, verify=False, **options)
     assert "values of tensors" not in str(caught.value)
 

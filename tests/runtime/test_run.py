@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.checkpoint.loadable import open_loadable
 from shardconv.commands.run import show_report
 from shardconv.console import Console
 from shardconv.errors import RunError, ShardconvError, UsageError
@@ -71,7 +72,7 @@ def rank_report(path, prompt, **options):
 
 def checked_and_run(path, options):
     """The report of a single rank after the checks that precede a run."""
-    check_run(path, [PROMPT], options)
+    check_run(open_loadable(path, tp=None, options={}), [PROMPT], options)
     return run_rank(path, [PROMPT], options, lambda _: None)
 
 
@@ -243,6 +244,20 @@ def test_quantized_source_is_dequantized(tmp_path):
     assert any("lm_head.weight is replicated as requested" in note for note in report["notes"])
 
 
+def test_difference_from_a_source_that_is_not_quantized_names_the_quantized_one(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    quantized = Path(__file__).parents[1] / "data" / "quantized" / "gptq-3"
+    shardconv.split(quantized, tmp_path / "split", tp=1)
+    config = AutoConfig.from_pretrained(quantized)
+    del config.quantization_config
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    options = RunOptions(device="cpu", check=tmp_path / "plain", dequantize=True, token_ids=True, max_new_tokens=2)
+    report = run_rank(tmp_path / "split", ["1 2 3"], options, lambda _: None)
+    remedy = f"{tmp_path / 'plain'} is not quantized: pass the quantized source that was split to --check"
+    assert report.differences[0].endswith(f" are due to rounding. {remedy}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -311,7 +326,7 @@ def test_check_accepts_another_dtype_and_the_names_of_another_prefix(split, tmp_
     tensors = load_file(DEMO / "model.safetensors").items()
     tensors = {name.removeprefix("model."): tensor.double() for name, tensor in tensors}
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    assert check_run(split, [PROMPT], RunOptions(device="cpu", check=other)) == 2
+    assert check_run(open_loadable(split, tp=None, options={}), [PROMPT], RunOptions(device="cpu", check=other)) == 2
 
 
 def test_check_with_a_split_checkpoint_names_the_source_and_the_merge(split, single):

@@ -26,8 +26,8 @@ function verifySection(report, remedy) {
 const FOUND_BY = [
   [/^auxiliary files$/, /: differs from its checksum|: is missing, (not a regular file|or differs from the index)/],
   [/^checksums$/, /: the bytes of .* differ from their checksum/],
-  [/^replicas equal$/, /expected equal replicas/],
-  [/^padding zero$/, /: the padding of .* is not zero/],
+  [/^replicas$/, /expected equal replicas/],
+  [/^padding$/, /: the padding of .* is not zero/],
   [/every tensor of /, /: byte \d+ of the tensor differs from the source/],
 ];
 

@@ -178,7 +178,8 @@ def test_boundaries_of_another_engine(default, tmp_path):
     source = write("llama", tmp_path)
     shardconv.split(source, tmp_path / "split", tp=2)
     message = refusal(tmp_path / "split", 2)
-    assert 'are not on this rank, which holds [0, 500) of 1000: split the source again with engine="vllm"' in message
+    assert "are not on this rank, which holds [0, 500) of 1000: split the source again with shardconv split" in message
+    assert f"run shardconv reshard {tmp_path / 'split'} --tp 2 --for vllm" in message
 
 
 def test_padded_checkpoint_on_three_ranks(default, tmp_path):
