@@ -249,7 +249,10 @@ def test_a_commit_that_is_pushed_while_processes_split_is_an_error(source, tmp_p
         hub.push_after_the_first(contents(source))
         monkeypatch.setitem(ENVIRONMENT, "HF_ENDPOINT", hub.server.url)
         results = team(*[["hf://org/model", "--tp", 4, "-o", tmp_path / "out"]] * 2)
-    check_failed(results, r"see different versions of remote files \(process 0 differs from process 1\): .*start again")
+    check_failed(
+        results,
+        r"versions of remote files differ between processes \(process 0 differs from process 1\): .*start again",
+    )
     assert left(tmp_path) == []
 
 
