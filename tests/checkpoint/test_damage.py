@@ -186,7 +186,7 @@ def test_verify_has_one_remedy_for_a_rank_file_that_cannot_be_opened(folder, dam
     damage(folder / RANK_FILES[1])
     *_, difference, verdict = call("verify", folder).out.splitlines()
     assert RANK_FILES[1] in difference
-    assert verdict.endswith(": split the source again or restore the modified files")
+    assert verdict.endswith(": copy the damaged files again, or split the source again")
     assert "again" not in difference
     assert "copy it" not in difference
 
