@@ -35,7 +35,7 @@ def name_tensors(stripe: Stripe, names: Sequence[str], damaged: str = "") -> str
     """The tensors of a stripe in a message on some of its bytes; ``damaged`` is one that certainly has some of them."""
     first, last, count = names[stripe[0].tensor], names[stripe[-1].tensor], len({span.tensor for span in stripe})
     if damaged and count > 1:
-        return f"{damaged} (and perhaps of others of {count} tensors)"
+        return f"{damaged} (possibly also of others of these {count} tensors)"
     return first if count == 1 else f"one or more of {count} tensors from {first} to {last}"
 
 

@@ -52,7 +52,7 @@ def describe_views(views: Sequence[View], noun: str) -> str:
 
 def remedy(different: Collection[str], usual: str) -> str:
     """The remedy for facts that differ: ``usual``, unless remote files are the cause."""
-    again = "they changed meanwhile, or the URLs differ: start again with one URL"
+    again = "remote files changed meanwhile, or the URLs differ: start again with one URL"
     return again if REMOTE_VERSIONS in different else usual
 
 

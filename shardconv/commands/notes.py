@@ -54,8 +54,8 @@ def written(report: "WriteReport", num_bytes: int) -> str:
 
 def resume_notes(report: "WriteReport", *, resume: bool) -> list[str]:
     """How much an interrupted run had written, with ``--resume``."""
-    kept = f"{size(report.resumed_bytes)} were already written"
-    return [f"resumed: {kept if report.resumed_bytes else 'no complete stripe was found'}"] * resume
+    kept = f"resumed: {size(report.resumed_bytes)} were already written"
+    return [kept if report.resumed_bytes else "nothing to resume: all tensors were copied"] * resume
 
 
 def padding_notes(padding: "PaddingReport") -> list[str]:

@@ -206,7 +206,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
-    is_own = policies is None and not hasattr(model, "save_pretrained")  # not of transformers
+    is_own = policies is None and not type(model).__module__.startswith("transformers.")
     if is_own and axis.rank == 0:
         warn_of_unchanged_counts(model, resolver.rules.models[0], plan)
     rules = json.dumps(resolver.rules.to_json(), default=repr)

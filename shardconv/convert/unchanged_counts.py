@@ -6,13 +6,13 @@ wrong numbers, and no shape shows it. Models of transformers are not examined: p
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from types import CodeType
 
 from torch import nn
 
-from shardconv.errors import PlanWarning
+from shardconv.errors import PlanError, PlanWarning
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import Plan
@@ -20,40 +20,53 @@ from shardconv.plan.units import IndivisibleError
 
 
 def warn_of_unchanged_counts(model: nn.Module, model_rules: ModelRules, plan: Plan) -> None:
-    """Warn of modules that read a number of units which differs per rank, where no module override matches them.
+    """Warn of modules that read a number of units which differs per rank, where no module override changes it.
 
     Warns:
         PlanWarning: with the module override to add, once for all layers with the same pattern.
     """
     found: dict[tuple[str, str], tuple[str, str, tuple[int, int]]] = {}
-    overridden = [regex for regex, _ in model_rules.modules()]
+    units_of, overrides = _units_by_module(plan, model_rules), list(model_rules.modules())
     for path, module in model.named_modules():
-        is_layer = type(module).__module__.startswith("torch.")  # converted with its numbers
-        if not is_layer and not any(regex.fullmatch(path) for regex in overridden):
-            counts = _sharded_counts(path, model_rules, plan)
-            found.update({
-                (pattern_for(path), attribute): (type(module).__name__, unit, counts[unit])
-                for attribute, unit in _read_counts(module, counts)
-            })  # fmt: skip
+        if path not in units_of or type(module).__module__.startswith("torch."):  # converted with its numbers
+            continue
+        matching = [rule for regex, rule in overrides if regex.fullmatch(path)]
+        changed = {attribute for rule in matching for attribute in (*rule.attributes, *rule.at_most)}
+        counts = _sharded_counts(units_of[path], model_rules.at_stage(path), plan.tp)
+        found.update({
+            (pattern_for(path), attribute): (type(module).__name__, unit, counts[unit])
+            for attribute, unit in _read_counts(module, counts)
+            if attribute not in changed
+        })  # fmt: skip
     for (pattern, attribute), (kind, unit, (full, local)) in found.items():
         warnings.warn(
-            f"modules {pattern!r}: the forward of {kind} reads {attribute} = {full}, the number of {unit} units "
-            f"without sharding (expected {local} per rank), so outputs may be wrong: add to [modules] of the plan file "
-            f'"{pattern}" = {{ attributes = {{ {attribute} = "{unit}" }} }}, or {attribute} = {full} to keep it',
+            f"modules {pattern!r}: the forward of {kind} reads {attribute} = {full}, which equals the number of {unit} "
+            f"units without sharding ({local} per rank). If it is that number, outputs are wrong: add "
+            f'"{pattern}" = {{ attributes = {{ {attribute} = "{unit}" }} }} to [modules] of the plan file; if not, '
+            f"{attribute} = {full}",
             PlanWarning,
             stacklevel=2,
         )
 
 
-def _sharded_counts(path: str, model_rules: ModelRules, plan: Plan) -> dict[str, tuple[int, int]]:
-    """The units by which the layers of a module are sharded: name to their number without sharding and on a rank."""
-    layers = {name: name.rpartition(".")[0] for name in plan.tensors}
-    own = (name for name, layer in layers.items() if path in (layer, layer.rpartition(".")[0]))
-    counts, units = {}, model_rules.family.units or {}
-    for unit in dict.fromkeys(unit for name in own for unit in plan.tensors[name].units if unit in units):
-        with suppress(IndivisibleError):  # the rule pads
-            if units[unit].count is not None:
-                placement = model_rules.units(unit, plan.tp)
+def _units_by_module(plan: Plan, model_rules: ModelRules) -> dict[str, set[str]]:
+    """For each layer, and the module that contains it, the units that shard it; without those counted per group."""
+    per_group = {unit for rule in model_rules.used_rules() if rule.groups != 1 for unit in rule.units}
+    found: dict[str, set[str]] = {}
+    for name, planned in plan.tensors.items():
+        layer = name.rpartition(".")[0]
+        for path in (layer, layer.rpartition(".")[0]):
+            found.setdefault(path, set()).update(set(planned.units) - per_group)
+    return found
+
+
+def _sharded_counts(units: Iterable[str], model_rules: ModelRules, tp: int) -> dict[str, tuple[int, int]]:
+    """Name to number of units without sharding and on a rank, where these differ."""
+    counts, rules = {}, model_rules.family.units or {}
+    for unit in sorted(units):
+        if unit in rules and rules[unit].count is not None:
+            with suppress(IndivisibleError, PlanError):  # a rule pads
+                placement = model_rules.units(unit, tp)
                 counts[unit] = placement.size, placement.local_size(0)
     return {unit: (full, local) for unit, (full, local) in counts.items() if local != full}
 

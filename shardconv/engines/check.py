@@ -95,8 +95,8 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
         yield f"rank {rank}: {error}"
     except ImportError as error:
         raise RunError(
-            f"--engine vllm: vLLM {_version()} cannot be used (expected 0.32 or later): {one_line(error)}: install a "
-            f"supported version"
+            f"--engine vllm: vLLM {_version()} cannot be imported ({one_line(error)}): install what is missing, or a "
+            f"supported version (0.32 or later)"
         ) from error
     except _RAISED as error:
         text = " ".join(str(error).split())  # the reason may be on any of its lines

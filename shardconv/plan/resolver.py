@@ -210,5 +210,5 @@ class Resolver:
         remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", pad]))
         unsupported = f"--tp {tp} is unsupported{expected} because of {error}"
         if error.is_unsure:
-            return PlanError(f"{self.rules.uncertain} With that, {unsupported}")
+            return PlanError(f"{self.rules.uncertain} With this assumption, {unsupported}")
         return PlanError(f"{unsupported}{f'. Pass {remedy}' if remedy else ''}")

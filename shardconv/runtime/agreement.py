@@ -69,7 +69,9 @@ def run_on_first(step: Callable[[], T]) -> T:
     results, problem = attempt(step) if is_first_rank() else ([], None)
     results, text = broadcast_from_first((results, None if problem is None else str(problem)))
     if text is not None:
-        raise RunError(text)
+        error = RunError(text)
+        error.is_repeated = not is_first_rank()
+        raise error
     return results[0]
 
 
@@ -97,10 +99,12 @@ def check_same(
     own = View(str([digests[name] for name in different]), text, gethostname(), shown(path))
     views = [own] * axis.size
     dist.all_gather_object(views, own, group=axis.group)
-    raise RunError(
+    error = RunError(
         f"{path}: {' and '.join(different)} differ between ranks ({describe_views(views, 'rank')}): "
         f"{remedy(different, 'make them the same on all ranks')}"
     )
+    error.is_repeated = axis.rank > 0
+    raise error
 
 
 def is_first_rank() -> bool:

@@ -52,7 +52,8 @@ def check_room(
 ) -> None:
     """Check that the values of the ranks of this host fit in its memory and its devices, before they are read.
 
-    On a CPU, views of a file need no memory, unless they are converted to another dtype.
+    Views of a file need no memory of the host, unless they are converted to another dtype, which the host does also
+    for other devices.
 
     Args:
         device: the device of the rank.
@@ -65,17 +66,29 @@ def check_room(
     Raises:
         RunError: if they do not fit.
     """
+    tensors = list(tensors)
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if device.type == "cuda":
         sharing, (free, _) = -(-ranks // torch.cuda.device_count()), torch.cuda.mem_get_info(device)
         _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
-    in_memory = fetched + (copied if device.type == "cuda" or dtype is None else needed)
+    converted = sum(num_bytes(tensor, dtype) for tensor in tensors if _is_converted(tensor, dtype))
+    in_memory = fetched + max(copied, converted)
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     remedy = f"use more ranks on more hosts ({_more(tp)})"
     if fetched:
         remedy += ", or copy the checkpoint to a disk of this host, where its files are mapped into memory"
     _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
+
+
+def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:
+    return (
+        dtype is not None and _is_float(tensor) and FLOAT_NAMES.get(tensor.dtype) != str(dtype).removeprefix("torch.")
+    )
+
+
+def _is_float(tensor: TensorInfo | TensorSpec) -> bool:
+    return tensor.dtype.lstrip("B").startswith("F")
 
 
 def _more(tp: int) -> str:
@@ -102,8 +115,7 @@ def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 def num_bytes(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None = None) -> int:
     """Bytes of a tensor, if floating-point values are converted to a dtype."""
-    is_float = tensor.dtype.lstrip("B").startswith("F")
-    bits = DTYPE_BITS[tensor.dtype] if dtype is None or not is_float else 8 * dtype.itemsize
+    bits = DTYPE_BITS[tensor.dtype] if dtype is None or not _is_float(tensor) else 8 * dtype.itemsize
     return prod(tensor.shape) * bits // 8
 
 

@@ -38,7 +38,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter
 from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.caller_module import build_by_caller, check_builder
-from shardconv.runtime.device import Device, as_torch_dtype, check_room, move
+from shardconv.runtime.device import Device, as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
@@ -221,6 +221,8 @@ class _Loading:
             (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
         )
         copied, fetched = self.checkpoint.copied_bytes(rank), self.checkpoint.fetched_bytes(rank)
+        if dequantizer is not None:
+            copied = sum(num_bytes(value, dtype) for value in values)
         check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
         reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps[0] if verify else None)
         tensors = read_tensors(reader, steps[0] if is_source else None)

@@ -127,7 +127,7 @@ class ReadAhead:
         wanted = next((one for one in ahead.announced if _contains(one, file, offset)), None)
         if wanted is None:
             return None
-        before = self._fetched(file, wanted.start - 1)
+        before = self._fetched(file, wanted.start - 1) if offset - wanted.start < CHUNK_BYTES else None
         if before is not None and before.num_read:  # tensors that alternate in the file are read one after the other
             self._drop(before)
             ahead.announced.remove(wanted)

@@ -350,8 +350,8 @@ def flipped_norm(folder, ranks):
 def test_damage_of_a_replicated_tensor_is_named_with_the_damaged_rank(tmp_path, rank):
     count = len(llama_specs(llama_config(layers=1), "BF16"))
     assert flipped_norm(tmp_path, [rank]) == [
-        f"DIFFERENT  {RANK_FILES[rank]}: the bytes of model.norm.weight (and perhaps of others of {count} tensors) "
-        f"differ from their checksum"
+        f"DIFFERENT  {RANK_FILES[rank]}: the bytes of model.norm.weight (possibly also of others of these {count} "
+        f"tensors) differ from their checksum"
     ]
 
 

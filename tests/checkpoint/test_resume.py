@@ -247,7 +247,7 @@ def test_text_says_what_was_kept(job, target):
 
 @OF_SPLIT
 def test_text_says_that_no_complete_stripe_was_found(job, target):
-    assert "resumed: no complete stripe was found\n" in job.call(target, "--resume").out
+    assert "nothing to resume: all tensors were copied\n" in job.call(target, "--resume").out
 
 
 @OF_SPLIT

@@ -94,11 +94,52 @@ def test_forward_that_reads_the_number_of_all_heads_is_a_warning(ranks, tmp_path
     (tmp_path / "net.toml").write_text(UNITS + RULES)
     (found,), none = ranks("pair", warnings_of, tmp_path / "net.toml", False)
     assert none == []
-    assert "modules 'layers.*': the forward of Layer reads num_heads = 8, the number of head units" in found
-    assert "(expected 4 per rank)" in found
+    assert (
+        "modules 'layers.*': the forward of Layer reads num_heads = 8, which equals the number of head units" in found
+    )
+    assert "(4 per rank)" in found
     advice = re.search(r'"layers.*" = { attributes = { num_heads = "head" } }', found)
     assert advice is not None
     assert advice[0] in MODULES
+
+
+def test_override_of_another_attribute_does_not_silence_the_warning(ranks, tmp_path):
+    other = '[modules]\n"layers.*" = { attributes = { num_steps = 3 } }\n'
+    (tmp_path / "net.toml").write_text(UNITS + RULES + other)
+    (found,), _ = ranks("pair", warnings_of, tmp_path / "net.toml", False)
+    assert "reads num_heads = 8" in found
+
+
+GROUPS = """
+[units]
+one    = { count = 4, size = 4 }
+hidden = { count = 24 }
+[rules]
+"layers.*.qkv"     = { style = "packed_colwise", segments = ["one", "one", "one"], groups = 2 }
+"layers.*.o"       = { style = "rowwise" }
+"layers.*.gate_up" = { style = "packed_colwise", segments = ["hidden", "hidden"] }
+"layers.*.down"    = { style = "rowwise", unit = "hidden" }
+"""
+
+
+class Grouped(Net):
+    """Has the number of heads of each group, which is the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.num_heads = 4
+
+
+def check_no_warning(axis, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardconv.PlanWarning)
+        shardconv.convert_model(Grouped(), rules=path, group=axis)
+
+
+def test_units_that_are_counted_per_group_are_not_compared(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(GROUPS)
+    ranks("pair", check_no_warning, tmp_path / "net.toml")
 
 
 @pytest.mark.parametrize(("modules", "is_right"), [(MODULES, True), (KEPT, False)], ids=["override", "kept"])

@@ -517,7 +517,7 @@ def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(eigh
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(eight_kv_heads, tp=8)
     assert str(caught.value) == (
-        f"{in_python(HEAD_DIM_IS_UNKNOWN)} With that, tp=8 is unsupported (expected one of 1, 2) because of "
+        f"{in_python(HEAD_DIM_IS_UNKNOWN)} With this assumption, tp=8 is unsupported (expected one of 1, 2) because of "
         "model.layers.0.self_attn.k_proj.weight: 2 is not a multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 "
         "assumed)"
     )
@@ -529,8 +529,8 @@ def test_assumed_head_dim_divides_the_rows_of_keys(tmp_path):
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=8)
     assert str(caught.value).startswith(
-        "head_dim is unknown (no config.json): assuming it is at most 256. Pass head_dim or config. With that, tp=8 is "
-        "unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is not a multiple of 8 "
+        "head_dim is unknown (no config.json): assuming it is at most 256. Pass head_dim or config. With this "
+        "assumption, tp=8 is unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is not a multiple of 8 "
         "(head_dim=256 assumed"
     )
 

@@ -117,9 +117,11 @@ def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
         ("cpu", None, 1, 50, 0, 50),
         ("cpu", None, 3, 50, 0, 150),
         ("cpu", None, 2, 0, 300, 600),
-        ("cpu", torch.float32, 1, 50, 0, 436),
-        ("cpu", torch.float32, 2, 0, 300, 1472),
+        ("cpu", torch.float32, 1, 50, 0, 400),
+        ("cpu", torch.float32, 2, 0, 300, 1400),
+        ("cpu", torch.bfloat16, 2, 0, 0, 0),
         ("cuda", None, 2, 0, 300, 600),
+        ("cuda", torch.float32, 1, 0, 0, 400),
     ],
     ids=[
         "views",
@@ -128,7 +130,9 @@ def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
         "fetched",
         "converted",
         "fetched and converted",
+        "views that have the dtype",
         "on the way to a GPU",
+        "converted on the way to a GPU",
     ],
 )
 def test_room_in_memory(monkeypatch, device_type, dtype, ranks, copied, fetched, needed):
