@@ -530,7 +530,8 @@ def test_assumed_head_dim_divides_the_rows_of_keys(tmp_path):
         shardconv.make_plan(source, tp=8)
     assert str(caught.value).startswith(
         "head_dim is unknown (no config.json): assuming it is at most 256. Pass head_dim or config. With this "
-        "assumption, tp=8 is unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is not a multiple of 8 "
+        "assumption, tp=8 is unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is "
+        "not a multiple of 8 "
         "(head_dim=256 assumed"
     )
 
