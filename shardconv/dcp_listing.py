@@ -9,6 +9,7 @@ name become records that hold its values, and any other name is refused, so noth
 import json
 import pickle
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -17,12 +18,19 @@ ALLOWED = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "MetadataIndex", "StorageMeta",
     )
 } | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"), # before torch 2.3
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
 }  # fmt: skip
+#: The enums of memory formats, which have the same members.
+ENUMS = {
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+}
+_NOT_EXECUTED = "and nothing in it is executed: save the checkpoint again"
 #: Maximum bytes of the file, which is read into memory.
 MAX_BYTES = 2**28
 
@@ -56,6 +64,25 @@ class Record:
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
+class MemoryFormat(Enum):
+    """The memory format of a tensor, with torch's names and values. All tensors of a checkpoint are contiguous."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+def enum_member(enum: object, name: str) -> MemoryFormat:
+    """The member that ``getattr(enum, name)`` stands for: Python before 3.11.4 pickles members of enums as this call.
+
+    Raises:
+        RefusedError: for any other call of ``getattr``.
+    """
+    if enum is not MemoryFormat or name not in MemoryFormat.__members__:
+        raise RefusedError(f"asks for builtins.getattr of {name!r:.60}, {_NOT_EXECUTED}")
+    return MemoryFormat[name]
+
+
 class MetadataUnpickler(pickle.Unpickler):
     """Reads a pickle in which classes become records."""
 
@@ -67,11 +94,15 @@ class MetadataUnpickler(pickle.Unpickler):
         """
         if (module, name) in ALLOWED:
             return Record
+        if (module, name) in ENUMS:
+            return MemoryFormat
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch" and name.isidentifier():
             return f"torch.{name}"  # a dtype; a text cannot be called
-        raise RefusedError(f"asks for {module}.{name}, and nothing in it is executed: save the checkpoint again")
+        raise RefusedError(f"asks for {module}.{name}, {_NOT_EXECUTED}")
 
     def persistent_load(self, _: object) -> NoReturn:
         """Refuse references to objects outside of the pickle."""

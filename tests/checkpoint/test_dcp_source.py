@@ -3,14 +3,17 @@
 All comparisons of tensors are exact.
 """
 
+import io
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as EarlyProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -26,6 +29,7 @@ from tests.support.torch_files import replace_after_listing
 LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": 131})
 #: The tensor parallel sizes of the splits; the checkpoint has 4 ranks.
 TPS = (2, 4)
+FORMAT = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 #: By the end of a name, the placements on a mesh of 2 x 2 ranks: those of FSDP and tensor parallelism, and others.
 PLACEMENTS = {
@@ -61,14 +65,34 @@ def nested(llama, ranks, tmp_path_factory) -> Path:
     return folder
 
 
-def changed(folder: Path, target: Path, change) -> Path:
+class EarlyPickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+class LatePickler(pickle.Pickler):
+    """Pickles members of enums as Python 3.12 does."""
+
+    def reducer_override(self, value):
+        return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
+
+
+def dumps(value: object, pickler=pickle.Pickler) -> bytes:
+    file = io.BytesIO()
+    pickler(file).dump(value)
+    return file.getvalue()
+
+
+def changed(folder: Path, target: Path, change, pickler=pickle.Pickler) -> Path:
     """A copy of a checkpoint with other metadata."""
     target.mkdir()
     for path in folder.iterdir():
         (target / path.name).write_bytes(path.read_bytes())
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
-    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+    (target / ".metadata").write_bytes(dumps(metadata, pickler))
     return target
 
 
@@ -121,6 +145,42 @@ def test_metadata_that_asks_for_code_is_refused_and_not_executed(nested, tmp_pat
     with pytest.raises(SourceError, match=r"\.metadata: asks for .*, and nothing in it is executed"):
         open_source(source)
     assert not marker.exists()
+
+
+def use_early_properties(metadata) -> None:
+    """Replace the properties of tensors by those of torch before 2.3."""
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.properties = EarlyProperties(entry.properties.dtype)
+
+
+@pytest.mark.parametrize("pickler", [EarlyPickler, LatePickler])
+@pytest.mark.parametrize("change", [lambda _: None, use_early_properties], ids=["torch 2.13", "torch 2.2"])
+def test_metadata_of_other_versions_of_python_and_torch_is_read(nested, tmp_path, pickler, change):
+    other = changed(nested, tmp_path / "changed", change, pickler)
+    assert (b"getattr" in (other / ".metadata").read_bytes()) == (pickler is EarlyPickler)
+    assert dcp_listing.list_metadata(other / ".metadata") == dcp_listing.list_metadata(nested / ".metadata")
+
+
+class Call:
+    """Pickled as a call."""
+
+    def __init__(self, function, *arguments):
+        self.called = function, arguments
+
+    def __reduce__(self):
+        return self.called
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [Call(getattr, type(FORMAT), "mro"), Call(getattr, type(FORMAT), "__class__"), Call(getattr, Path("x"), "touch")],
+    ids=["method of an enum", "class of an enum", "method of a path"],
+)
+def test_getattr_of_anything_but_a_member_of_an_enum_is_refused(nested, tmp_path, attribute):
+    source = changed(nested, tmp_path / "changed", lambda metadata: setattr(metadata, "planner_data", attribute))
+    with pytest.raises(SourceError, match=r"\.metadata: asks for builtins\.getattr of '\w+', and nothing in it is exec"):
+        open_source(source)
 
 
 def drop_chunk(metadata) -> None:
