@@ -1,17 +1,20 @@
 """Temporary folders; a message reports a signal that interrupts their removal."""
 
-from tempfile import TemporaryDirectory
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from shardconv.exits import Removal
 
 
-class TemporaryFolder(TemporaryDirectory[str]):
-    """A temporary folder; a signal that ends its removal gets a note."""
-
-    def __init__(self) -> None:
-        super().__init__(prefix="shardconv-", ignore_cleanup_errors=True)
-
-    def cleanup(self) -> None:
-        """Remove the folder."""
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a temporary folder, and remove it at the end; a signal that ends its removal gets a note."""
+    folder = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
+    try:
+        yield folder
+    finally:
         with Removal():
-            super().cleanup()
+            shutil.rmtree(folder, ignore_errors=True)

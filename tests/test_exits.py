@@ -8,7 +8,7 @@ from shardconv.checkpoint import staging
 from shardconv.error_messages import describe
 from shardconv.exits import Terminated
 from shardconv.storage.mirror import mirror
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 
 def noted(error: BaseException, note: str) -> BaseException:
@@ -42,7 +42,7 @@ def in_staging(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    [in_staging, lambda _: mirror("model", "s3://bucket/model", {}), lambda _: TemporaryFolder()],
+    [in_staging, lambda _: mirror("model", "s3://bucket/model", {}), lambda _: temporary_folder()],
     ids=["staging folder", "stand-ins", "temporary folder"],
 )
 @pytest.mark.parametrize("signals", [1, 2])

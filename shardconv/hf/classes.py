@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardconv.checkpoint.formats import CONFIG_NAME
 from shardconv.errors import RunError, one_line
 from shardconv.hf.package import import_transformers
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from shardconv.protocols import ModelConfig, PretrainedModel
@@ -124,9 +124,9 @@ def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path
     if folder is not None and given == config:
         yield folder
         return
-    with TemporaryFolder() as name:
-        Path(name, CONFIG_NAME).write_text(json.dumps(given), "utf-8")
-        yield Path(name)
+    with temporary_folder() as folder:
+        (folder / CONFIG_NAME).write_text(json.dumps(given), "utf-8")
+        yield folder
 
 
 def _class_in_folder(reference: str, folder: Path) -> "type[PretrainedModel]":

@@ -7,7 +7,6 @@ the source that the small model does not have, which the proof does not cover.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Unpack
 
 from shardconv.checkpoint.copy import Progress
@@ -25,7 +24,7 @@ from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import Proof, ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.storage.table import shown
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -73,8 +72,7 @@ def prove(
         require_model(config, tensors, shown(src))
     resolver, pads = planned.resolution.resolver, bool(request.pad)
     possible, unsupported = _plans(resolver, tps)
-    with TemporaryFolder() as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         model, note = write_small_model(config, folder, heads=heads_for([*possible]), has_real_counts=pads)
         small = open_source(folder / SMALL)
         of_small = resolve(small.specs, small.config, request).resolver

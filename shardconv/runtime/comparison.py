@@ -26,7 +26,7 @@ from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, 
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions
 from shardconv.runtime.source_tensors import load_source
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
@@ -118,9 +118,9 @@ def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
             peft = import_module("peft")
     except ImportError as error:
         raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
-    with TemporaryFolder() as place, warnings.catch_warnings():
+    with temporary_folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
-        merged = Path(place, "adapter")
+        merged = place / "adapter"
         merge(folder, merged)
         try:
             peft.PeftModel.from_pretrained(model, merged)

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcs
 from shardconv.errors import RunError, UsageError
 from shardconv.parent import PARENT
 from shardconv.rank_failures import RENDEZVOUS, read_failures
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 _TERMINATE_SECONDS = 10
 #: Seconds between two calls of a function while ranks run.
@@ -49,7 +49,7 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
         UsageError: if what is wrong are options or the prompts on stdin.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
-    with TemporaryFolder() as folder:
+    with temporary_folder() as folder:
         threads = os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // ranks, 1)))
         common = {
             "WORLD_SIZE": str(ranks),

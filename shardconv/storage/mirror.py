@@ -6,17 +6,15 @@ is not a valid file of a checkpoint.
 """
 
 import re
-import shutil
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from shardconv.errors import ShardconvError, SourceError
-from shardconv.exits import Removal
 from shardconv.storage import table
 from shardconv.storage.remote_file import RemoteFile
+from shardconv.temporary import temporary_folder
 
 #: Files that are copied at a time.
 _REQUESTS = 16
@@ -42,25 +40,23 @@ def mirror(
     for each in files:
         if not all(_is_valid(part) for part in each.split("/")):
             raise SourceError(f"{url}: the name of file {each!r:.100} is not valid on every system: rename it")
-    top = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
-    folder = top / (name if _is_valid(name) else "checkpoint")
-    try:
-        table.folders[folder] = url
-        folder.mkdir()
-        for each, file in files.items():
-            _make(folder / each, file)
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            list(pool.map(_copy, (folder / each for each in copied)))
-        yield folder
-    except ShardconvError as error:
-        error.args = tuple(table.shown(text) if isinstance(text, str) else text for text in error.args)
-        raise
-    finally:
-        for each in files:
-            table.files.pop(folder / each, None)
-        table.folders.pop(folder, None)
-        with Removal():
-            shutil.rmtree(top, ignore_errors=True)
+    with temporary_folder() as top:
+        folder = top / (name if _is_valid(name) else "checkpoint")
+        try:
+            table.folders[folder] = url
+            folder.mkdir()
+            for each, file in files.items():
+                _make(folder / each, file)
+            with ThreadPoolExecutor(_REQUESTS) as pool:
+                list(pool.map(_copy, (folder / each for each in copied)))
+            yield folder
+        except ShardconvError as error:
+            error.args = tuple(table.shown(text) if isinstance(text, str) else text for text in error.args)
+            raise
+        finally:
+            for each in files:
+                table.files.pop(folder / each, None)
+            table.folders.pop(folder, None)
 
 
 def _make(path: Path, file: RemoteFile) -> None:

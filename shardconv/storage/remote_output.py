@@ -22,7 +22,7 @@ from shardconv.storage.transfer import submit
 from shardconv.storage.upload import UploadFiles
 from shardconv.storage.url import Location, lock_name
 from shardconv.storage.write_requests import Key, Requests, exists, finish, read
-from shardconv.temporary import TemporaryFolder
+from shardconv.temporary import temporary_folder
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
@@ -108,13 +108,13 @@ class RemoteOutput:
     @contextmanager
     def _staging(self) -> Iterator[Path]:
         """Provide the local folder for new files."""
-        with TemporaryFolder() as folder:
-            self._staged = staged = Path(folder).resolve()
-            table.outputs[staged], table.folders[staged] = self, self.location.to("").rstrip("/")
+        with temporary_folder() as folder:
+            self._staged = folder
+            table.outputs[folder], table.folders[folder] = self, self.location.to("").rstrip("/")
             try:
-                yield staged
+                yield folder
             finally:
-                del table.outputs[staged], table.folders[staged]
+                del table.outputs[folder], table.folders[folder]
 
     def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
         """Start new files; arguments as those of :class:`~shardconv.checkpoint.output_files.LocalOutputFiles`."""
