@@ -17,7 +17,7 @@ from shardconv.commands.reshard import reshard
 from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
-from shardconv.console import open_streams, show_error
+from shardconv.console import discard_unwritten, open_streams, show_error
 from shardconv.error_messages import describe
 from shardconv.errors import PeerError, ShardconvError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
@@ -90,9 +90,8 @@ def main() -> NoReturn:
 def _run() -> str | int | None:
     """Run the command of the arguments; returns the exit code."""
     try:
-        cli.main(prog_name="shardconv", standalone_mode=False)
-    except SystemExit as exit_:
-        return exit_.code
+        code = _invoke()
+        sys.stdout.flush()
     except (Exception, KeyboardInterrupt, Terminated) as error:
         ignore_signals()
         if "--debug" in sys.argv:
@@ -100,14 +99,24 @@ def _run() -> str | int | None:
         if os.environ.get("RANK"):
             exit_at_once(_report_rank(error))
         return _report(error)
+    return code
+
+
+def _invoke() -> str | int | None:
+    """Run the command; returns the exit code."""
+    try:
+        cli.main(prog_name="shardconv", standalone_mode=False)
+    except SystemExit as exit_:
+        return exit_.code
     return 0
 
 
 def _report(error: BaseException) -> int:
     """Print the message of an exception; returns its exit code."""
-    if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
-    return show_error(error, as_json="--json" in sys.argv)
+    discard_unwritten()
+    code = show_error(error, as_json="--json" in sys.argv)
+    discard_unwritten()
+    return code
 
 
 def _report_rank(error: BaseException) -> int:

@@ -40,6 +40,15 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
+def discard_unwritten() -> None:
+    """Discard the output of a stream that cannot be written, which Python would try to write again at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Console:
     """Prints for one command.
 
@@ -169,9 +178,10 @@ def show_error(error: BaseException, *, as_json: bool) -> int:
         error.show()
         return error.exit_code
     message, code = describe(error)
-    if as_json:
-        with suppress(OSError):  # the error may be that stdout cannot be written; it is on stderr, too
+    with suppress(OSError):  # the error may be that a stream cannot be written
+        if as_json:
             click.echo(json.dumps({"error": message, "exit_code": code}))
-    if message:
-        _echo(f"shardconv: {message}", err=True)
+    with suppress(OSError):
+        if message:
+            _echo(f"shardconv: {message}", err=True)
     return code

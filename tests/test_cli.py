@@ -535,6 +535,14 @@ def test_result_that_cannot_be_written(commands, options):
     assert (result.code, result.err) == (1, "shardconv: No space left on device\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")
+@pytest.mark.parametrize("streams", [("stderr",), ("stdout", "stderr")])
+def test_message_that_cannot_be_written(tmp_path, streams):
+    with Path("/dev/full").open("w") as full:
+        result = run("plan", tmp_path / "missing", **dict.fromkeys(streams, full))
+    assert (result.code, result.out or "") == (1, "")
+
+
 @pytest.mark.parametrize("patch", ["", "pass"], ids=["module", "script"])
 def test_as_a_module_and_as_a_script(commands, made, patch):
     result = finish(start("verify", made / "tiny-tp2", patch=patch))

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import shardconv
 
-#: Environment of a new process, which imports the package under test.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(shardconv.__file__).parents[1])}
+#: Environment of a new process, which imports the package under test. Python is as its user has it: output is buffered.
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("PYTHON")},
+    "PYTHONPATH": str(Path(shardconv.__file__).parents[1]),
+}
 
 
 class Result(NamedTuple):
