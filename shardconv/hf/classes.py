@@ -124,9 +124,9 @@ def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path
     if folder is not None and given == config:
         yield folder
         return
-    with temporary_folder() as folder:
-        (folder / CONFIG_NAME).write_text(json.dumps(given), "utf-8")
-        yield folder
+    with temporary_folder() as made:
+        (made / CONFIG_NAME).write_text(json.dumps(given), "utf-8")
+        yield made
 
 
 def _class_in_folder(reference: str, folder: Path) -> "type[PretrainedModel]":

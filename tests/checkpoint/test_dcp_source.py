@@ -179,7 +179,7 @@ class Call:
 )
 def test_getattr_of_anything_but_a_member_of_an_enum_is_refused(nested, tmp_path, attribute):
     source = changed(nested, tmp_path / "changed", lambda metadata: setattr(metadata, "planner_data", attribute))
-    with pytest.raises(SourceError, match=r"\.metadata: asks for builtins\.getattr of '\w+', and nothing in it is exec"):
+    with pytest.raises(SourceError, match=r"\.metadata: asks for builtins\.getattr of '\w+', and nothing"):
         open_source(source)
 
 
