@@ -3,9 +3,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 OLDEST := .venv-oldest
+CORE   := .venv-core
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-azure test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-core test-azure test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +19,16 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# the tests that need no torch, in an environment without it; the others are skipped
+$(CORE)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CORE)
+	$(CORE)/bin/python -m pip install --quiet --upgrade --constraint constraints.txt pip
+	$(CORE)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[remote]' --group test-core
+	touch $@
+
+test-core: $(CORE)/.installed
+	$(CORE)/bin/python -m pytest -n 2 --dist worksteal
 
 $(VENV)/torchao: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group torchao
@@ -105,4 +116,4 @@ vllm-names: $(VENV)/.installed $(VENV)/vision $(VLLM)/.installed
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.vllm_names --vllm $(VLLM)/bin/python
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OLDEST) $(EMPTY) dist
+	rm -rf $(VENV) $(VLLM) $(OLDEST) $(CORE) $(EMPTY) dist

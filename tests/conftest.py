@@ -1,8 +1,9 @@
 """Fixtures that several modules share."""
 
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,32 @@ pytest.register_assert_rewrite("tests.support")  # before its import, for detail
 #: Tests in vLLM run in a separate environment: make test-vllm.
 collect_ignore = [] if find_spec("vllm") else ["engines/vllm"]
 
+#: Packages of extras: without them, tests that import them are skipped, and the others run (make test-core).
+_EXTRAS = ("torch", "transformers", "safetensors", "tokenizers", "peft", "playwright")
+_MISSING = re.compile(rf"No module named '(?:{'|'.join(name for name in _EXTRAS if not find_spec(name)) or '(?!)'})")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _skip(report: pytest.CollectReport | pytest.TestReport) -> None:
+    """Report a failure as skipped if its reason is a missing package of an extra."""
+    if report.failed and (missing := _MISSING.search(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {missing[0]}'")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    _skip(report)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
