@@ -140,8 +140,6 @@ WITHOUT_TORCH = {"no temporary folder", "warnings are errors", "development mode
 def test_generated_text_is_the_same(environment, folder):
     pytest.importorskip("transformers")
     shardconv.split(DEMO, folder / "split", tp=2)
-    out = run(
-        environment, "run", folder / "split", "--prompt", "An exception is", "--max-new-tokens", 4, "--dtype", "fp32", "-q",
-        folder=folder,
-    )  # fmt: skip
+    options = ("--prompt", "An exception is", "--max-new-tokens", 4, "--dtype", "fp32", "-q")
+    out = run(environment, "run", folder / "split", *options, folder=folder)
     assert out == " “class instance,\n"
