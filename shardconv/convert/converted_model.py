@@ -91,9 +91,10 @@ def extend_model_class(model: nn.Module, axis: Axis) -> None:
 
 def refuse_saving(model: nn.Module) -> None:
     """Replace the method ``save_pretrained`` of modules with shards: it would write those of one rank, silently."""
-    for name, module in model.named_modules():
+    writers = [(name, one) for name, one in model.named_modules() if hasattr(one, _SAVE)]
+    for name, module in writers:
         has_shards = any(isinstance(one, ParallelModule) and one.axis.size > 1 for one in module.modules())
-        if has_shards and hasattr(module, _SAVE) and not isinstance(module, ConvertedModel):
+        if has_shards and not isinstance(module, ConvertedModel):
             vars(module)[_SAVE] = partial(_refuse, f"{name or 'the model'} ({type(module).__name__})")
 
 
