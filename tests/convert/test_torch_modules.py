@@ -152,7 +152,7 @@ def test_class_behind_a_column_parallel_layer_is_refused(name):
 
 @pytest.mark.parametrize("name", sorted(RIGHT))
 def test_elementwise_class_computes_with_each_half_of_the_features(name):
-    """Also backward; in evaluation, where dropout is no random number."""
+    """Also backward; in evaluation, where dropout does nothing."""
     layers = chain(name)
     column = Conversion.prepare("0", layers[0], LayerSpec(ColumnParallelLinear, {}), TWO).replacement
     check_chains(layers, {layers[0]: column}, 2, is_planned=False)
