@@ -4,6 +4,7 @@
     ├── UsageError                2   contradicting, unknown or unusable options or arguments
     ├── SourceError               1   the source cannot be read: a header, a source file, an index, a config
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
+    │   └── ConfigError           1   a field of the config is missing or unusable
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read
     │   └── IntegrityError        1   checksums, replicas, padding or indices of groups are not as expected
     ├── OutputError               1   the destination exists, is in use, or is full
@@ -41,8 +42,8 @@ class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warn
     """Its message names options of the command line."""
 
     def __str__(self) -> str:
-        """The message, in Python with arguments in place of options."""
-        text = super().__str__()
+        """The message, in Python with arguments in place of options. It is the arguments, joined by colons."""
+        text = ": ".join(map(str, self.args))
         return text if _is_command_line else in_python(text)
 
 
@@ -70,6 +71,10 @@ class SourceError(ShardconvError):
 
 class PlanError(ShardconvError):
     """No plan is known to be correct."""
+
+
+class ConfigError(PlanError):
+    """A field of the config is missing or unusable. Its arguments are the problem and the remedy."""
 
 
 class SplitCheckpointError(ShardconvError):

@@ -1,4 +1,4 @@
-"""A converted model of transformers: generation, saving, and checks of the model as a whole.
+"""A converted model: generation and checks of a model of transformers as a whole, and saving of any model.
 
 Owns the guards against silent errors: ranks that sample different tokens or dropout masks, attention weights of local
 heads only, and a saved model with the shards of one rank.
@@ -6,6 +6,7 @@ heads only, and a saved model with the shards of one rank.
 
 import re
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,12 +15,15 @@ from shardconv.convert.state import gather_state_dict
 from shardconv.distributed import Axis
 from shardconv.layers.dropout import SeedCheck, share_seeds
 from shardconv.layers.lora import LoRALayer
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.protocols import PretrainedModel
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
 #: Those of them whose random numbers are from Python's or numpy's generator.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
+#: The class of transformers' models, and the method by which libraries write models.
+_PRETRAINED, _SAVE = ("PreTrainedModel", "transformers"), "save_pretrained"
 
 
 class ConvertedModel(PretrainedModel):
@@ -70,18 +74,35 @@ class ConvertedModel(PretrainedModel):
 
 
 def extend_model_class(model: nn.Module, axis: Axis) -> None:
-    """Change the class of a model of transformers to a :class:`ConvertedModel`; leave other models unchanged.
+    """Change the class of a model of transformers to a :class:`ConvertedModel`; leave that of other models unchanged.
 
     Args:
         model: the model, whose layers are already converted.
         axis: the ranks.
     """
-    if not hasattr(model, "save_pretrained"):
+    if not any((kind.__name__, kind.__module__.partition(".")[0]) == _PRETRAINED for kind in type(model).__mro__):
         return
+    vars(model).pop(_SAVE, None)
     model.__class__ = converted_class(ConvertedModel, type(model))
     assert isinstance(model, ConvertedModel)
     model.axis, model.seed_check = axis, SeedCheck(axis)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
+
+
+def refuse_saving(model: nn.Module) -> None:
+    """Replace the method ``save_pretrained`` of modules with shards: it would write those of one rank, silently."""
+    writers = [(name, one) for name, one in model.named_modules() if hasattr(one, _SAVE)]
+    for name, module in writers:
+        has_shards = any(isinstance(one, ParallelModule) and one.axis.size > 1 for one in module.modules())
+        if has_shards and not isinstance(module, ConvertedModel):
+            vars(module)[_SAVE] = partial(_refuse, f"{name or 'the model'} ({type(module).__name__})")
+
+
+def _refuse(label: str, *_: object, **__: object) -> None:
+    raise ValueError(
+        f"{label}: save_pretrained would write the shards of one rank: call shardconv.gather_state_dict on all ranks, "
+        f"and save its result on one, or in an unsharded model"
+    )
 
 
 def _check_call(model: nn.Module, _: tuple[object, ...], options: dict[str, object]) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.classes import converted_class
-from shardconv.convert.feature_checks import check_chains
+from shardconv.convert.converted_model import refuse_saving
+from shardconv.convert.multihead_attention import check_readers, turn_off_fused_paths
 from shardconv.convert.overrides import Overrides, apply_overrides
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
@@ -113,7 +114,7 @@ def convert(
     prepared, problem = Preparation(()), None
     try:
         prepared = prepare()
-        check_chains(module, prepared.replacements(), axis.size)
+        check_readers(module, prepared.replacements())
     except Exception as error:  # noqa: BLE001 - all ranks have to raise, whatever it is
         problem = error
     compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
@@ -122,6 +123,8 @@ def convert(
     for conversion in prepared.conversions:
         conversion.apply()
     apply_overrides(module, prepared.overrides, axis)
+    turn_off_fused_paths(module)
+    refuse_saving(module)
 
 
 def check_same_on_all_ranks(

@@ -1,66 +1,104 @@
 """Checks that no layer that needs all features gets the local features of a column parallel layer.
 
-Owns the check of nn.Sequential before a conversion, where the order of the layers is known, and the check of the inputs
-of layers that are not parallel, when they run.
+Owns which layers compute with a shard of the features what they compute with all of them. Checks nn.Sequential before a
+conversion, where the order of the layers is known, and the inputs of layers that are not parallel when they run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
-from shardconv.layers import ColumnParallelLinear, RowParallelLinear
+from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelLinear
 from shardconv.layers.features import check_features, is_shard_of
 from shardconv.layers.parallel_module import ParallelModule
 
+_Step = tuple[str, nn.Module]
+_Producer = tuple[str, ColumnParallelLinear]
+
 #: Classes whose input has a fixed number of features.
 _FIXED_FEATURES = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-#: Classes that compute with all features along ``dim``, however many there are; where it is None, along the last.
-_ACROSS_FEATURES = (nn.Softmax, nn.LogSoftmax, nn.GLU)
-#: Classes that compute each element by itself.
+#: Classes that compute each element by itself, or dropout masks that are the same for all features of a channel.
 _ELEMENTWISE = (
-    nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
-    nn.Tanh, nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    ParallelDropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish,
+    nn.Tanh, nn.Tanhshrink, nn.Sigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Softshrink, nn.Hardshrink,
+    nn.Threshold, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
 )  # fmt: skip
+#: Their forwards: a derived class that has one of these computes the same.
+_ELEMENTWISE_FORWARDS = {kind.forward for kind in _ELEMENTWISE}
+#: A module of transformers all of whose classes compute each element by itself, some with parameters.
+_ACTIVATIONS = "transformers.activations"
 
 
-def check_chains(module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], tp: int) -> None:
-    """Check that no nn.Sequential passes a shard of features to a layer that needs all of them.
+def check_chains(
+    module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], tp: int, *, is_planned: bool
+) -> None:
+    """Check that modules which call their layers in a known order pass no shard of features to a layer that needs all.
 
-    A Sequential in which the sizes of neighbors do not fit is not called as a chain, and is not checked.
+    These are nn.Sequential, torch's transformer layers and nn.AdaptiveLogSoftmaxWithLoss. A Sequential in which the
+    sizes of neighbors do not fit is not called as a chain, and is not checked.
 
     Args:
         module: the module that is converted.
         replacements: the parallel layers that layers become.
         tp: tensor parallel size.
+        is_planned: whether a plan or policy names the layers that are sharded. Then a class that is not one of torch is
+            taken to compute with shards; otherwise it is refused, as it is not known what it computes.
 
     Raises:
         ValueError: with the names of both layers, if one does.
     """
+    for layers in _chains(module) if tp > 1 else ():
+        found = _find_mismatch([(label, replacements.get(layer, layer)) for label, layer in layers], is_planned)
+        if found is not None:
+            raise ValueError(_describe(*found, tp))
+
+
+def _describe(first: _Producer, second: _Step, tp: int) -> str:
+    (producer, layer), (name, consumer) = first, second
+    size = layer.out_features
+    other = f", convert {name} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
+    return (
+        f"{name}: the input of this {type(consumer).__name__} is sharded (got {-(-size // tp)} features per rank from "
+        f"column parallel {producer}, expected all {size}, as it is not known to compute each feature by itself): pass "
+        f"gather_output=True{other}, or pass layers that are not called one after the other in an nn.ModuleList"
+    )
+
+
+def _chains(module: nn.Module) -> Iterator[list[_Step]]:
+    """Yield the layers, with their names, of each module in ``module`` that calls them in a known order."""
     nested: set[nn.Module] = set()
     for name, child in module.named_modules():
-        if tp == 1 or child in nested or not _is_chain(child):
-            continue
-        layers = [(label, replacements.get(layer, layer)) for label, layer in _steps(name, child, nested)]
-        if (found := _find_mismatch(layers)) is None:
-            continue
-        (first, producer), (second, consumer) = found
-        size = producer.out_features
-        other = f", convert {second} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
-        raise ValueError(
-            f"{second}: the input of this {type(consumer).__name__} is sharded (got {-(-size // tp)} features per rank "
-            f"from column parallel {first}, expected all {size}): pass gather_output=True{other}, or pass layers that "
-            f"are not called one after the other in an nn.ModuleList"
-        )
+        if child not in nested and _is_chain(child):
+            yield list(_steps(name, child, nested))
+        for path in _paths(child):
+            layers = [(f"{name}.{own}" if name else own, child.get_submodule(own)) for own in path]
+            nested |= {layer for _, layer in layers}
+            parts = [_steps(label, layer, nested) if _is_chain(layer) else [(label, layer)] for label, layer in layers]
+            yield [*chain.from_iterable(parts), (name or "the layer", child)]
+
+
+def _paths(module: nn.Module) -> list[list[str]]:
+    """The layers that a module of torch calls one after the other before it computes with all features."""
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        if isinstance(module.activation, nn.Module):
+            return [["linear1", "activation", "dropout", "linear2"]]
+        return [["linear1", "dropout", "linear2"] if _is_elementwise_function(module.activation) else ["linear1"]]
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
+        return [["head"], *([f"tail.{place}"] for place in range(len(module.tail)))]
+    return []
 
 
 def _is_chain(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _steps(name: str, sequential: nn.Module, nested: set[nn.Module]) -> Iterator[_Step]:
     """Yield names and layers in the order of calls, with the layers of a nested Sequential in its place."""
-    for own, layer in chain.named_modules(remove_duplicate=False):  # layers can occur twice
+    for own, layer in sequential.named_modules(remove_duplicate=False):  # layers can occur twice
         if not own or "." in own:
             continue
         label = f"{name}.{own}" if name else own
@@ -71,33 +109,58 @@ def _steps(name: str, chain: nn.Module, nested: set[nn.Module]) -> Iterator[tupl
             yield label, layer
 
 
-_Step = tuple[str, nn.Module]
-_Producer = tuple[str, ColumnParallelLinear]
-
-
-def _find_mismatch(layers: list[_Step]) -> tuple[_Producer, _Step] | None:
-    """Find the first column parallel layer whose shard reaches a layer that needs all features, and that layer."""
+def _find_mismatch(layers: list[_Step], is_planned: bool) -> tuple[_Producer, _Step] | None:
+    """Find the first column parallel layer whose shard reaches a layer that may need all features, and that layer."""
     producer: _Producer | None = None
     found: tuple[_Producer, _Step] | None = None
     for label, layer in layers:
-        if producer is not None and (needed := _num_features(layer, producer[1].out_features)) is not None:
-            if needed != producer[1].out_features:
+        if type(layer).forward is nn.Module.forward:  # cannot be called
+            return None
+        if producer is not None and not is_elementwise(layer):
+            needed = _num_features(layer)
+            if needed not in (None, producer[1].out_features):
                 return None
-            is_row = isinstance(layer, RowParallelLinear)
-            found = found or (None if is_row else (producer, (label, layer)))
+            if not (_computes_with_shards(layer) or (is_planned and not is_of_torch(layer))):
+                found = found or (producer, (label, layer))
         if isinstance(layer, ColumnParallelLinear) and not layer.gather_output:
             producer = label, layer
-        elif not isinstance(layer, _ELEMENTWISE):
+        elif not is_elementwise(layer):
             producer = None
     return found
 
 
-def _num_features(layer: nn.Module, given: int) -> int | None:
-    """Return the number of features that a layer needs, ``given`` if it needs all that there are; None if unknown."""
-    if isinstance(layer, _ACROSS_FEATURES):
-        return None if layer.dim == 0 else given  # 0 is the batch
+def is_elementwise(layer: nn.Module) -> bool:
+    """Whether a layer is known to compute each feature by itself, with gradients that are local, too."""
+    if type(layer).__module__ == _ACTIVATIONS:
+        return not any(layer.parameters())  # whose gradients would be those of the local features
+    return type(layer).forward in _ELEMENTWISE_FORWARDS and "forward" not in vars(layer)
+
+
+def _is_elementwise_function(function: Callable[[Tensor], Tensor]) -> bool:
+    """Whether a function gives for two halves of the features of an example what it gives for all of them."""
+    example = torch.linspace(-4, 4, 16, device="cpu").view(2, 8)
+    try:
+        halves = torch.cat([function(half) for half in example.chunk(2, -1)], -1)
+        return torch.allclose(halves, function(example), atol=1e-4)
+    except Exception:  # noqa: BLE001 - any error of the caller's code: it may be for another device
+        return True
+
+
+def _computes_with_shards(layer: nn.Module) -> bool:
+    """Whether a layer was converted for inputs whose features are sharded."""
+    return isinstance(layer, ParallelModule) and (not isinstance(layer, ParallelLinear) or layer.dim == 0)
+
+
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether the code that computes a module's output is torch's."""
+    forward = type(module).forward
+    return forward is not nn.Module.forward and str(getattr(forward, "__module__", "")).startswith("torch.nn.")
+
+
+def _num_features(layer: nn.Module) -> int | None:
+    """Return the number of features that a layer needs; None if that is unknown."""
     if isinstance(layer, nn.Linear):
-        return layer.in_features
+        return layer.in_features or None  # 0 of a lazy layer
     return layer.normalized_shape[-1] if isinstance(layer, nn.LayerNorm | nn.RMSNorm) else None
 
 
@@ -111,7 +174,7 @@ class _InputCheck:
     def __call__(self, layer: nn.Module, inputs: tuple[object, ...]) -> None:
         """Check the first input; the layer checks others."""
         input = inputs[0] if inputs else None
-        needed = _num_features(layer, 0)
+        needed = _num_features(layer)
         if needed and isinstance(input, Tensor) and input.dim() and is_shard_of(input.shape[-1], needed, self.tp):
             check_features(input, needed, self.tp, f"{self.label} ({layer})".__str__)
 

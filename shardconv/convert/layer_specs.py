@@ -3,11 +3,12 @@
 Owns which classes of modules are supported, and refuses others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
+from shardconv.convert.feature_checks import is_of_torch
 from shardconv.convert.modules import (
     ParallelDepthwise,
     ParallelExpertLinear,
@@ -91,6 +92,9 @@ def _layer_spec(name: str, module: nn.Module, plans: Mapping[str, TensorPlan]) -
     """The layer that a module becomes, by its class and the placements of its parameters; None if it stays as it is."""
     sharded = {own: plans[own] for own in _placements(plans)}
     styles = {planned.style for planned in (sharded or plans).values()}
+    changed = sharded or [own for own, planned in plans.items() if planned.style == "replicated_with_grad_allreduce"]
+    if changed and isinstance(module, nn.RNNBase):  # it computes with a list of its parameters
+        raise _unsupported(name, module, changed, "replicate them")
     if (sharded and "gathered" in styles) or (not sharded and "replicated_with_grad_allreduce" in styles):
         return _own_spec(Sharded, plans)
     if not sharded:
@@ -133,7 +137,7 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
     """The class that extends a module's own, by that and by the number of dims of its sharded parameters."""
     kind = type(module).__name__
     dims = {_num_dims(module.get_parameter(own)) for own in sharded}
-    if isinstance(module, nn.MultiheadAttention):
+    if type(module).forward is nn.MultiheadAttention.forward:
         return ParallelMultiheadAttention
     has_rows = {planned.style for planned in sharded.values()} == {"by_rows"}
     if isinstance(module, nn.Linear) and not has_rows:
@@ -148,11 +152,18 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
         raise ValueError(f"{name}: a {kind} with sharded parameters of {max(dims)} dims is not supported")
     may_be_norm = "Norm" in kind and not any(module.children())
     if dims != {1} or has_rows or ("weight" not in sharded and not may_be_norm):
+        if is_of_torch(module):
+            raise _unsupported(name, module, sharded, "replicate them, or use the style gathered")
         return Sharded
     is_layer_norm = isinstance(module, nn.LayerNorm)
     if not is_layer_norm and (not kind.endswith("RMSNorm") or "weight" not in sharded):
         raise ValueError(f"{name}: a {kind} over sharded features is not supported")
     return GlobalLayerNorm if is_layer_norm else GlobalRMSNorm
+
+
+def _unsupported(name: str, module: nn.Module, plans: Iterable[str], remedy: str) -> ValueError:
+    names = ", ".join(plans)
+    return ValueError(f"{name}: a {type(module).__name__} with sharded {names} is not supported: {remedy}")
 
 
 def _linear_spec(weight: TensorPlan, module: nn.Module) -> LayerSpec:

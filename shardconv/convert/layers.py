@@ -3,7 +3,6 @@
 Owns which layers that are, the layers that are converted with them because they are tied, and what is refused.
 """
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
@@ -11,7 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
-from shardconv.convert.feature_checks import check_inputs
+from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers import (
@@ -40,7 +39,7 @@ def convert_parallel_linear(
     layer_class: type[ParallelLinear] = ParallelLinear,
     group: GroupLike = None,
 ) -> ModuleT:
-    """Convert every nn.Linear in a module to a parallel layer.
+    """Convert every nn.Linear in a module, or the module itself if it is one, to a parallel layer, in place.
 
     All ranks have to hold the same values, which is checked. A second conversion with the same ``dim`` changes nothing.
     An embedding whose weight is tied to that of a linear layer is converted with it, so that they stay tied.
@@ -56,7 +55,7 @@ def convert_parallel_linear(
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
-        ``module``, converted in place; for a single nn.Linear a new layer, and the old one is unchanged.
+        ``module``, whose layers have the same parameters as before, now shards.
 
     Raises:
         ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
@@ -73,9 +72,10 @@ def convert_parallel_linear(
 
 
 def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
-    """Convert every nn.Embedding in a module to a parallel layer; otherwise as :func:`convert_parallel_linear`.
+    """Convert every nn.Embedding in a module, or the module itself if it is one, to a parallel layer, in place.
 
-    A linear layer whose weight is tied to that of an embedding is converted with it, and still gathers its output.
+    Otherwise as :func:`convert_parallel_linear`. A linear layer whose weight is tied to that of an embedding is
+    converted with it, and still gathers its output.
 
     Args:
         module: a module, or a single nn.Embedding.
@@ -84,7 +84,7 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
-        ``module``, converted in place; for a single nn.Embedding a new layer, and the old one is unchanged.
+        ``module``.
 
     Raises:
         ValueError: as :func:`convert_parallel_linear`.
@@ -97,23 +97,13 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
 
 
 def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
-    converted = _copy_layer(module) if type(module) is _torch_class(spec.kind) else module
-    convert(converted, partial(_prepare, converted, spec, axis), axis)
+    convert(module, partial(_prepare, module, spec, axis), axis)
+    for layer in module.modules():
+        if isinstance(layer, ParallelLinear):
+            layer.prevent_fusion()  # modules outside of this one may hold it
     if _is_column(spec) and not spec.options["gather_output"]:
-        check_inputs(converted, axis.size)
-    return converted
-
-
-def _copy_layer(layer: ModuleT) -> ModuleT:
-    """Copy a layer with its parameters, buffers and hooks, without gradients."""
-    copied = object.__new__(type(layer))
-    for name, value in layer.__dict__.items():
-        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | set) else value
-    for name, buffer in layer.named_buffers(recurse=False):
-        setattr(copied, name, buffer.clone())
-    for name, parameter in own_parameters(layer).items():
-        setattr(copied, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-    return copied
+        check_inputs(module, axis.size)
+    return module
 
 
 def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
@@ -126,7 +116,9 @@ def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
         except ValueError as error:
             raise ValueError(f"{layer_label(module, name, layer)}: {error}") from error
     _check_owners(module, conversions)
-    return Preparation(conversions)
+    prepared = Preparation(conversions)
+    check_chains(module, prepared.replacements(), axis.size, is_planned=False)
+    return prepared
 
 
 def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Module, LayerSpec]]:
@@ -223,7 +215,7 @@ def _check_owners(module: nn.Module, conversions: Sequence[Conversion]) -> None:
     layers = [one.replacement for one in conversions]
     shards = list(dict.fromkeys(getattr(layer, own) for layer in layers for own, _ in layer.own_shards()))
     if shards and (owner := owner_outside(module, shards)) is not None:
-        names = ", ".join(name for name, _ in tied_modules(module, [owner]))
+        names = ", ".join(name or "the layer" for name, _ in tied_modules(module, [owner]))
         raise ValueError(
             f"{names}: tied to {owner}, which is not in this {type(module).__name__} and would compute with a shard: "
             f"convert both in one call, as in an nn.ModuleList, or the whole model"

@@ -16,14 +16,14 @@ from torch import nn
 
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
-from shardconv.convert.feature_checks import check_inputs
+from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.gradient_check import check_first_gradients
 from shardconv.convert.layer_specs import plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
 from shardconv.convert.unchanged_counts import warn_of_unchanged_counts
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.errors import PlanError
+from shardconv.errors import ConfigError, PlanError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.policy import Policy
@@ -112,18 +112,29 @@ def convert_model(
           (2): RowParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
         )
     """
-    config = getattr(model, "config", None)
+    config = config_fields(getattr(model, "config", None))
     axis = as_axis(group)
     request = _request(rules, axis.size, experts=experts, pad=pad)
-    if config is None and isinstance(request, PlanRequest) and request.plan_file is None:
+    if not config and isinstance(request, PlanRequest) and request.plan_file is None:
         raise ValueError(
-            f"{type(model).__name__} does not have a config, which the rules of a family read: pass a plan file or "
-            f"policies as rules="
+            f"{type(model).__name__} does not have a config with fields, which the rules of a family read: pass a plan "
+            f"file or policies as rules="
         )
-    to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", dict)
-    convert_with_request(model, to_dict(), request, axis)
+    try:
+        convert_with_request(model, config, request, axis)
+    except ConfigError as error:
+        remedy = "set it in the config of the model, or set it in [config] of a plan file"
+        raise ConfigError(error.args[0], remedy) from error
     extend_model_class(model, axis)
     return model
+
+
+def config_fields(config: object) -> dict[str, object]:
+    """The fields of a model's config: a mapping, as in diffusers, by ``to_dict``, as in transformers, or attributes."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", lambda: dict(getattr(config, "__dict__", {})))
+    return to_dict()
 
 
 def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
@@ -200,6 +211,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     _check_numbers(model, plan)
     prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.layer_classes, axis))
     replacements = prepared.replacements()
+    check_chains(model, replacements, axis.size, is_planned=True)
     overrides = [
         override
         for model_rules in resolver.rules.models

@@ -96,9 +96,8 @@ class ParallelDepthwise(Sharded):
             raise ValueError(f"{name}: only the channels of a convolution can be sharded, and its bias as they are")
         entries = ranks.pop()[self.axis.rank]
         rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
-        if any(edge % rows for entry in intervals(entries) for edge in entry) or (
-            bias is not None and "bias" not in self.placements
-        ):
+        sharded = {"weight"} if bias is None else {"weight", "bias"}
+        if any(edge % rows for entry in intervals(entries) for edge in entry) or sharded != set(self.placements):
             raise ValueError(f"{name}: a convolution is split between its groups of {rows} channels, weight and bias")
         self.out_channels = self.placements["weight"].local_size(self.axis.rank)
         self.groups = self.out_channels // rows

@@ -1,7 +1,8 @@
-"""torch's multi-head attention over local heads.
+"""torch's multi-head attention over local heads, and modules of torch that read the parameters of layers in them.
 
 Owns the class that nn.MultiheadAttention becomes, and that of the module override ``functional``, for modules that call
-``torch.nn.functional.multi_head_attention_forward``.
+``torch.nn.functional.multi_head_attention_forward``. Modules that compute with the weight of a layer, and do not call
+it, would compute with a shard: their fused paths are turned off, or they are refused.
 """
 
 import inspect
@@ -16,10 +17,66 @@ from torch.nn.functional import linear, multi_head_attention_forward, scaled_dot
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.modules import Sharded, ShardedOptions
+from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.layers import RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement
+
+#: Classes of torch, by name, whose forward reads the parameters of this layer and does not call it.
+_READERS = {"MultiheadAttention": "out_proj", "LinearCrossEntropyLoss": "linear"}
+#: Classes of torch with a fused path that reads the parameters of layers in them, and the attribute that turns it off.
+_FUSED = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+#: Classes of torch with norms over all features.
+_TRANSFORMERS = (*_FUSED, nn.TransformerDecoderLayer, nn.TransformerDecoder)
+_NORMS = (GlobalLayerNorm, GlobalRMSNorm)
+
+
+def check_readers(module: nn.Module, replacements: Mapping[nn.Module, ParallelModule]) -> None:
+    """Check that no module of torch computes with the shard of a layer in it, which it does not call.
+
+    Args:
+        module: the module that is converted.
+        replacements: the parallel modules that modules of it become.
+
+    Raises:
+        ValueError: with the names of both, if one does.
+    """
+    for name, reader in module.named_modules():
+        if isinstance(reader, nn.Module) and isinstance(reader, _TRANSFORMERS):
+            _check_norms(name, reader, replacements)
+        for kind, own in _READERS.items():
+            if type(reader).forward is not getattr(getattr(nn, kind, None), "forward", None):
+                continue
+            layer, label = reader.get_submodule(own), f"{name}.{own}" if name else own
+            is_row = isinstance(replacements.get(layer, layer), RowParallelLinear)
+            if isinstance(replacements.get(reader), ParallelMultiheadAttention):
+                if not is_row:
+                    raise ValueError(f"{label}: must be row parallel by heads, as q, k and v are sharded by heads")
+            elif layer in replacements or isinstance(layer, ParallelModule):
+                raise ValueError(
+                    f"{label}: a {kind} computes with the parameters of this layer and does not call it: replicate "
+                    f"them{', or shard in_proj_weight by heads, too' * is_row}"
+                )
+
+
+def _check_norms(name: str, module: nn.Module, replacements: Mapping[nn.Module, ParallelModule]) -> None:
+    """Check that no norm of a module of torch, which is over all features, is sharded."""
+    norms = [own for own, layer in module.named_children() if isinstance(replacements.get(layer), _NORMS)]
+    if norms:
+        raise ValueError(f"{name}: {norms[0]} of a {type(module).__name__} is over all features: replicate it")
+
+
+def turn_off_fused_paths(module: nn.Module) -> None:
+    """Make modules of torch call the layers in them, some of which are parallel, on every path."""
+    for child in module.modules():
+        for kind, (attribute, value) in _FUSED.items():
+            if isinstance(child, kind) and any(isinstance(one, ParallelModule) for one in child.modules()):
+                setattr(child, attribute, value)
 
 
 class ParallelMultiheadAttention(Sharded):
@@ -38,7 +95,7 @@ class ParallelMultiheadAttention(Sharded):
         """See :meth:`ParallelModule.set_up`.
 
         Raises:
-            ValueError: if the module has options that are not supported.
+            ValueError: if the module has options that are not supported, or is not sharded by heads.
         """
         if self.in_proj_weight is None or self.bias_k is not None or self.add_zero_attn:
             raise ValueError(
@@ -46,6 +103,13 @@ class ParallelMultiheadAttention(Sharded):
                 f"supported"
             )
         super().set_up(axis, **options)
+        weight, bias = (self.placements.get(name) for name in ("in_proj_weight", "in_proj_bias"))
+        is_same = self.in_proj_bias is None or bias == weight
+        if not (weight and is_same) or any(_heads_of(weight, one, self.head_dim) is None for one in range(axis.size)):
+            raise ValueError(
+                f"{self.name_in_model}: in_proj_weight and in_proj_bias of a MultiheadAttention are sharded by heads: "
+                f"give both style packed_colwise with the unit of heads of {self.head_dim} rows for each of 3 segments"
+            )
 
     def forward(
         self,
@@ -66,7 +130,8 @@ class ParallelMultiheadAttention(Sharded):
             value: like ``key``.
             key_padding_mask: [batch, key tokens]; True excludes a token, numbers are added to the scores.
             need_weights: must not be True; None and False are equivalent.
-            attn_mask: [query tokens, key tokens] or [batch * local heads, query tokens, key tokens]; likewise.
+            attn_mask: [query tokens, key tokens] or [batch * heads, query tokens, key tokens], of all or of local
+                heads; likewise.
             average_attn_weights: ignored, as no weights are returned.
             is_causal: a hint that ``attn_mask`` is causal.
 
@@ -85,16 +150,25 @@ class ParallelMultiheadAttention(Sharded):
         if is_causal and attn_mask is None:
             raise ValueError("is_causal without attn_mask: pass the causal mask, which torch's attention also requires")
         del average_attn_weights
-        if attn_mask is not None:
-            attn_mask = _additive_mask(attn_mask, query)
-            if attn_mask.dim() == 3:
-                attn_mask = attn_mask.unflatten(0, (query.shape[0 if self.batch_first else 1], -1))
-        mask = _with_key_padding(attn_mask, key_padding_mask, query)
         queries, keys, values = self._heads(query, key, value)
+        if attn_mask is not None:
+            attn_mask = self._mask_of_heads(_additive_mask(attn_mask, query), *queries.shape[:2])
+        mask = _with_key_padding(attn_mask, key_padding_mask, query)
         dropout = self.dropout if self.training else 0.0
         attended = scaled_dot_product_attention(queries, keys, values, mask, dropout)
         output = attended.transpose(1, 2).flatten(2)
         return self.out_proj(output if self.batch_first else output.transpose(0, 1)), None
+
+    def _mask_of_heads(self, mask: Tensor, batch: int, num_heads: int) -> Tensor:
+        """Take the local heads of a mask [batch * heads, query tokens, key tokens]; return a mask without heads."""
+        if mask.dim() < 3:
+            return mask
+        mask = mask.unflatten(0, (batch, -1))
+        if mask.shape[1] == num_heads:
+            return mask
+        heads = _heads_of(self.placements["in_proj_weight"], self.axis.rank, self.head_dim)
+        assert heads is not None
+        return copy_to_tp(mask, group=self.axis)[:, heads.clamp(min=0).to(mask.device)]  # padding is never read
 
     def _heads(self, *inputs: Tensor) -> Iterator[Tensor]:
         """Compute query, key and value of each head, [batch, local heads, tokens, head_dim]."""
@@ -103,6 +177,19 @@ class ParallelMultiheadAttention(Sharded):
         for input, weight, bias in zip(inputs, weights, biases, strict=True):
             heads = linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, self.head_dim))
             yield heads.transpose(1, 2) if self.batch_first else heads.permute(1, 2, 0, 3)
+
+
+def _heads_of(placement: Placement, rank: int, head_dim: int) -> Tensor | None:
+    """The numbers of the heads whose rows of q, k and v a rank has, -1 for padding; None if it has other rows."""
+    rows = take_shard(torch.arange(1, placement.size + 1, device="cpu"), placement, rank) - 1
+    if placement.dim != 0 or rows.numel() % (3 * head_dim):
+        return None
+    found, one_head = rows.view(3, -1, head_dim), torch.arange(head_dim, device="cpu")
+    first = found[0, :, :1]
+    segments = torch.arange(3, device="cpu")[:, None, None] * (placement.size // 3)
+    is_by_heads = torch.equal(found, torch.where(first < 0, first, first + one_head + segments))
+    is_full = not (first % head_dim)[first >= 0].any()
+    return first.flatten().div(head_dim, rounding_mode="floor") if is_by_heads and is_full else None
 
 
 class FunctionalAttention(ParallelModule):

@@ -141,6 +141,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         self._weight_init = get_initializer(weight_init or self._weight_init)
         self._bias_init = get_initializer(bias_init or self._bias_init)
         self.reset_parameters()
+        self.prevent_fusion()
 
     def __new__(cls, _in: int = 0, _out: int = 0, _bias: bool = True, /, dim: int | None = None, **_: object) -> Self:
         """Create a layer of the class for ``dim``."""
@@ -242,7 +243,20 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     def forward(self, input: Tensor) -> Any:  # nn.Linear's is a Tensor
         """Compute the output, or ``(output, bias)`` with ``skip_bias_add``; for shapes see the class."""
+        if input.is_nested:
+            raise ValueError(
+                f"{self.describe_layer()}: the input is a nested tensor (expected one with the same number of tokens "
+                f"in each example): of an nn.TransformerEncoder, set use_nested_tensor = False, or convert it whole"
+            )
         return self.complete(self.multiply(self.localize(input)))
+
+    def prevent_fusion(self) -> None:
+        """Register a hook that does nothing: a torch.nn.TransformerEncoderLayer then calls the layer.
+
+        Without hooks in it, that reads the weights of its layers where no gradients are needed, and calls no layer.
+        """
+        if _do_nothing not in self._forward_pre_hooks.values():
+            self.register_forward_pre_hook(_do_nothing)
 
     def localize(self, input: Tensor) -> Tensor:
         """First step of forward: check the input, and return the tensor that this rank multiplies with its shard."""
@@ -284,6 +298,10 @@ class ParallelLinear(ParallelModule, nn.Linear):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"dim={self.dim}, tp={self.axis.size}{options}"
         )
+
+
+def _do_nothing(_: nn.Module, __: tuple[object, ...]) -> None:
+    pass
 
 
 # help() and inspect show the signature of __init__

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from shardconv.errors import PlanError
+from shardconv.errors import ConfigError, PlanError
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -17,7 +17,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 
-
+#: What to do about a field of a checkpoint's config.
+_REMEDY = "pass --config FILE with it"
 #: In an expression, the index of the stage of a tensor or module: ``field[stage]``.
 STAGE = "stage"
 
@@ -83,13 +84,12 @@ class Fields:
         index = node.value if isinstance(node, ast.Constant) else self._stage
         values = lookup(self._config, name)
         if values is None:
-            raise PlanError(f"config field {name} {self._missing}: pass --config FILE with it")
+            raise ConfigError(f"config field {name} {self._missing}", _REMEDY)
         if type(index) is not int:
             raise PlanError(f"{name}[{STAGE}]: the name of the tensor or module does not contain the number of a stage")
         if not isinstance(values, list | tuple) or index >= len(values) or type(values[index]) is not int:
-            raise PlanError(
-                f"config field {name} is {values!r:.60} (expected a list with an integer at index {index}): pass "
-                f"--config FILE with it"
+            raise ConfigError(
+                f"config field {name} is {values!r:.60} (expected a list with an integer at index {index})", _REMEDY
             )
         self.read[f"{name}[{index}]"] = values[index]
         return int(values[index])
@@ -101,13 +101,11 @@ class Fields:
         if value is None and name in self._defaults:
             value = self.evaluate(self._defaults[name])
         if value is None:
-            raise PlanError(
-                f"config field {name} {self._missing}: pass --config FILE with it, or set it in [config] of a plan file"
+            raise ConfigError(
+                f"config field {name} {self._missing}", f"{_REMEDY}, or set it in [config] of a plan file"
             )
         if type(value) is not int or value < 0:
-            raise PlanError(
-                f"config field {name} is {value!r:.60} (expected a non-negative integer): pass --config FILE with it"
-            )
+            raise ConfigError(f"config field {name} is {value!r:.60} (expected a non-negative integer)", _REMEDY)
         self.read[name] = value
         return value
 

