@@ -4,6 +4,7 @@
     ├── UsageError                2   contradicting, unknown or unusable options or arguments
     ├── SourceError               1   the source cannot be read: a header, a source file, an index, a config
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
+    │   └── ShapeError            1   the shape of a tensor contradicts the config
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read
     │   └── IntegrityError        1   checksums, replicas, padding or indices of groups are not as expected
     ├── OutputError               1   the destination exists, is in use, or is full
@@ -70,6 +71,10 @@ class SourceError(ShardconvError):
 
 class PlanError(ShardconvError):
     """No plan is known to be correct."""
+
+
+class ShapeError(PlanError):
+    """The shape of a tensor contradicts the config."""
 
 
 class SplitCheckpointError(ShardconvError):

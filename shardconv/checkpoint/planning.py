@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.dtype_conversion import with_dtype
-from shardconv.checkpoint.formats import ADAPTER_FILES
+from shardconv.checkpoint.formats import ADAPTER_FILES, CONFIG_NAME
 from shardconv.checkpoint.paths import check_exists, local_path
 from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import PlanError, SourceError, UsageError
+from shardconv.errors import PlanError, ShapeError, SourceError, UsageError
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
@@ -150,6 +150,27 @@ def plan_source(
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
     resolver, assumed = resolve(tensors, settings, request)
     return PlannedSource(source, tensors, request, Resolution(resolver, (*source.assumed, *assumed)), paths)
+
+
+def check_shapes(source: Source) -> tuple[str, ...]:
+    """Compare the shapes of all tensors with the config, as a plan does.
+
+    Returns:
+        Why they cannot be compared, as a sentence; nothing if they are equal.
+
+    Raises:
+        SourceError: if a shape contradicts the config.
+    """
+    settings = config_with_quantization(source)
+    if settings is None:
+        return (f"shapes are not compared with a config, as there is no {CONFIG_NAME}",)
+    try:
+        resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
+    except ShapeError as error:
+        raise SourceError(f"{source.path}: {error}") from error
+    except PlanError as error:
+        return (f"shapes are not compared with the config: {error}",)
+    return ()
 
 
 def refuse_adapter(source: Source) -> None:
