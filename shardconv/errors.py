@@ -18,24 +18,28 @@ names options as the command line has them; in Python, exceptions show arguments
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardconv.option_names import in_python
 
-#: Whether this process is the command line.
-_is_command_line = False
+#: How this process shows the options that a message names.
+_show: Callable[[str], str] = in_python
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
-    """Show options instead of arguments in messages, while this process is the command line."""
-    global _is_command_line  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
-    before, _is_command_line = _is_command_line, True
+def command_line(show: Callable[[str], str] = str) -> Iterator[None]:
+    """Show options instead of arguments in messages, while this process is the command line.
+
+    Args:
+        show: completes a message for the command in use.
+    """
+    global _show  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
+    before, _show = _show, show
     try:
         yield
     finally:
-        _is_command_line = before
+        _show = before
 
 
 class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warning
@@ -43,8 +47,7 @@ class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warn
 
     def __str__(self) -> str:
         """The message, in Python with arguments in place of options."""
-        text = super().__str__()
-        return text if _is_command_line else in_python(text)
+        return _show(super().__str__())
 
 
 class ShardconvError(_NamesOptions):

@@ -10,9 +10,9 @@ from pathlib import Path
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.file_state import FileState, file_states
+from shardconv.checkpoint.formats import single_name
 from shardconv.checkpoint.geometry import unsharded
 from shardconv.checkpoint.header import Header, build_header
-from shardconv.checkpoint.formats import single_name
 from shardconv.checkpoint.json_files import parse_object
 from shardconv.checkpoint.layout import in_file_order
 from shardconv.checkpoint.source_files import SourceFile, WeightFiles, Weights, check_files, weight_paths

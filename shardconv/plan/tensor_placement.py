@@ -242,7 +242,11 @@ class GroupPlanner:
         if unit_name is None:
             is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
             rows = fields.evaluate_known(rule.rows)
-            return Unit(size if rows is None else rows, pad=rule.pad, multiple=self._rules.vocab_multiple if is_vocabulary else 1)
+            return Unit(
+                size if rows is None else rows,
+                pad=rule.pad,
+                multiple=self._rules.vocab_multiple if is_vocabulary else 1,
+            )
         unit = (self._group.model_rules.family.units or {})[unit_name]
         replicate = unit.replicate and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)

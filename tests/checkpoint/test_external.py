@@ -197,7 +197,9 @@ def test_a_tensor_that_is_whole_on_every_rank_of_metas_files_is_refused(in_meta_
     whole = {name: tensor for name, tensor in in_meta_order.items() if names in name}
     source = write_meta(tmp_path / "meta", [rank | whole for rank in ranks], PARAMS | {"vocab_size": VOCAB})
     for write in (shardconv.merge, partial(shardconv.split, tp=2), partial(shardconv.reshard, tp=4)):
-        with pytest.raises(ShardconvError, match=r"dim \d has (256|192|128) elements \(expected (128|96|64 = 8 \* 8) by"):
+        with pytest.raises(
+            ShardconvError, match=r"dim \d has (256|192|128) elements \(expected (128|96|64 = 8 \* 8) by"
+        ):
             write(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -372,8 +374,13 @@ def test_a_tensor_that_is_whole_on_every_rank_of_deepseeks_files_is_refused(deep
     whole = deepseek_ranks(read(deepseek), 1, LAYERS, EXPERTS)[0][name]
     ranks = [rank | {name: whole} for rank in deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS)]
     source = write_deepseek(tmp_path / "ranks", ranks, deepseek / "config.json")
-    with pytest.raises(SourceError, match=r"weight: dim \d has \d+ elements \(expected|has shape .* does not fit the tensors"):
+    with pytest.raises(
+        SourceError, match=r"weight: dim \d has \d+ elements \(expected|has shape .* does not fit the tensors"
+    ):
         shardconv.merge(source, tmp_path / "merged")
+    assert "pass --config (of shardconv plan and split)" in " ".join(
+        call("merge", source, "-o", tmp_path / "merged").err.replace("--config FILE", "--config").split()
+    )
     assert not (tmp_path / "merged").exists()
 
 
