@@ -1,6 +1,6 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
@@ -149,7 +149,17 @@ def plan_source(
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
     resolver, assumed = resolve(tensors, settings, request)
-    return PlannedSource(source, tensors, request, Resolution(resolver, (*source.assumed, *assumed)), paths)
+    sentences = (*source.assumed, *assumed, *_without_class(source.config or {}))
+    return PlannedSource(source, tensors, request, Resolution(resolver, sentences), paths)
+
+
+def _without_class(config: Mapping[str, object]) -> Iterator[str]:
+    """The assumption about a config of transformers that does not name the model class."""
+    if isinstance(config.get("model_type"), str) and not config.get("architectures"):
+        yield (
+            "the model class is given to shardconv.load(DIR, model=...), because config.json does not have "
+            "architectures, without which shardconv run fails: add it, or pass --config FILE with it"
+        )
 
 
 def check_shapes(source: Source) -> tuple[str, ...]:
