@@ -173,7 +173,7 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     """
     settings = config_with_quantization(source)
     if settings is None:
-        return (f"shapes are not compared with a config, as there is no {CONFIG_NAME}",)
+        return (f"shapes are not compared with a config, because the folder does not have {CONFIG_NAME}",)
     try:
         resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
     except ShapeError as error:

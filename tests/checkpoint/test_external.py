@@ -192,7 +192,7 @@ def test_files_that_do_not_fit_are_refused(in_meta_order, tmp_path, change, text
 
 
 @pytest.mark.parametrize("names", ["output", "tok_embeddings", "wo", "w1", "feed_forward"])
-def test_a_tensor_that_is_whole_on_every_rank_of_metas_files_is_refused(in_meta_order, tmp_path, names):
+def test_a_replicated_tensor_that_metas_files_shard_is_refused(in_meta_order, tmp_path, names):
     ranks = ranks_of(in_meta_order, 2)
     whole = {name: tensor for name, tensor in in_meta_order.items() if names in name}
     source = write_meta(tmp_path / "meta", [rank | whole for rank in ranks], PARAMS | {"vocab_size": VOCAB})
@@ -370,7 +370,7 @@ def test_an_expert_on_no_rank_is_an_error(deepseek, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight", "layers.0.ffn.w1.weight", "layers.1.attn.wo.weight"])
-def test_a_tensor_that_is_whole_on_every_rank_of_deepseeks_files_is_refused(deepseek, tmp_path, name):
+def test_a_replicated_tensor_that_deepseeks_files_shard_is_refused(deepseek, tmp_path, name):
     whole = deepseek_ranks(read(deepseek), 1, LAYERS, EXPERTS)[0][name]
     ranks = [rank | {name: whole} for rank in deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS)]
     source = write_deepseek(tmp_path / "ranks", ranks, deepseek / "config.json")

@@ -580,7 +580,7 @@ CASES: Mapping[str, Case] = {
         refused(error("layers.0.attention.wk.weight", "num_key_value_heads * head_dim")),
         as_meta(lambda ranks: ranks[0].update({"layers.0.attention.wk.weight": torch.ones(8, 64)}), tp=1),
     ),
-    "rank files of Meta, a head that is whole on every rank": Case(
+    "rank files of Meta, a replicated head": Case(
         refused(error("lm_head.weight", "3996 elements (expected 1998 by vocab_size=1998"))
         | {"plan --prove": error("lm_head.weight (got [3996, 64], expected [1998, 64])")},
         as_meta(lambda ranks: [rank.update({"output.weight": torch.zeros(1998, 64)}) for rank in ranks]),
