@@ -90,9 +90,10 @@ def main() -> NoReturn:
 
 
 def _show(message: str) -> str:
-    """A message for the command of the arguments."""
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
-    return in_command(message, command, _commands_with()) if command in cli.commands else message
+    """A message for the command of the arguments; that of a rank is completed by the command that started it."""
+    command = cli.commands.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    is_own = command is not None and not command.hidden
+    return in_command(message, sys.argv[1], _commands_with()) if is_own else message
 
 
 @cache

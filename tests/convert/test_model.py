@@ -185,7 +185,10 @@ REFUSED = {
     ),
     "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
     "unknown family": (lambda _: llama(), "lama", shardconv.errors.UsageError, "family 'lama' is unknown"),
-    "by_name": (lambda _: llama(), "by_name", shardconv.PlanError, "no family is known for model type 'llama'"),
+    "by_name": (
+        lambda _: llama(), "by_name", shardconv.PlanError,
+        "no family is known for model type 'llama'.*Pass rules=FILE with a plan file, for a split checkpoint to",
+    ),
     "derived class": (
         lambda _: with_class(Doubled), "auto", ValueError, "layers.1.mlp.up_proj: a Doubled may compute something else",
     ),
