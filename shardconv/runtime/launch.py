@@ -58,11 +58,11 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
             "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
             RENDEZVOUS: f"file://{folder}/rendezvous",
             PARENT: str(os.getpid()),
-            "TMPDIR": folder,  # ranks that are terminated leave files
+            "TMPDIR": str(folder),  # ranks that are terminated leave files
         }
         envs = {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)}
-        result = _run_processes(arguments, envs, Path(folder) / "logs", tick)
-        errors = read_failures(Path(folder))
+        result = _run_processes(arguments, envs, folder / "logs", tick)
+        errors = read_failures(folder)
     if not result.failures:
         return 0
     first = min(result.failures.values(), key=lambda failure: failure.timestamp)
