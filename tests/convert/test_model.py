@@ -178,7 +178,7 @@ def with_complex_values():
 
 #: The model of a rank, the arguments of the conversion to four ranks, and the error.
 REFUSED = {
-    "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "Linear does not have a config.* pass rules=FILE with a plan file"),
+    "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "Linear does not have a config.* pass rules=FILE"),
     "tp": (
         lambda _: replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
         "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
