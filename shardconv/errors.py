@@ -4,7 +4,8 @@
     ├── UsageError                2   contradicting, unknown or unusable options or arguments
     ├── SourceError               1   the source cannot be read: a header, a source file, an index, a config
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
-    │   └── ConfigError           1   a field of the config is missing or unusable
+    │   ├── ConfigError           1   a field of the config is missing or unusable
+    │   └── ShapeError            1   the shape of a tensor contradicts the config
     ├── SplitCheckpointError      1   the split checkpoint is incomplete or its manifest cannot be read
     │   └── IntegrityError        1   checksums, replicas, padding or indices of groups are not as expected
     ├── OutputError               1   the destination exists, is in use, or is full
@@ -18,24 +19,28 @@ names options as the command line has them; in Python, exceptions show arguments
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardconv.option_names import in_python
 
-#: Whether this process is the command line.
-_is_command_line = False
+#: How this process shows the options that a message names.
+_show: Callable[[str], str] = in_python
 
 
 @contextmanager
-def command_line() -> Iterator[None]:
-    """Show options instead of arguments in messages, while this process is the command line."""
-    global _is_command_line  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
-    before, _is_command_line = _is_command_line, True
+def command_line(show: Callable[[str], str] = str) -> Iterator[None]:
+    """Show options instead of arguments in messages, while this process is the command line.
+
+    Args:
+        show: completes a message for the command in use.
+    """
+    global _show  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
+    before, _show = _show, show
     try:
         yield
     finally:
-        _is_command_line = before
+        _show = before
 
 
 class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warning
@@ -43,8 +48,7 @@ class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warn
 
     def __str__(self) -> str:
         """The message, in Python with arguments in place of options. It is the arguments, joined by colons."""
-        text = ": ".join(map(str, self.args))
-        return text if _is_command_line else in_python(text)
+        return _show(": ".join(map(str, self.args)))
 
 
 class ShardconvError(_NamesOptions):
@@ -75,6 +79,10 @@ class PlanError(ShardconvError):
 
 class ConfigError(PlanError):
     """A field of the config is missing or unusable. Its arguments are the problem and the remedy."""
+
+
+class ShapeError(PlanError):
+    """The shape of a tensor contradicts the config."""
 
 
 class SplitCheckpointError(ShardconvError):

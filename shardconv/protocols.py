@@ -57,6 +57,7 @@ class PretrainedModel(nn.Module):
     device: torch.device
     generation_config: Any
     main_input_name: str
+    input_modalities: str | Sequence[str]
     base_model_prefix: str
     from_pretrained: ClassVar[Callable[..., Any]]
     _from_config: ClassVar[Callable[..., "PretrainedModel"]]

@@ -12,7 +12,7 @@ import shardconv
 from shardconv import option_names
 from shardconv.cli import cli
 from shardconv.errors import UsageError, command_line
-from shardconv.option_names import FLAGS, LISTS, VALUES, in_python
+from shardconv.option_names import FLAGS, LISTS, VALUES, in_command, in_python
 from tests.support.checkpoints import DEMO
 from tests.support.command import call
 
@@ -76,6 +76,35 @@ def test_the_same_error_in_both_forms(tmp_path):
         shardconv.split(DEMO, tmp_path / "x", tp=2)
     result = call("split", DEMO, "-o", tmp_path / "x", "--tp", 2)
     assert result.err.endswith("choose another path with -o, or pass --overwrite\n")
+
+
+def test_options_of_other_commands_are_followed_by_these_commands():
+    commands_with = {"--rules": ["plan", "split", "run"], "--config": ["plan", "split"], "--tp": ["merge"]}
+    message = "x --rules: y: pass --rules FILE, --config or other --rules, --tp 2, or run shardconv split --config"
+    expected = (
+        "x --rules: y: pass --rules FILE (of shardconv plan and split), --config (of shardconv plan and split) or "
+        "other --rules, --tp 2, or run shardconv split --config"
+    )
+    assert in_command(message, "merge", commands_with) == expected
+    assert in_command(expected, "merge", commands_with) == expected
+    assert in_command(message, "split", commands_with).count("(of ") == 1
+
+
+#: Messages with an argument as Python code has it: calls, and arguments of functions that are not commands.
+AS_CODE = {"convert/model.py", "distributed/groups.py", "distributed/new_groups.py", "engines/rank_tensor.py",
+           "layers/embedding.py", "layers/linear.py", "runtime/model_config.py"}  # fmt: skip
+
+
+def test_messages_name_options_and_not_their_arguments():
+    """An argument in a message is shown on the command line, too, which does not have it."""
+    arguments = {*VALUES.values(), *(flag.partition("=")[0] for flag in FLAGS.values())} - {"tp", "dst"}
+    named = re.compile(rf"(?<![\w.(\[])({'|'.join(arguments)})=")
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "option_names.py" and any(map(named.search, texts(path)))
+    }
+    assert found <= AS_CODE
 
 
 def test_every_option_of_the_tables_exists():

@@ -26,7 +26,7 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
         Name to reason; the reason is empty for formats that cannot be listed.
     """
     reasons = dict.fromkeys(files, "")
-    indexes = {name: _index(name, path) for name, path in files.items() if name.endswith(PYTORCH.index_suffix)}
+    indexes = {name: _index(name, path) for name, path in files.items() if PYTORCH.lists(name)}
     for name, index in indexes.items():
         if not isinstance(index, str) and index.tensors == shapes.keys():
             listed_files = {file for file in index.files & files.keys() if file.endswith(PYTORCH.suffixes)}

@@ -10,7 +10,14 @@ from typing import NamedTuple
 from shardconv.checkpoint.auxiliary import check_link
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.file_state import FileState, file_states
-from shardconv.checkpoint.formats import NUMBERED_NAME, PYTORCH, SOURCE_FORMATS, is_trainer_state, is_weights
+from shardconv.checkpoint.formats import (
+    NUMBERED_NAME,
+    PYTORCH,
+    SOURCE_FORMATS,
+    is_index,
+    is_trainer_state,
+    is_weights,
+)
 from shardconv.checkpoint.header import read_header
 from shardconv.checkpoint.source_reader import Transform
 from shardconv.checkpoint.torch_files import TorchTensor, read_torch_files
@@ -69,7 +76,7 @@ def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None
     Raises:
         SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
-    if any(one.single in names for one in SOURCE_FORMATS) or any(map(is_index, names)):
+    if any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names)):
         return None
     for layout in map(external_layout, EXTERNAL):
         if not (found := rank_files(layout, names)):
@@ -96,9 +103,9 @@ def refuse_rank_file(path: Path) -> None:
             raise SourceError(f"{path}: is a rank file of {layout.title}: pass its folder {path.parent} instead")
 
 
-def is_index(name: str) -> bool:
+def is_hugging_face_index(name: str) -> bool:
     """Whether a file is the index of a Hugging Face checkpoint, by its name."""
-    return name.endswith(tuple(one.index_suffix for one in SOURCE_FORMATS)) and not name.startswith("consolidated")
+    return is_index(name) and not name.startswith("consolidated")
 
 
 def rank_files(layout: ExternalLayout, names: Collection[str]) -> list[str]:

@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.auxiliary import FolderFiles, find_auxiliary
 from shardconv.checkpoint.dcp_files import METADATA_NAME, SUFFIX, read_dcp
-from shardconv.checkpoint.external_files import FullTensors, detect_layout, is_index, rank_files, read_rank_files
+from shardconv.checkpoint.external_files import (
+    FullTensors,
+    detect_layout,
+    is_hugging_face_index,
+    rank_files,
+    read_rank_files,
+)
 from shardconv.checkpoint.external_tensors import full_tensors
 from shardconv.checkpoint.formats import ADAPTER_FILES, CONFIG_NAME, is_trainer_state, is_weights
 from shardconv.checkpoint.header import build_header
@@ -176,7 +182,9 @@ def _left_out(
     """Name to reason of all other files with weights."""
     others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
-    reasons |= {name: f"index of {title}" for name in others if name.endswith(".index.json") and not is_index(name)}
+    reasons |= {
+        name: f"index of {title}" for name in others if name.endswith(".index.json") and not is_hugging_face_index(name)
+    }
     if asked is None and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
             f"{folder}: holds weights or an adapter besides the files of {title}: {', '.join(unknown[:5])}: pass "

@@ -4,7 +4,7 @@ Reads only configs, which name the class for the instructions.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -29,7 +29,7 @@ class WeightFormat:
 
     Attributes:
         suffixes: of its files.
-        index_suffix: of the index of several files.
+        index_suffix: of the index of several files, if they are not a variant.
         single: the name of the file that libraries load if a folder has several.
     """
 
@@ -41,20 +41,31 @@ class WeightFormat:
         """Whether a file holds weights of a model in this format, by its name."""
         return name.endswith(self.suffixes) and not is_trainer_state(name)
 
+    def lists(self, name: str) -> bool:
+        """Whether a file is the index of files in this format, also of a variant, by its name."""
+        match = _INDEX.fullmatch(name)
+        return match is not None and match["single"].endswith(self.suffixes)
+
     def has_or_lists(self, name: str) -> bool:
         """Whether a file holds or lists weights of a model in this format, by its name."""
-        return self.has(name) or name.endswith(self.index_suffix)
+        return self.has(name) or self.lists(name)
 
 
 SAFETENSORS = WeightFormat((".safetensors",), ".safetensors.index.json", "model.safetensors")
 PYTORCH = WeightFormat((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pytorch_model.bin")
 #: The first of these in a folder is its checkpoint, as in transformers.
 SOURCE_FORMATS = (SAFETENSORS, PYTORCH)
-#: The name of one of several files of a checkpoint.
-NUMBERED_NAME = re.compile(r".+-\d{5}-of-(?P<count>\d{5})\.(safetensors|bin|pt|pth|ckpt)")
-#: Suffixes of files that hold or list weights; these are never auxiliary files.
-WEIGHT_SUFFIXES = (
-    *(suffix for one in SOURCE_FORMATS for suffix in (*one.suffixes, one.index_suffix)), ".gguf", ".h5", ".msgpack",
+#: A variant of a checkpoint, such as fp16, in the names of its files.
+_VARIANT = r"[A-Za-z]\w*"
+#: The name of one of several files of a checkpoint; transformers and older versions of diffusers place variants in it.
+NUMBERED_NAME = re.compile(rf".+-\d{{5}}-of-(?P<count>\d{{5}})(\.{_VARIANT})?\.(safetensors|bin|pt|pth|ckpt)")
+#: The name of an index.
+_INDEX = re.compile(rf"(?P<single>.+)\.index(\.(?P<variant>{_VARIANT}))?\.json")
+#: The name of a file with all weights of a variant.
+_SINGLE = re.compile(rf"(?P<base>.+?)(\.(?P<variant>{_VARIANT}))?(?P<suffix>\.[a-z]+)")
+#: Suffixes of files that hold weights.
+_WEIGHT_SUFFIXES = (
+    *(suffix for one in SOURCE_FORMATS for suffix in one.suffixes), ".gguf", ".h5", ".msgpack",
     ".onnx", ".onnx_data", ".onnx.data", ".npz", ".tflite", ".distcp", ".ot", ".pkl", ".pickle", ".pdparams",
     ".pdiparams", ".pb", ".ptl", ".mlmodel", ".engine",
 )  # fmt: skip
@@ -80,8 +91,35 @@ _ADAPTER_CLASSES = {
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file holds or lists weights, by its name."""
-    return name.endswith(WEIGHT_SUFFIXES)
+    """Whether a file holds or lists weights, by its name; such a file is never an auxiliary file."""
+    return name.endswith(_WEIGHT_SUFFIXES) or is_index(name)
+
+
+def is_index(name: str) -> bool:
+    """Whether a file is the index of weight files that can be split, also of a variant, by its name."""
+    return any(one.lists(name) for one in SOURCE_FORMATS)
+
+
+def single_name(index: str) -> str:
+    """The name of the file with all weights that an index lists, if they were not several files."""
+    match = _INDEX.fullmatch(index)
+    assert match is not None
+    base, _, suffix = match["single"].rpartition(".")
+    return ".".join(filter(None, (base, match["variant"], suffix)))
+
+
+def variants(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the files and indexes of each checkpoint that has several variants, such as one in fp16, by their names.
+
+    Args:
+        names: of weight files, without those that an index lists, and of indexes.
+    """
+    found: dict[tuple[str, str], dict[str | None, str]] = {}
+    for name in names:
+        match = _SINGLE.fullmatch(single_name(name) if is_index(name) else name)
+        if match is not None:
+            found.setdefault((match["base"], match["suffix"]), {}).setdefault(match["variant"], name)
+    yield from (sorted(one.values()) for one in found.values() if len(one) > 1)
 
 
 def is_sharded_state(name: str) -> bool:

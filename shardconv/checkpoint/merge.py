@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv.checkpoint.copy import STRIPE_BYTES, Progress
@@ -14,7 +14,7 @@ from shardconv.checkpoint.journal import check_resume
 from shardconv.checkpoint.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath
+from shardconv.checkpoint.planning import StrPath, check_shapes
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.remote_output import writes_remote
 from shardconv.checkpoint.rewrite import Rewrite
@@ -149,6 +149,7 @@ def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[
     folders, source = find_folders(src, source_layout)
     if source is None:
         return read_folders(folders), None
+    source = replace(source, assumed=(*source.assumed, *check_shapes(source)))
     replicated = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge", ""))
     plan = Plan(1, None, dict.fromkeys(source.specs, replicated))
     manifest = Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.header import FLOAT_NAMES
 from shardconv.errors import PlanError, SourceError
+from shardconv.plan.units import round_up
 
 PARAMS_NAME = "params.json"
 #: Field of params.json, by field of config.json.
@@ -25,6 +26,8 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+#: The vocabulary size of Llama 1 and 2, where Meta's code reads it from the tokenizer.
+_UNKNOWN_VOCABULARY = -1
 #: The factor of the scaled rotary embeddings of Llama 3.1, which its params.json does not have.
 _LLAMA_31_FACTOR = 8
 #: Positions of Llama 3.1 and 3.2, the models with scaled rotary embeddings.
@@ -75,7 +78,17 @@ def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, ob
     assert isinstance(heads, int)
     if "head_dim" not in config and (heads < 1 or hidden % heads):
         raise SourceError(f"{path}: dim {hidden} is not a multiple of n_heads {heads}: correct it, or add head_dim")
+    if config.get("vocab_size") == _UNKNOWN_VOCABULARY:
+        del config["vocab_size"]
+    if type(multiple := params.get("multiple_of")) is int and multiple > 0:
+        config = {"intermediate_size": _width(hidden, multiple, params.get("ffn_dim_multiplier"))} | config
     return {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), **_PARAM_DEFAULTS} | config
+
+
+def _width(hidden: int, multiple: int, factor: object) -> int:
+    """The width of the MLP, as Meta's code computes it."""
+    width = 8 * hidden // 3
+    return round_up(int(factor * width) if isinstance(factor, int | float) else width, multiple)
 
 
 def complete_config(
@@ -100,6 +113,11 @@ def complete_config(
     positions = params.get("max_position_embeddings") or params.get("max_seq_len")
     if not positions:
         assumed["max_position_embeddings"] = positions = _positions(config, params, is_mistral=is_mistral)
+    sizes = {
+        "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
+        "vocab_size": shapes["model.embed_tokens.weight"][0],
+    }
+    assumed |= {name: size for name, size in sizes.items() if name not in config}
     is_tied = "lm_head.weight" not in shapes
     if is_tied:
         assumed["tie_word_embeddings"] = True
@@ -109,8 +127,6 @@ def complete_config(
         "architectures": ["MistralForCausalLM" if is_mistral else "LlamaForCausalLM"],
         "model_type": "mistral" if is_mistral else "llama",
         "max_position_embeddings": positions,
-        "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
         "tie_word_embeddings": is_tied,
         "dtype": FLOAT_NAMES.get(dtype, "float32"),
         "rope_scaling": _rope_scaling(path, params),

@@ -1,17 +1,17 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from shardconv.checkpoint.dtype_conversion import with_dtype
-from shardconv.checkpoint.formats import ADAPTER_FILES
+from shardconv.checkpoint.formats import ADAPTER_FILES, CONFIG_NAME
 from shardconv.checkpoint.paths import check_exists, local_path
 from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import PlanError, SourceError, UsageError
+from shardconv.errors import PlanError, ShapeError, SourceError, UsageError
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
@@ -149,7 +149,38 @@ def plan_source(
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
     resolver, assumed = resolve(tensors, settings, request)
-    return PlannedSource(source, tensors, request, Resolution(resolver, (*source.assumed, *assumed)), paths)
+    sentences = (*source.assumed, *assumed, *_without_class(source.config or {}))
+    return PlannedSource(source, tensors, request, Resolution(resolver, sentences), paths)
+
+
+def _without_class(config: Mapping[str, object]) -> Iterator[str]:
+    """The assumption about a config of transformers that does not name the model class."""
+    if isinstance(config.get("model_type"), str) and not config.get("architectures"):
+        yield (
+            "the model class is given to shardconv.load(DIR, model=...), because config.json does not have "
+            "architectures, without which shardconv run fails: add it, or pass --config FILE with it"
+        )
+
+
+def check_shapes(source: Source) -> tuple[str, ...]:
+    """Compare the shapes of all tensors with the config, as a plan does.
+
+    Returns:
+        Why they cannot be compared, as a sentence; nothing if they are equal.
+
+    Raises:
+        SourceError: if a shape contradicts the config.
+    """
+    settings = config_with_quantization(source)
+    if settings is None:
+        return (f"shapes are not compared with a config, because the folder does not have {CONFIG_NAME}",)
+    try:
+        resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
+    except ShapeError as error:
+        raise SourceError(f"{source.path}: {error}") from error
+    except PlanError as error:
+        return (f"shapes are not compared with the config: {error}",)
+    return ()
 
 
 def refuse_adapter(source: Source) -> None:

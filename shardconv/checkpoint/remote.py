@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from shardconv import storage
 from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS, WEIGHT_SUFFIXES
+from shardconv.checkpoint.formats import CONFIG_NAME, SAFETENSORS, is_weights
 from shardconv.checkpoint.header import MAX_HEADER_BYTES, header_bytes
 from shardconv.errors import SourceError, UsageError
 from shardconv.plan.quantization import SETTINGS_FILES
@@ -124,7 +124,7 @@ def _missing(location: Location) -> SourceError:
 
 def _is_copied(name: str, file: "RemoteFile") -> bool:
     """Whether the stand-in of a file gets its contents: not weights, and at most :data:`_MAX_SMALL` bytes."""
-    return (name.endswith(SAFETENSORS.index_suffix) or not name.endswith(WEIGHT_SUFFIXES)) and file.size <= _MAX_SMALL
+    return (SAFETENSORS.lists(name) or not is_weights(name)) and file.size <= _MAX_SMALL
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def _web_files(location: Location) -> "dict[str, RemoteFile]":
         other = f"a .safetensors file or an index (*{SAFETENSORS.index_suffix})"
         remedy = f"hf://{model}" if location.host in _HUB_HOSTS else other
         raise UsageError(f"{location}: web servers do not list folders: pass the URL of {remedy}")
-    if not name.endswith(SAFETENSORS.index_suffix):
+    if not SAFETENSORS.lists(name):
         return _existing(location, [name] if location.query else [name, CONFIG_NAME])
     index = _existing(location, [name])
     listed = _listed(index[name].read_all(MAX_HEADER_BYTES)) if index else []

@@ -116,4 +116,4 @@ def _order(name: str) -> int:
     file = PurePosixPath(name).name
     if file in {MANIFEST_NAME, PADDING_NAME}:
         return 2
-    return int(file == CONFIG_NAME or file.endswith(SAFETENSORS.index_suffix))
+    return int(file == CONFIG_NAME or SAFETENSORS.lists(file))

@@ -17,6 +17,7 @@ from shardconv.checkpoint.formats import (
     SAFETENSORS,
     SOURCE_FORMATS,
     convert,
+    is_index,
     is_weights,
     refuse_rank_files,
     without_weights,
@@ -170,7 +171,7 @@ def open_source(
         raise UsageError(f"--from {source_layout}: only applies to folders (got the file {path}): remove it")
     elif path.is_dir():
         source = _open_folder(path, None, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
-    elif path.name.endswith(tuple(one.index_suffix for one in SOURCE_FORMATS)):
+    elif is_index(path.name):
         folder, name = path.parent, path.name
         source = _open_folder(folder, name, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif ignore:

@@ -21,6 +21,8 @@ from shardconv.checkpoint.formats import (
     is_weights,
     refuse_rank_files,
     refuse_sharded_state,
+    single_name,
+    variants,
     without_manifest,
     without_weights,
 )
@@ -29,6 +31,7 @@ from shardconv.checkpoint.json_files import parse_object, read_text
 from shardconv.checkpoint.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.source_reader import StoredFiles, Transform
 from shardconv.errors import SourceError, UsageError
+from shardconv.formatting import counted
 
 #: Maximum number of subfolders in a message.
 _MAX_SUBFOLDERS = 5
@@ -100,6 +103,8 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
     refuse_adapter(folder, top_level)
     refuse_sharded_state(folder, top_level)
     weight_format = _find_format([given_index] if given_index else top_level)
+    if given_index is None:
+        _refuse_variants(folder, top_level, weight_format)
     index_name = given_index or _find_index(folder, top_level, weight_format)
     if index_name is None:
         return WeightFiles([_find_single(folder, files.kept, weight_format)], None, {}, weight_format)
@@ -123,8 +128,18 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
+def _refuse_variants(folder: Path, names: Collection[str], weight_format: WeightFormat) -> None:
+    """Refuse several variants of a checkpoint: the default one is not always the one that a user wants."""
+    found = [name for name in names if weight_format.has_or_lists(name) and not NUMBERED_NAME.fullmatch(name)]
+    if held := next(variants(found), None):
+        raise SourceError(
+            f"{folder}: holds {counted(len(held), 'variant')} of a checkpoint ({', '.join(held)}): pass one of these "
+            f"files instead of the folder, or leave out all files of the others with --ignore"
+        )
+
+
 def _find_index(folder: Path, files: Collection[str], weight_format: WeightFormat) -> str | None:
-    indexes = [name for name in files if name.endswith(weight_format.index_suffix)]
+    indexes = [name for name in files if weight_format.lists(name)]
     indexes = [name for name in indexes if not name.startswith("consolidated.")] or indexes  # Mistral's other files
     if len(indexes) > 1:
         raise SourceError(
@@ -135,7 +150,7 @@ def _find_index(folder: Path, files: Collection[str], weight_format: WeightForma
 
 def _check_no_single(folder: Path, index: str, names: list[str], files: Collection[str]) -> None:
     """Refuse a file next to an index of the same name: libraries differ in which of the two they load."""
-    single = index.removesuffix(".index.json")
+    single = single_name(index)
     if single in files and single not in names:
         raise SourceError(f"{folder}: has both {single} and {index}: pass one of them instead of the folder")
 
@@ -147,8 +162,7 @@ def _find_single(folder: Path, files: Collection[str], weight_format: WeightForm
     if any(NUMBERED_NAME.fullmatch(name) for name in weights):
         raise SourceError(
             f"{folder}: holds files of a checkpoint ({weights[0]}, ...) without their index "
-            f"(*{weight_format.index_suffix}): "
-            f"download the folder again"
+            f"(*{weight_format.suffixes[0]}.index*.json): download the folder again"
         )
     if len(weights) > 1:
         raise SourceError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.file_state import FileState, file_states
+from shardconv.checkpoint.formats import single_name
 from shardconv.checkpoint.geometry import unsharded
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.json_files import parse_object
@@ -24,7 +25,6 @@ from shardconv.plan.plan import TensorSpec
 DERIVED = "converted from PyTorch files"
 #: Why an entry of a training checkpoint is left out.
 NOT_WEIGHTS = "entry without weights"
-_INDEX_ENDING = ".index.json"
 #: Metadata of files of tensors of torch, which transformers requires.
 _METADATA = {"format": "pt"}
 
@@ -85,8 +85,8 @@ def _index(
     total = {"total_size": sum(file.header.data_bytes for file in files)}
     weight_map = {tensor: names[file] for tensor, file in found.weight_map.items()}
     index |= {"metadata": {**(metadata if isinstance(metadata, dict) else {}), **total}, "weight_map": weight_map}
-    (single,) = _new_names(folder, [name.removesuffix(_INDEX_ENDING)]).values()
-    return f"{single}{_INDEX_ENDING}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    (single,) = _new_names(folder, [single_name(name)]).values()
+    return f"{single}.index.json", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _stored(paths: Sequence[Path], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:

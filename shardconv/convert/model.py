@@ -117,8 +117,8 @@ def convert_model(
     request = _request(rules, axis.size, experts=experts, pad=pad)
     if not config and isinstance(request, PlanRequest) and request.plan_file is None:
         raise ValueError(
-            f"{type(model).__name__} does not have a config with fields, which the rules of a family read: pass a plan "
-            f"file or policies as rules="
+            f"{type(model).__name__} does not have a config with fields, which the rules of a family read: pass "
+            f"rules=FILE with a plan file, or policies"
         )
     try:
         convert_with_request(model, config, request, axis)
@@ -242,7 +242,8 @@ def _resolver(
     if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: tensors may be sharded by their names, "
-            f"but the module overrides of such a model are unknown. Pass rules="
+            f"but the module overrides of such a model are unknown. Pass --rules FILE with a "
+            f"plan file, for a split checkpoint to shardconv split"
         )
     return resolver, None
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.row_linear import num_replicas
 from shardconv.plan.placement import Placement, intervals
@@ -181,7 +182,7 @@ class ParallelExperts(AllReducedOutput):
             return
         names = inspect.signature(super(ParallelModule, self).forward).parameters  # of the module's own class
         if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 3:
-            raise ValueError(f'{self.name_in_model}: cannot keep whole experts on each rank: use experts="tensor"')
+            raise PlanError(f"{self.name_in_model}: cannot keep whole experts on each rank: use --experts tensor")
         self.num_experts = sizes.pop() // self.axis.size
 
     def forward(self, *inputs: object, **options: object) -> object:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, ShapeError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.scheme import Block, Scheme
 from shardconv.formats.setting_values import WORD_BITS
@@ -229,8 +229,8 @@ class Layer:
         is_free = self.scheme.has_act_order and block == "group"
         return NO_DIM if is_free else grid_dim, grid_dim.count(shape[at])
 
-    def _error(self, name: str, problem: str) -> PlanError:
-        return PlanError(
+    def _error(self, name: str, problem: str) -> ShapeError:
+        return ShapeError(
             f"{name} {problem}: quantization_config ({', '.join([self.scheme.format.name, *self._settings()])}) "
             f"does not fit the tensors: pass --config FILE with that of this checkpoint"
         )

@@ -205,6 +205,7 @@ def _rule(rule: Rule, fields: Mapping[str, Expression], units: Mapping[str, str]
         groups=replaced(rule.groups, fields),
         repeats=replaced(rule.repeats, fields),
         size=None if rule.size is None else replaced(rule.size, fields),
+        rows=None if rule.rows is None else replaced(rule.rows, fields),
         when=_conditions(rule.when, fields),
     )
 

@@ -67,6 +67,16 @@ class Fields:
             raise PlanError(f"{expression} is {value} with this config (expected a non-negative integer)")
         return value
 
+    def evaluate_known(self, expression: str | int | None) -> int | None:
+        """The value of an expression; None if it is None, or the config does not have one of its fields.
+
+        Raises:
+            PlanError: as :meth:`evaluate`.
+        """
+        if expression is None or any(lookup(self._config, name) is None for name in fields_in(expression)):
+            return None
+        return self.evaluate(expression)
+
     def _value(self, node: ast.expr) -> int:
         match node:
             case ast.Constant(value=int() as value):

@@ -98,6 +98,8 @@ class Rule:
         transposed: the weight is stored (in, out), as Conv1D stores it.
         beside: a layer of the same module whose number of ``rows`` the expressions of units may read.
         size: the required size of the last dim, where only the size distinguishes tensors of the same name.
+        rows: the required size of the sharded dim, where the rule has neither unit nor segments; not checked if the
+            config does not have its fields.
         dims: replicate tensors with fewer dims than this, or with one element along the sharded dim: norms beside
             kernels whose names are not known.
         when: config fields that must have these values for the rule to apply.
@@ -121,6 +123,7 @@ class Rule:
     transposed: bool = False
     beside: str = ""
     size: str | int | None = None
+    rows: str | int | None = None
     dims: int = 0
     when: tuple[tuple[str, object], ...] = ()
     otherwise: str = ""
@@ -142,11 +145,12 @@ class Rule:
             raise ValueError(f"otherwise = {self.otherwise!r} is not a style without segments")
         if self.unit and self.segments:
             raise ValueError("rule has both unit and segments: remove one of them")
+        if self.rows is not None and self.units:
+            raise ValueError("rule has rows, and units, whose counts give them: remove rows")
         if self.segment is not None and not 0 <= self.segment < len(self.segments):
             raise ValueError(f"segment = {self.segment} is out of range (got {len(self.segments)} segments)")
-        check_expression(self.groups)
-        check_expression(self.repeats)
-        check_expression(1 if self.size is None else self.size)
+        for expression in self.expressions():
+            check_expression(expression)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -155,6 +159,4 @@ class Rule:
 
     def expressions(self) -> Iterator[str | int]:
         """Its expressions, without those of its units."""
-        yield from (self.groups, self.repeats)
-        if self.size is not None:
-            yield self.size
+        yield from (one for one in (self.groups, self.repeats, self.size, self.rows) if one is not None)

@@ -39,8 +39,8 @@ def parse_unit(name: str, data: object) -> UnitRule:
 
 _RULE_KEYS: Keys = {
     "style": str, "unit": str, "segments": list, "segment": int, "groups": (str, int), "repeats": (str, int),
-    "pad": bool, "transposed": bool, "beside": str, "size": (str, int), "dims": int, "when": dict, "otherwise": str,
-    "optional": bool,
+    "pad": bool, "transposed": bool, "beside": str, "size": (str, int), "rows": (str, int), "dims": int,
+    "when": dict, "otherwise": str, "optional": bool,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from shardconv.errors import PlanError
+from shardconv.errors import PlanError, ShapeError
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
@@ -213,7 +213,7 @@ class GroupPlanner:
         stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
         of_group = f"; counts of segments are those of one of the {groups} groups" if groups > 1 else ""
         cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
-        raise PlanError(
+        raise ShapeError(
             f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
             f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}: pass "
             f"{'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
@@ -241,7 +241,12 @@ class GroupPlanner:
         rule, fields = self._group.rule, self._fields
         if unit_name is None:
             is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
-            return Unit(size, pad=rule.pad, multiple=self._rules.vocab_multiple if is_vocabulary else 1)
+            rows = fields.evaluate_known(rule.rows)
+            return Unit(
+                size if rows is None else rows,
+                pad=rule.pad,
+                multiple=self._rules.vocab_multiple if is_vocabulary else 1,
+            )
         unit = (self._group.model_rules.family.units or {})[unit_name]
         replicate = unit.replicate and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)

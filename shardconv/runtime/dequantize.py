@@ -169,7 +169,8 @@ def _unpacked(stored: Stored) -> tuple[Tensor, tuple[GridDim, ...]]:
 
 def _codes(tensor: Tensor, at: int, dim: GridDim) -> tuple[Tensor, int]:
     """Unpack the integers of a dim, the first in the lowest bits; return them as int16, and the bits of each."""
-    octets = tensor.movedim(at, -1).contiguous().view(torch.uint8)
+    # a contiguous tensor may have any stride along a dim of one word, and only a copy has the stride that a view needs
+    octets = tensor.movedim(at, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     octets = octets.unflatten(-1, (-1, dim.entries * tensor.element_size())).short()
     bits = 8 * octets.shape[-1] // dim.elements
     starts = torch.arange(dim.elements) * bits

@@ -55,7 +55,7 @@ def check_own_config(checkpoint: Loadable) -> None:
     elif checkpoint.source.config is None:
         raise RunError(
             f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with --config "
-            f"FILE (config=), or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
+            f"FILE, or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
         )
 
 

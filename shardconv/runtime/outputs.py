@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.errors import RunError, one_line
 from shardconv.protocols import ModelOutput, Streamer, Tokenizer
-from shardconv.runtime.prompts import Codec
+from shardconv.runtime.prompts import Codec, no_text_model
 from shardconv.runtime.run_options import RunOptions
 
 #: The number of tokens that are reported for a mask.
@@ -100,7 +100,7 @@ def compute_outputs(run: ModelRun, streamer: TimingStreamer) -> Outputs:
     model, codec, inputs = run.model, run.codec, run.inputs
     if model.can_generate():
         return _generate(run, streamer)
-    output: ModelOutput = model(**inputs)
+    output = _call(model, inputs)
     if "logits" not in output and "last_hidden_state" not in output:
         raise _no_report(model, output)
     refuse_nan(without_padding(output_values(output), inputs))
@@ -113,6 +113,18 @@ def compute_outputs(run: ModelRun, streamer: TimingStreamer) -> Outputs:
         means = output.last_hidden_state.float().masked_fill(~mask, 0).sum(1) / mask.sum(1)
         return Outputs([json.dumps([round(x, 6) for x in mean]) for mean in means.tolist()])
     raise _no_report(model, output)
+
+
+def _call(model: ConvertedModel, inputs: Inputs) -> ModelOutput:
+    """Call a model on text alone, which a model that reads images, too, may refuse or fail on."""
+    try:
+        output: ModelOutput = model(**inputs)
+    except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(model.input_modalities, str):
+            raise
+        reads = " and ".join(model.input_modalities)
+        raise no_text_model(model, reads, f", and fails on text alone ({one_line(error)})") from error
+    return output
 
 
 def _no_report(model: nn.Module, output: ModelOutput) -> RunError:

@@ -121,6 +121,8 @@ def parse_ids(text: str) -> list[int]:
 def default_ids(model: PretrainedModel) -> str:
     """Return the default prompt: token ids at equal distances over the vocabulary, without special tokens."""
     rows = vocabulary_size(model)
+    if rows is None and not isinstance(model.input_modalities, str):
+        raise no_text_model(model, " and ".join(model.input_modalities))
     if rows is None:
         raise RunError(f"the vocabulary size of a {type(model).__name__} is unknown: give --token-ids")
     special = set(_special_ids(model.config.to_dict()))
@@ -149,14 +151,28 @@ def check_input(model: PretrainedModel) -> None:
         RunError: if its main input is not token ids.
     """
     if (name := model.main_input_name) != "input_ids":
-        raise RunError(
-            f"a {type(model).__name__} reads {name} and not text: call it from Python, as shardconv.load(...) gives it"
-        )
+        raise no_text_model(model, f"{name} and not text")
+
+
+def no_text_model(model: PretrainedModel, inputs: str, problem: str = "") -> RunError:
+    """Return the error for a model that does not run on text alone.
+
+    Args:
+        model: the model.
+        inputs: what it reads.
+        problem: of text alone.
+    """
+    return RunError(
+        f"a {type(model).__name__} reads {inputs}{problem}: call it from Python, as shardconv.load(...) gives it"
+    )
 
 
 def vocabulary_size(model: PretrainedModel) -> int | None:
-    """Return the size of a model's vocabulary; None if its input embedding is not a table."""
-    return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    """Return the size of a model's vocabulary; None if its input embedding is not a table, or unknown."""
+    try:
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:  # transformers finds no layer of a common name, for example in CLIP
+        return None
 
 
 def check_positions(model: PretrainedModel, num_tokens: int, max_new_tokens: int) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ HEADS, KV_HEADS, HIDDEN, VOCAB = 8, 2, 64, 128
 LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": VOCAB, "rms_norm_eps": 1e-5})
 PARAMS = {
     "dim": HIDDEN, "n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "norm_eps": 1e-5, "vocab_size": -1,
-    "rope_theta": 10000.0, "multiple_of": 32,
+    "rope_theta": 10000.0, "multiple_of": 32, "ffn_dim_multiplier": 0.5,
 }  # fmt: skip
 
 
@@ -188,6 +189,26 @@ def test_files_that_do_not_fit_are_refused(in_meta_order, tmp_path, change, text
     with pytest.raises(ShardconvError, match=text):
         shardconv.merge(source, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("names", ["output", "tok_embeddings", "wo", "w1", "feed_forward"])
+def test_a_replicated_tensor_that_metas_files_shard_is_refused(in_meta_order, tmp_path, names):
+    ranks = ranks_of(in_meta_order, 2)
+    whole = {name: tensor for name, tensor in in_meta_order.items() if names in name}
+    source = write_meta(tmp_path / "meta", [rank | whole for rank in ranks], PARAMS | {"vocab_size": VOCAB})
+    for write in (shardconv.merge, partial(shardconv.split, tp=2), partial(shardconv.reshard, tp=4)):
+        with pytest.raises(
+            ShardconvError, match=r"dim \d has (256|192|128) elements \(expected (128|96|64 = 8 \* 8) by"
+        ):
+            write(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_are_in_no_file_beside_the_weights_are_named(in_meta_order, tmp_path):
+    params = {name: value for name, value in PARAMS.items() if name != "multiple_of"}
+    source = write_meta(tmp_path / "meta", ranks_of(in_meta_order, 2), params)
+    (note,) = shardconv.merge(source, tmp_path / "merged").notes
+    assert f"intermediate_size = 96, vocab_size = {VOCAB}" in note
 
 
 def test_a_rank_file_that_is_replaced_after_it_is_listed_is_refused(in_meta_order, tmp_path, monkeypatch):
@@ -348,6 +369,26 @@ def test_an_expert_on_no_rank_is_an_error(deepseek, tmp_path):
         open_source(write_deepseek(tmp_path / "ranks", ranks))
 
 
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight", "layers.0.ffn.w1.weight", "layers.1.attn.wo.weight"])
+def test_a_replicated_tensor_that_deepseeks_files_shard_is_refused(deepseek, tmp_path, name):
+    whole = deepseek_ranks(read(deepseek), 1, LAYERS, EXPERTS)[0][name]
+    ranks = [rank | {name: whole} for rank in deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS)]
+    source = write_deepseek(tmp_path / "ranks", ranks, deepseek / "config.json")
+    with pytest.raises(
+        SourceError, match=r"weight: dim \d has \d+ elements \(expected|has shape .* does not fit the tensors"
+    ):
+        shardconv.merge(source, tmp_path / "merged")
+    assert "pass --config (of shardconv plan and split)" in " ".join(
+        call("merge", source, "-o", tmp_path / "merged").err.replace("--config FILE", "--config").split()
+    )
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_merge_without_a_config_says_that_shapes_are_not_compared(deepseek, tmp_path):
+    source = write_deepseek(tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS))
+    assert "shapes are not compared with a config" in shardconv.merge(source, tmp_path / "merged").notes[0]
+
+
 # --- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
@@ -437,7 +478,7 @@ def test_metas_files_are_those_of_torch_for_each_rank(llama, in_meta_order, tmp_
 def test_params_of_metas_files_are_those_of_the_config(llama, in_meta_order, tmp_path):
     shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta")
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
-    derived = {"vocab_size", "multiple_of", "rope_theta"}
+    derived = {"vocab_size", "multiple_of", "ffn_dim_multiplier", "rope_theta"}
     assert {name: params[name] for name in PARAMS if name not in derived} == {
         name: value for name, value in PARAMS.items() if name not in derived
     }

@@ -12,6 +12,7 @@ from shardconv.checkpoint.formats import SAFETENSORS
 from shardconv.checkpoint.source import Source, open_source
 from shardconv.errors import SourceError, SplitCheckpointError
 from tests.support.checkpoints import (
+    contents,
     llama_config,
     llama_specs,
     part_names,
@@ -447,7 +448,7 @@ def two_indexes(folder):
 
 
 def test_folder_with_two_indexes_is_refused(two_indexes):
-    refuses(two_indexes[0], "has several indexes .*: pass one")
+    refuses(two_indexes[0], rf"holds 2 variants of a checkpoint \({OTHER_INDEX}, {INDEX}\): pass one of these files")
 
 
 def test_one_of_two_indexes_leaves_out_the_other(two_indexes):
@@ -467,6 +468,42 @@ def test_index_next_to_a_single_file_of_its_name(folder):
     assert stored(open_source(folder / "model.safetensors")) == specs
     assert list(open_source(folder / INDEX).left_out) == ["model.safetensors"]
     assert stored(open_source(folder, ignore=("model.safetensors",))) == llama_specs(llama_config())
+
+
+def write_variant(folder: Path, variant: str, *, index: bool, numbers_last: bool = False) -> list[str]:
+    """Write a variant with the names of transformers, or of older versions of diffusers; returns its files."""
+    (first,) = part_names(1, f"model{variant}") if not numbers_last else [f"model-00001-of-00001{variant}.safetensors"]
+    names = [first, f"model.safetensors.index{variant}.json"] if index else [f"model{variant}.safetensors"]
+    write_weights(folder / names[0], {"x": ("F16", (2,))})
+    if index:
+        write_index(folder, {"x": first}, names[1])
+    return names
+
+
+@pytest.mark.parametrize(("index", "numbers_last"), [(False, False), (True, False), (True, True)])
+def test_the_only_variant_of_a_folder_is_read_and_merged_with_its_names(tmp_path, index, numbers_last):
+    source = tmp_path / "source"
+    source.mkdir()
+    names = write_variant(source, ".fp16", index=index, numbers_last=numbers_last)
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    assert list(open_source(source).auxiliary_files) == ["config.json"]
+    shardconv.split(source, tmp_path / "split", tp=1, replicate="x")
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    assert contents(source).keys() == {*names, "config.json"}
+
+
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("other_index", [False, True])
+@pytest.mark.parametrize("other", ["", ".bf16"])
+def test_several_variants_are_listed_and_each_can_be_chosen(tmp_path, index, other_index, other):
+    found = [write_variant(tmp_path, ".fp16", index=index), write_variant(tmp_path, other, index=other_index)]
+    entries = sorted(names[-1] for names in found)
+    refuses(tmp_path, rf"holds 2 variants of a checkpoint \({', '.join(entries)}\): pass one of these files")
+    for (file, *_), others in zip(found, reversed(found), strict=True):
+        assert open_source(tmp_path, ignore=tuple(others)).paths == (tmp_path / file,)
+    for names in found:
+        assert open_source(tmp_path / names[-1]).paths == (tmp_path / names[0],)
 
 
 def test_several_single_files(single):

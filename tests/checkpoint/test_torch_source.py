@@ -253,7 +253,7 @@ REFUSED = {
     ),
     "one of several without an index": (
         lambda folder: (folder / SINGLE).rename(folder / "pytorch_model-00001-of-00002.bin"),
-        r"without their index \(\*\.bin\.index\.json\): download the folder again",
+        r"without their index \(\*\.bin\.index\*\.json\): download the folder again",
     ),
     "another format beside": (
         lambda folder: (folder / "model.gguf").write_bytes(b""),

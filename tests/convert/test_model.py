@@ -178,14 +178,17 @@ def with_complex_values():
 
 #: The model of a rank, the arguments of the conversion to four ranks, and the error.
 REFUSED = {
-    "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "Linear does not have a config.* pass a plan file"),
+    "no config": (lambda _: nn.Linear(2, 2), "auto", ValueError, "Linear does not have a config.* pass rules=FILE"),
     "tp": (
         lambda _: replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
         "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
     ),
     "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
     "unknown family": (lambda _: llama(), "lama", shardconv.errors.UsageError, "family 'lama' is unknown"),
-    "by_name": (lambda _: llama(), "by_name", shardconv.PlanError, "no family is known for model type 'llama'"),
+    "by_name": (
+        lambda _: llama(), "by_name", shardconv.PlanError,
+        "no family is known for model type 'llama'.*Pass rules=FILE with a plan file, for a split checkpoint to",
+    ),
     "derived class": (
         lambda _: with_class(Doubled), "auto", ValueError, "layers.1.mlp.up_proj: a Doubled may compute something else",
     ),

@@ -139,6 +139,13 @@ def test_random_checkpoints(tmp_path, bits, group, act_order):
     check_commands(source, tmp_path, tmp_path / "split", 1)
 
 
+@pytest.mark.parametrize("version", ["gptq", "awq"])
+def test_ranks_with_one_packed_word_of_a_layer(tmp_path, version):
+    sizes = {"hidden": 32, "heads": 4, "kv_heads": 4, "intermediate": 32}
+    source = write_gptq(tmp_path / "source", bits=4, group=8, version=version, **sizes)
+    check(source, tmp_path / "split", 4)
+
+
 @pytest.mark.parametrize(("name", "groups"), [("gptq-3", 2), ("gptq-4-act-order", 4)])
 def test_indices_of_a_row_parallel_layer(tmp_path, name, groups):
     """They count from the first group of a rank; with act-order scales are replicated and indices absolute."""

@@ -107,7 +107,7 @@ def test_checkpoint_without_experts_is_refused(made):
 
 def check_refused(axis, model_type, message):
     model = small(model_class(CAUSAL, model_type))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(PlanError, match=message):
         shardconv.convert_model(model, experts="expert", group=axis)
 
 

@@ -27,6 +27,7 @@ from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python
 from tests.support.matrix import MATRIX, cases
 from tests.support.torch_files import write_pytorch
+from tools.model_matrix.trial import model_class, small
 
 PROMPT = "The import statement"
 TOKENS = 12
@@ -541,6 +542,17 @@ def test_model_without_text_input(tmp_path):
     shardconv.split(tmp_path / "vit", tmp_path / "split", tp=1)
     with pytest.raises(RunError, match="a ViTForImageClassification reads pixel_values and not text"):
         rank_report(tmp_path / "split", "1 2", token_ids=True)
+
+
+@pytest.mark.parametrize("model_type", ["clip", "blip"])
+def test_model_that_does_not_run_on_text_alone(tmp_path, model_type):
+    """CLIP does not have an input embedding by transformers' names, and BLIP has."""
+    small(model_class("zero-shot image classification", model_type)).save_pretrained(tmp_path / "source")
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match=r"reads image and text.*: call it from Python"):
+        rank_report(tmp_path / "split", "1 2", token_ids=True)
+    with pytest.raises(RunError, match=r"reads image and text.*: call it from Python"):
+        rank_report(tmp_path / "split", "", token_ids=True, check=tmp_path / "source")
 
 
 def test_several_prompts_are_labeled(single):
