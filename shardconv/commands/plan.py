@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from shardconv.proof.report import ProofReport
 
 
-#: The largest tensor parallel size with padding in the output without --json.
-_LISTED = 16
+#: The largest tensor parallel size with padding in the output without --json, and the number of sizes that are always listed.
+_LISTED, _LEAST = 16, 3
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
 _NUMBER = re.compile(r"\d+")
@@ -274,7 +274,8 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     for (tensor, _), equal in blocks.items():
         lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
-        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
+        listed = [one for at, one in enumerate(report.padded_tp) if one.tp <= _LISTED or at < _LEAST]
+        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in listed]
         others = len(report.padded_tp) - len(sizes_with)
         more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
         lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")

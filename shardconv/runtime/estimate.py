@@ -30,6 +30,7 @@ from shardconv.hf.names import DiskTensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.resolver import Resolver
 from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
@@ -38,6 +39,8 @@ from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
 MAX_TP = 64
+#: The largest tp size with padding that is counted by default.
+MAX_PADDED_TP = 16
 #: The default number of tokens per prompt, unless the model supports fewer.
 SEQ = 2048
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
@@ -66,7 +69,8 @@ def estimate_cost(
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
             transformers; or such a config alone, or a folder with a config and without weights: weights are then those
             of the class.
-        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`.
+        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also those up to
+            :data:`MAX_PADDED_TP` that need padding.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
         link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
@@ -91,7 +95,7 @@ def estimate_cost(
         config = read_json(local_path(other))
     opened, made = (src, ()) if config is None else _without_weights(local_path(src), config)
     source, _, request, (resolver, assumed), _ = plan_source(opened, **options)
-    sizes = [size for size in resolver.tp_sizes().supported if size <= MAX_TP] if tps is None else tps
+    sizes = _default_sizes(resolver) if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
     link = Link() if link is None else link
     stored = _stored_dtype(source)
@@ -116,8 +120,21 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *made, *notes),
+        notes=(*assumed, *made, *notes, *_padding_notes(resolver, sizes)),
     )
+
+
+def _default_sizes(resolver: Resolver) -> list[int]:
+    """The tensor parallel sizes that are counted by default."""
+    sizes = resolver.tp_sizes()
+    padded = [one.tp for one in sizes.padded if resolver.rules.pad and one.tp <= MAX_PADDED_TP]
+    return sorted([*padded, *(size for size in sizes.supported if size <= MAX_TP)])
+
+
+def _padding_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
+    costs = {size: padding.memory for size in sizes if (padding := resolver.padding(size)).units}
+    if costs:
+        yield f"padded with zeros (additional memory): {', '.join(f'tp {tp} ({cost:.1%})' for tp, cost in costs.items())}"
 
 
 def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tuple[str, ...]]:

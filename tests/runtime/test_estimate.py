@@ -220,6 +220,19 @@ def test_defaults(tiny):
     assert done == [(number, len(report.costs)) for number in range(len(report.costs) + 1)]
 
 
+def test_sizes_that_need_padding(tiny):
+    """With ``pad``, also the sizes up to 16 that need padding, with the bytes of their plans and a note."""
+    report = estimate_cost(tiny, pad=True, seq=1)
+    sizes = shardconv.report_plan(tiny)
+    padded = [one.tp for one in sizes.padded_tp if one.tp <= 16]
+    assert [cost.tp for cost in report.costs] == sorted([*sizes.supported_tp, *padded])
+    plans = {cost.tp: shardconv.report_plan(tiny, tp=cost.tp, pad=True) for cost in report.costs}
+    assert [cost.weight_bytes for cost in report.costs] == [max(plan.rank_bytes) for plan in plans.values()]
+    costs = ", ".join(f"tp {tp} ({plan.padding.memory:.1%})" for tp, plan in plans.items() if plan.padding.units)
+    assert report.notes == (f"padded with zeros (additional memory): {costs}",)
+    assert "those that need padding up to 16" in call("plan", tiny, "--cost", "--pad", "--seq", "1").out
+
+
 def changed(source, folder, *, without_weights=False, **fields):
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors") if without_weights else None)
     change_config(folder, fields)
