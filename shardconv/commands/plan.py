@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardconv.proof.report import ProofReport
 
 
-#: The largest tensor parallel size with padding in the output without --json, and the number of sizes that are always listed.
+#: The largest tensor parallel size with padding in the output without --json, and how many sizes are listed in any case.
 _LISTED, _LEAST = 16, 3
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.

@@ -128,7 +128,7 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
 def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> None:
     """Check that transformers accepts the config of a padded checkpoint, and that its model has the padded tensors.
 
-    A small model with the numbers of heads of the config has to run, too: fields that follow from them may be unchanged.
+    A small model with as many heads as the config has to run, too, as fields that follow from them may be unchanged.
 
     Raises:
         PlanError: if not.

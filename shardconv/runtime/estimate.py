@@ -134,7 +134,8 @@ def _default_sizes(resolver: Resolver) -> list[int]:
 def _padding_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
     costs = {size: padding.memory for size in sizes if (padding := resolver.padding(size)).units}
     if costs:
-        yield f"padded with zeros (additional memory): {', '.join(f'tp {tp} ({cost:.1%})' for tp, cost in costs.items())}"
+        listed = ", ".join(f"tp {tp} ({cost:.1%})" for tp, cost in costs.items())
+        yield f"padded with zeros (additional memory): {listed}"
 
 
 def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tuple[str, ...]]:
