@@ -568,7 +568,7 @@ def test_quiet_command_prints_nothing(tiny):
         (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': got 'nan', expected a number from 0"),
         (["--cost", "--tp", "3"], 1, "--tp 3 is unsupported"),
         (["--seq", "5"], 2, "--seq applies to --cost only"),
-        (["--cost", "--prove"], 2, "--prove cannot be combined with --cost"),
+        (["--cost", "--prove"], 2, "--cost does not apply to --prove"),
         (["--cost", "--measure-link", "--alpha", "3"], 2, "pass one or the other"),
         (["--measure-link"], 2, "--measure-link takes SRC only together with --cost"),
         (["--cost", "--measure-link"], 2, "torchrun --nproc-per-node N -m shardconv plan --measure-link"),
@@ -579,6 +579,23 @@ def test_wrong_options(tiny, arguments, code, message):
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--list-families", "--tp", "2"], "--tp does not apply to --list-families: remove one of the two"),
+        (["--list-families", "llama", "--pad"], "--pad does not apply to --list-families"),
+        (["SRC", "--propose", "--experts", "expert"], "--experts does not apply to --propose"),
+        (["SRC", "--propose", "--prove"], "--prove does not apply to --propose"),
+        (["SRC", "--prove", "--all"], "--all does not apply to --prove"),
+        (["SRC", "--prove", "--base", "BASE"], "--base does not apply to --prove"),
+        (["SRC", "--all"], "--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N"),
+    ],
+)
+def test_options_that_would_be_ignored(tiny, arguments, message):
+    result = call("plan", *(tiny if argument == "SRC" else argument for argument in arguments))
+    assert (result.code, result.out, message in result.err) == (2, "", True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--cost"], ["--cost", "--measure-link"], ["--prove"]], ids=" ".join)
