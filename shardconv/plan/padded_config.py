@@ -17,8 +17,8 @@ from shardconv.plan.tensor_placement import PaddedRule
 #: The config field of the vocabulary size.
 VOCABULARY = "vocab_size"
 
-#: The config field of the number of KV heads. In latent attention it equals the number of query heads, and no unit has it
-#: as its count.
+#: The config field of the number of KV heads. In latent attention it equals the number of query heads, and is not the
+#: count of a unit.
 _KV_HEADS = "num_key_value_heads"
 
 #: The remedy for padding that a config cannot express.
