@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import click
+from click.core import ParameterSource
 
 from shardconv.checkpoint.chosen_ranks import name_ranks
 from shardconv.commands.check_source import CHECK_MODEL, check_source
@@ -20,6 +21,7 @@ from shardconv.commands.options import (
     FAMILY,
     SOURCE_PATH,
     PlanFlags,
+    SourceFlags,
     SourcePath,
     base_option,
     dtype_option,
@@ -38,8 +40,16 @@ if TYPE_CHECKING:
     from shardconv.proof.report import ProofReport
 
 
-#: The largest tensor parallel size with padding in the output without --json.
-_LISTED = 16
+#: The largest tensor parallel size with padding in the output without --json, and how many are listed in any case.
+_LISTED, _LEAST = 16, 3
+
+#: The options that every output has, and those that apply to an output in place of the plan.
+_DISPLAY = frozenset({"src", "as_json", "quiet"})
+_APPLYING = {
+    "families": frozenset[str](),
+    "propose": frozenset({*SourceFlags.__annotations__, "check_model"}),
+    "prove": frozenset({*PlanFlags.__annotations__, "check_model", "tp"}),
+}
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
 _NUMBER = re.compile(r"\d+")
@@ -134,14 +144,13 @@ def plan(
         propose=propose,
         measure_link=measure_link and src is None,
     )
+    _check_options(families=families is not None, propose=propose, prove=prove)
     if families is not None:
         _show_families(families, console, is_alone=src is None)
         return
     flags = CostFlags(cost, batch, seq, alpha, beta, measure_link)
-    flags.check(src, all=show_all, prove=prove, propose=propose, check_model=bool(check_model), dtype=dtype is not None)
-    if dtype is not None and (prove or propose):
-        raise UsageError("--dtype changes sizes only, not proofs and proposals: remove it")
-    if base is not None and (prove or propose or cost or check_model):
+    flags.check(src, all=show_all, check_model=bool(check_model), dtype=dtype is not None)
+    if base is not None and (cost or check_model):
         raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
     link = measured_link(console, is_reported=src is None) if flags.measure_link else None
     if src is None or (flags.measure_link and link is None):
@@ -169,12 +178,31 @@ def plan(
         from shardconv.html.page import write_page
 
         page.write(console, write_page(report))
+    if show_all and report.tp is None:
+        raise UsageError("--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N")
     found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
     console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
     if report.tp is not None:
         console.table(
             ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
         )
+
+
+def _check_options(**outputs: bool) -> None:
+    """Refuse options that do not apply to an output in place of the plan, and would be ignored.
+
+    Args:
+        outputs: name of each output in :data:`_APPLYING`, and whether it was asked for.
+
+    Raises:
+        UsageError: if the user passed such an option.
+    """
+    context = click.get_current_context()
+    options = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
+    given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    for output in (name for name, is_asked in outputs.items() if is_asked):
+        if other := next((name for name in given if name not in {*_DISPLAY, *_APPLYING[output], output}), None):
+            raise UsageError(f"{options[other]} does not apply to {options[output]}: remove one of the two")
 
 
 def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
@@ -274,7 +302,8 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     for (tensor, _), equal in blocks.items():
         lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
-        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp if one.tp <= _LISTED]
+        listed = [one for at, one in enumerate(report.padded_tp) if one.tp <= _LISTED or at < _LEAST]
+        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in listed]
         others = len(report.padded_tp) - len(sizes_with)
         more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
         lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")

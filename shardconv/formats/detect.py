@@ -1,10 +1,11 @@
 """The grid of every stored tensor of a quantized checkpoint, from names, dtypes, shapes and quantization settings.
 
-Everything must fit together: each layer has the tensors of its format with the dtypes and shapes that its settings
-give, and no tensor is left that only quantized layers have. What does not fit is an error.
+Also the stored tensors that a model has by these settings, for a config without weights. Everything must fit together:
+each layer has the tensors of its format with the dtypes and shapes that its settings give, and no tensor is left that
+only quantized layers have. What does not fit is an error.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
 from shardconv.errors import PlanError
@@ -50,6 +51,55 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
     return found
 
 
+def stored_tensors(
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, object], matrices: Collection[str]
+) -> dict[str, TensorSpec]:
+    """The tensors of a model that is stored by quantization settings, with the usual dtypes.
+
+    Args:
+        tensors: name to dtype and shape of the tensors of the unquantized model.
+        config: the contents of config.json, with ``quantization_config``.
+        matrices: names of the weights that may be quantized, of linear layers and of experts.
+
+    Raises:
+        PlanError: if the settings are not supported, or do not determine what is stored.
+    """
+    table = config[SETTINGS_KEY]
+    if not isinstance(table, Mapping):
+        raise PlanError(f"quantization_config is {table!r:.60} (expected a table)")
+    settings = read_settings(table)
+    if chosen := next((key for key in _CHOICES if table.get(key)), None):
+        raise PlanError(f"{chosen} selects layers in a way that only the tensors show")
+    found: dict[str, TensorSpec] = {}
+    for name, spec in tensors.items():
+        layer = _layer_for(name, spec, settings) if name in matrices else None
+        stored = {"": spec} if layer is None else layer.stored(spec.shape)
+        found |= {(name if layer is None else layer.stem) + suffix: one for suffix, one in stored.items()}
+    if found.keys() == tensors.keys():
+        raise PlanError(f"no layer of the model has a weight that {settings.method} is known to quantize")
+    with_grids(found, config)
+    return found
+
+
+#: Settings that select the quantized layers of GPTQ and FP8 besides the lists of layers that are not quantized.
+_CHOICES = ("dynamic", "lm_head", "modules_in_block_to_quantize", "modules_to_convert")
+
+
+def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> Layer | None:
+    """The layer that stores a weight; None if it is not quantized."""
+    layer = name.removesuffix(".weight")
+    if settings.ignoring(layer):
+        return None
+    closest = settings.closest(layer, settings.schemes)
+    scheme = next((one for one in closest if one.format.is_for(spec.shape)), None)
+    if scheme is None and closest and len(spec.shape) > 2:
+        raise PlanError(f"{name} has the matrices of all experts, which libraries store in different ways")
+    if scheme is None:
+        return None
+    form = scheme.format
+    return Layer(name.removesuffix(form.weight) + form.suffix, {}, scheme)
+
+
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[Layer]:
     """The quantized layers: those that have the values of a format."""
     for name in tensors:
@@ -61,16 +111,12 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[L
             raise PlanError(
                 f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60}): {_OTHER_SETTINGS}"
             )
-        ranked = [(rank, scheme) for scheme in candidates if (rank := scheme.rank(layer, settings.deadline))]
-        if not ranked:
+        closest = settings.closest(layer, candidates)
+        if not closest:
             raise PlanError(
                 f"{name} is quantized, but no group of the settings has {layer} as a target: {_OTHER_SETTINGS}"
             )
-        best = min(rank for rank, _ in ranked)
-        yield min(
-            (Layer(name, tensors, scheme) for rank, scheme in ranked if rank == best),
-            key=lambda found: len([*found.missing()]),
-        )
+        yield min((Layer(name, tensors, scheme) for scheme in closest), key=lambda found: len([*found.missing()]))
 
 
 def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> bool:

@@ -1,7 +1,7 @@
 """Formats: the tables of ``formats.toml`` as data."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -25,9 +25,10 @@ class StoredTensor:
 
     Attributes:
         dims: see ``formats.toml``; ``scale``, ``packed_scale`` or ``number`` instead of a list depend on the settings.
-        dtypes: the supported dtypes, each with how its entries are read, see ``formats.toml``; empty for any dtype, if
-            the weight does not depend on the tensor.
+        dtypes: the supported dtypes, the usual one first, each with how its entries are read, see ``formats.toml``;
+            empty for any dtype, if the weight does not depend on the tensor.
         optional: whether it may be missing.
+        usual: whether libraries write it although it is optional.
         asymmetric: whether it exists in asymmetric quantization only.
         content: as :attr:`~shardconv.plan.grid.Grid.content`.
         role: what it is in the formula of ``formats.toml``; "" if it does not change the weight.
@@ -36,6 +37,7 @@ class StoredTensor:
     dims: tuple[str, ...] | str
     dtypes: Mapping[str, str] = field(default_factory=dict)
     optional: bool = False
+    usual: bool = False
     asymmetric: bool = False
     content: str = PLAIN
     role: str = ""
@@ -62,6 +64,10 @@ class Format:
     values: StoredTensor
     companions: Mapping[str, StoredTensor] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+
+    def is_for(self, shape: Sequence[int]) -> bool:
+        """Whether libraries store matrices of this shape so: one matrix [out, in], or experts [experts, in, out]."""
+        return len(shape) == len(self.axes) + (self.axes[0] == "in")
 
 
 @cache
@@ -106,6 +112,7 @@ def _stored(table: Mapping[str, object]) -> StoredTensor:
         tuple(dims) if isinstance(dims, list) else str(dims),
         numbers,
         optional=table.get("optional") is True,
+        usual=table.get("usual") is True,
         asymmetric=table.get("asymmetric") is True,
         content=str(content) or PLAIN,
         role=str(role),

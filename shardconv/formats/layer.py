@@ -100,9 +100,42 @@ class Layer:
     def missing(self) -> Iterator[str]:
         """Yield the names of the tensors that the format needs, and the checkpoint does not have."""
         for suffix, stored in self._companions.items():
-            is_wanted = not (stored.optional or (stored.asymmetric and self.scheme.is_symmetric))
+            is_wanted = self._exists(stored) and not stored.optional
             if is_wanted and (name := self.stem + suffix) not in self.tensors:
                 yield name
+
+    def _exists(self, stored: StoredTensor) -> bool:
+        """Whether a tensor exists with the symmetry of the settings."""
+        return not (stored.asymmetric and self.scheme.is_symmetric)
+
+    def stored(self, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
+        """Return the tensors that libraries store for a matrix of this shape, by the end of their names.
+
+        Raises:
+            PlanError: if they follow from more than the settings.
+        """
+        wanted = {self.scheme.format.suffix: self.scheme.format.values} | {
+            suffix: stored
+            for suffix, stored in self._companions.items()
+            if self._exists(stored) and (stored.usual or not stored.optional)
+        }
+        return {suffix: self._spec(self.stem + suffix, stored, shape) for suffix, stored in wanted.items()}
+
+    def _spec(self, name: str, stored: StoredTensor, shape: tuple[int, ...]) -> TensorSpec:
+        """The usual dtype and the shape of one stored tensor of a matrix."""
+        if not stored.dtypes:
+            raise self._error(name, "has a dtype that follows from the stored tensors only")
+        dtype = next(iter(stored.dtypes))
+        if stored.content == SHAPE:
+            return TensorSpec(dtype, (len(shape),))
+        dims, axes = self._dims(stored, None), self._axes(shape)
+        sizes = [self._grid_dim(dim, axes, name, shape, 1)[1] for dim in dims]
+        return TensorSpec(dtype, (*shape[: len(shape) - len(self.scheme.format.axes)], *sizes))
+
+    def _axes(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """What the dims of the matrix are; "" for those before the axes of the format."""
+        axes = self.scheme.format.axes
+        return (*[""] * (len(shape) - len(axes)), *axes)
 
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each stored tensor, by the end of its name.
@@ -154,7 +187,7 @@ class Layer:
         form, spec = self.scheme.format, self.tensors[name]
         if stored.dtypes and spec.dtype not in stored.dtypes:
             raise self._error(name, f"has dtype {spec.dtype} (expected {' or '.join(stored.dtypes)})")
-        axes = (*[""] * (len(shape) - len(form.axes)), *form.axes)
+        axes = self._axes(shape)
         return Grid(
             suffix,
             form.weight,
@@ -187,8 +220,8 @@ class Layer:
             raise self._error(name, f"has shape {list(spec.shape)} (expected {expected} for a weight of {list(shape)})")
         return tuple(dim for dim, _ in covered)
 
-    def _dims(self, stored: StoredTensor, shape: Sequence[int]) -> tuple[str, ...]:
-        """The dims of a stored tensor; () for one number, of any shape."""
+    def _dims(self, stored: StoredTensor, shape: Sequence[int] | None) -> tuple[str, ...]:
+        """The dims of a tensor of this shape, None if it is not stored yet; () for one number, of any shape."""
         if not isinstance(stored.dims, str):
             return stored.dims
         if stored.dims == "number":
@@ -197,10 +230,12 @@ class Layer:
         strategy = self.scheme.strategy or self._strategy_of(shape)
         if strategy not in table:
             raise self._error(self.name, f"has zero points of strategy {strategy}, which is not supported")
-        return () if strategy == "tensor" and prod(shape) == 1 else table[strategy]
+        return () if strategy == "tensor" and prod(shape or ()) == 1 else table[strategy]
 
-    def _strategy_of(self, shape: Sequence[int]) -> str:
-        """The strategy that the shape of a scale shows, where settings have none."""
+    def _strategy_of(self, shape: Sequence[int] | None) -> str:
+        """The strategy that the shape of a scale shows, where settings have none; the usual one without a shape."""
+        if shape is None:
+            return "block" if "columns" in self.scheme.blocks else "tensor"
         if prod(shape) == 1 or shape[-2:] == (1, 1):  # a number, or one for each of several experts
             return "tensor"
         return "channel" if shape[-1:] == (1,) and "columns" not in self.scheme.blocks else "block"

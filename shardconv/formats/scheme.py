@@ -1,6 +1,6 @@
 """Schemes: the formats of the layers of a checkpoint, and the layers that each is for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -73,6 +73,12 @@ class Settings:
     ignored: frozenset[str] = frozenset()
     ignored_patterns: tuple[str, ...] = ()
     deadline: float = field(default_factory=lambda: monotonic() + patterns.MAX_SECONDS)
+
+    def closest(self, layer: str, schemes: Iterable[Scheme]) -> list[Scheme]:
+        """Those of some schemes whose targets name a layer most closely; empty if none names it."""
+        ranked = [(rank, scheme) for scheme in schemes if (rank := scheme.rank(layer, self.deadline))]
+        best = min((rank for rank, _ in ranked), default=None)
+        return [scheme for rank, scheme in ranked if rank == best]
 
     def ignoring(self, layer: str) -> str | None:
         """The name or pattern that leaves a layer unquantized; None if there is none."""

@@ -1,15 +1,16 @@
 """Map the names of a checkpoint's tensors on disk to those of a model in memory, as transformers does when it loads.
 
-Nothing is read and no memory is taken for values: transformers itself loads tensors on the meta device.
+Also the reverse, as when it saves. Nothing is read and no memory is taken for values: transformers itself loads
+tensors on the meta device.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.convert.classes import new_class
 from shardconv.hf.isolation import isolated
@@ -37,6 +38,41 @@ class NameMatch(NamedTuple):
     missing: frozenset[str]
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
     failed: Mapping[str, str]
+
+
+class DiskTensors(NamedTuple):
+    """The tensors that ``save_pretrained`` writes for an unquantized model.
+
+    Attributes:
+        tensors: name on disk to tensor; of tied tensors only the first.
+        matrices: names of the weights that quantization changes by default: of linear layers, without the output head,
+            and of experts.
+    """
+
+    tensors: Mapping[str, Tensor]
+    matrices: frozenset[str]
+
+
+def disk_tensors(model: PretrainedModel) -> DiskTensors:
+    """The tensors that ``save_pretrained`` writes for an unquantized model, which may be on the meta device."""
+    state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    skipped = set(import_transformers("quantizers.base").get_keys_to_not_convert(model))
+    others, matrices = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in state.items():
+        if first[id(tensor)] == name:
+            (matrices if _is_matrix(model, name, tensor, skipped) else others)[name] = tensor
+    revert = import_transformers("core_model_loading").revert_weight_conversion
+    on_disk = revert(model, matrices)
+    return DiskTensors({**revert(model, others), **on_disk}, frozenset(on_disk))
+
+
+def _is_matrix(model: PretrainedModel, name: str, tensor: Tensor, skipped: Collection[str]) -> bool:
+    """Whether a tensor in memory is the weight of a linear layer, or the weights of packed experts."""
+    path, _, attribute = name.rpartition(".")
+    if isinstance(model.get_submodule(path), nn.Linear):
+        return attribute == "weight" and path not in skipped
+    return path.endswith(".experts") and tensor.dim() > 2
 
 
 def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:

@@ -17,6 +17,10 @@ from shardconv.plan.tensor_placement import PaddedRule
 #: The config field of the vocabulary size.
 VOCABULARY = "vocab_size"
 
+#: The config field of the number of KV heads. In latent attention it equals the number of query heads, and is not the
+#: count of a unit.
+_KV_HEADS = "num_key_value_heads"
+
 #: The remedy for padding that a config cannot express.
 _REMEDY = "use shardconv split --pad, whose rank files keep the true sizes"
 
@@ -66,6 +70,7 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
             first = changes.setdefault((id(padded.model_rules.config), field), change)
             if first.value != change.value:
                 raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
+    changes |= {(id(change.model_rules.config), change.field): change for change in _equal_counts([*changes.values()])}
     for model_rules in resolver.rules.models:
         _check_modules(model_rules, names)
     explicit = [
@@ -102,6 +107,16 @@ def _field(padded: PaddedRule) -> str | None:
     """The config field with the number of units; None if it is an expression or follows from the tensor."""
     count = _count(padded)
     return count if isinstance(count, str) and fields_in(count) == {count} else None
+
+
+def _equal_counts(changes: list[_Change]) -> Iterator[_Change]:
+    """The numbers of KV heads that equal a changed number of query heads, and that no unit of a tensor has."""
+    for change in changes:
+        config, units = change.model_rules.config or {}, change.model_rules.family.units or {}
+        counts = {units[name].count for name in change.model_rules.used_units()}
+        is_own = _KV_HEADS in {field for count in counts if count is not None for field in fields_in(count)}
+        if not is_own and "heads" in change.field and lookup(config, _KV_HEADS) == lookup(config, change.field):
+            yield _Change(change.model_rules, _KV_HEADS, change.value)
 
 
 def _check_count(padded: PaddedRule) -> None:

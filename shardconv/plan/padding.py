@@ -228,8 +228,14 @@ def layers_by_module(model_rules: "ModelRules") -> Iterator[tuple[str, str]]:
 
 
 def matched_modules(layers: Iterable[tuple[str, str]], regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of modules with a layer that an override matches, or a layer of a module that it matches."""
-    return (module for module, name in layers if regex.fullmatch(name) or regex.fullmatch(name.rpartition(".")[0]))
+    """The patterns of modules with a layer that an override matches, or a layer of a module that it matches.
+
+    The layer may be inside of a module of its own, such as ``self_attn.q_proj.linear``.
+    """
+    for module, name in layers:
+        parent = name.rpartition(".")[0]
+        if any(map(regex.fullmatch, (name, parent, parent.rpartition(".")[0]))):
+            yield module
 
 
 def _modules_of(pattern: str) -> list[str]:

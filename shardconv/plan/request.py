@@ -160,11 +160,11 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules)
+    resolver = Resolver(tensors, rules, has_experts_option=True)
     if user is not None:
         base_rules = rules_for(base, config)
         if blocks := resolver.replaced_blocks(base_rules):
-            resolver = Resolver(tensors, rules.without_overrides(blocks))
+            resolver = Resolver(tensors, rules.without_overrides(blocks), has_experts_option=True)
         if not is_by_name and (replaced := resolver.replaced(base_rules)):
             assumed.append(_replacements(user.name, replaced))
     return Resolution(resolver.padded(request.pad), tuple(assumed))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 from shardconv.errors import PlanError, UsageError
@@ -40,6 +41,7 @@ class Resolver:
         tensors: name to dtype and shape, as the headers have them.
         rules: the rules.
         where: the source of the tensors, for messages.
+        has_experts_option: whether the user can choose to distribute whole experts over ranks, for messages.
 
     Raises:
         PlanError: if no rule matches a tensor, or a rule or a block of a plan file matches none.
@@ -47,8 +49,16 @@ class Resolver:
             are none.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet, *, where: str = "this checkpoint") -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        rules: RuleSet,
+        *,
+        where: str = "this checkpoint",
+        has_experts_option: bool = False,
+    ) -> None:
         self.rules = rules
+        self._has_experts_option = has_experts_option and rules.experts == "tensor" and rules.engine is None
         self._group_of = group_tensors(tensors, rules)
         self._with_padding: dict[int, Resolver] = {}
         self._check_used(where)
@@ -200,6 +210,16 @@ class Resolver:
             return BlockedTp(tp, error.tensor, error.reason)
         return None
 
+    def _supports_whole_experts(self, tp: int) -> bool:
+        """Whether a tensor parallel size is supported with whole experts on each rank, without padding."""
+        if not self._has_experts_option:
+            return False
+        tensors = {name: group.spec for name, group in self._group_of.items()}
+        try:
+            return Resolver(tensors, replace(self.rules.with_padding(0), experts="expert")).blocked(tp) is None
+        except (PlanError, UsageError):  # without experts, or with rules for them in a plan file
+            return False
+
     def _unsupported(self, tp: int, error: BlockedError) -> PlanError:
         """The error for an unsupported tensor parallel size, with the supported ones and the cost of padding."""
         resolver = self if self.rules.pad else self.padded(0)
@@ -207,7 +227,8 @@ class Resolver:
         expected = f" (expected one of {ranges(sizes)})" if sizes else f", as is every size up to {CANDIDATE_TPS[-1]},"
         padded = None if self.rules.pad else self.padded_size(tp)
         pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
-        remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", pad]))
+        experts = "--experts expert to distribute whole experts" if self._supports_whole_experts(tp) else ""
+        remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", experts, pad]))
         unsupported = f"--tp {tp} is unsupported{expected} because of {error}"
         if error.is_unsure:
             return PlanError(f"{self.rules.uncertain} With this assumption, {unsupported}")

@@ -13,8 +13,12 @@ from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import open_source
 from shardconv.errors import PlanError, RunError, SourceError
 from shardconv.formats.detect import with_grids
+from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
+from shardconv.hf.inputs import example_inputs
+from shardconv.hf.isolation import isolated
 from shardconv.hf.names import match_names
+from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused
 from shardconv.storage.table import shown
@@ -124,6 +128,8 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
 def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> None:
     """Check that transformers accepts the config of a padded checkpoint, and that its model has the padded tensors.
 
+    A small model with as many heads as the config has to run, too, as fields that follow from them may be unchanged.
+
     Raises:
         PlanError: if not.
     """
@@ -140,6 +146,20 @@ def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
             f"the config of the padded checkpoint: {found.model} does not have the padded tensors by it "
             f"({found.differences()}): {remedy}"
         )
+    try:
+        _run_small(config)
+    except Exception as error:
+        raise PlanError(
+            f"the config of the padded checkpoint: a small {found.model} with its numbers of heads fails "
+            f"({str(error).strip() or type(error).__name__}): {remedy}"
+        ) from error
+
+
+def _run_small(config: Mapping[str, object]) -> None:
+    """Run a small model that has as many heads as the config; any error is raised."""
+    with isolated():
+        model = small_model(config, heads=SAME)
+        model(**example_inputs(model))
 
 
 def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> ModelCheck:

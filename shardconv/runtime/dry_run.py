@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardconv.convert.model import DTYPE_NAMES, convert_with_request
+from shardconv.convert.model import convert_with_request
 from shardconv.errors import RunError
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
+from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
-from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.protocols import ModelOutput, PretrainedModel
 from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
@@ -83,15 +83,9 @@ class MetaModel:
         self.has_encoder = bool(made.is_encoder_decoder)
         self.other_inputs = tuple(name for name in inspect.signature(kind.forward).parameters if name in _OTHER_INPUTS)
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """Return name to dtype and shape of each tensor in memory; of tied tensors only the first."""
-        model = build_on_meta(self._kind, self._config, dtype=self.dtype)
-        first = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-        return {
-            name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in model.state_dict(keep_vars=True).items()
-            if first[id(tensor)] == name
-        }
+    def on_disk(self) -> DiskTensors:
+        """Return the tensors of its checkpoint, unquantized and without values."""
+        return disk_tensors(build_on_meta(self._kind, self._config, dtype=self.dtype))
 
     def build_converted(self, request: PlanRequest, group: CountingGroup) -> PretrainedModel:
         """Build the model and convert it for the first rank of a group.

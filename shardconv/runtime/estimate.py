@@ -5,7 +5,7 @@ run of the converted model, without values, other processes or a GPU. What canno
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -18,12 +18,19 @@ from shardconv.checkpoint.json_files import read_json
 from shardconv.checkpoint.paths import local_path
 from shardconv.checkpoint.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.quantization_files import config_with_quantization
 from shardconv.checkpoint.remote import reads_remote
 from shardconv.checkpoint.source import Source, standalone_config
 from shardconv.checkpoint.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import RunError, ShardconvError
+from shardconv.errors import PlanError, RunError, ShardconvError
+from shardconv.formats.description import describe_settings
+from shardconv.formats.detect import stored_tensors
+from shardconv.hf.names import DiskTensors
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.resolver import Resolver
 from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
@@ -32,8 +39,12 @@ from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
 MAX_TP = 64
+#: The largest tp size with padding that is counted by default.
+MAX_PADDED_TP = 16
 #: The default number of tokens per prompt, unless the model supports fewer.
 SEQ = 2048
+#: Config fields with the number of MTP layers, which the classes of transformers leave out.
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
 
 @reads_remote("src")
@@ -58,7 +69,8 @@ def estimate_cost(
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
             transformers; or such a config alone, or a folder with a config and without weights: weights are then those
             of the class.
-        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`.
+        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also those up to
+            :data:`MAX_PADDED_TP` that need padding.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
         link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
@@ -81,9 +93,9 @@ def estimate_cost(
     config = standalone_config(local_path(src), follow_links=options.get("follow_links", False))
     if config is not None and (other := options.get("config")) is not None:
         config = read_json(local_path(other))
-    opened = src if config is None else _without_weights(local_path(src), config)
+    opened, made = (src, ()) if config is None else _without_weights(local_path(src), config)
     source, _, request, (resolver, assumed), _ = plan_source(opened, **options)
-    sizes = [size for size in resolver.tp_sizes().supported if size <= MAX_TP] if tps is None else tps
+    sizes = _default_sizes(resolver) if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
     link = Link() if link is None else link
     stored = _stored_dtype(source)
@@ -108,14 +120,60 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *notes),
+        notes=(*assumed, *made, *notes, *_padding_notes(resolver, sizes)),
     )
 
 
-def _without_weights(path: Path, config: dict[str, object]) -> Source:
-    """Describe the checkpoint of a config without weights; its tensors have the names that they have in memory."""
+def _default_sizes(resolver: Resolver) -> list[int]:
+    """The tensor parallel sizes that are counted by default."""
+    sizes = resolver.tp_sizes()
+    padded = [one.tp for one in sizes.padded if resolver.rules.pad and one.tp <= MAX_PADDED_TP]
+    return sorted([*padded, *(size for size in sizes.supported if size <= MAX_TP)])
+
+
+def _padding_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
+    costs = {size: padding.memory for size in sizes if (padding := resolver.padding(size)).units}
+    if costs:
+        listed = ", ".join(f"tp {tp} ({cost:.1%})" for tp, cost in costs.items())
+        yield f"padded with zeros (additional memory): {listed}"
+
+
+def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tuple[str, ...]]:
+    """Describe the checkpoint of a config without weights, as transformers and quantization libraries write it.
+
+    Returns:
+        The checkpoint, and notes on its tensors.
+    """
+    model, disk = _on_disk(path, config)
+    specs = {name: TensorSpec(DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in disk.tensors.items()}
+    origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
+    notes = [f"no weights found: the weights of {model.name} are counted in {_name(model.dtype)} ({origin})"]
+    if fields := [name for name in _MTP_LAYERS if config.get(name)]:
+        notes.append(f"MTP layers ({fields[0]}) are not counted: {model.name} does not have them")
+    source = _source(path, config, specs)
+    settings = config_with_quantization(source) or {}
+    if settings.get(SETTINGS_KEY) is None:
+        return source, tuple(notes)
+    kind = describe_settings(settings)
     try:
-        specs = MetaModel(config, torch.float32).specs()
+        quantized = stored_tensors(specs, settings, disk.matrices)
+    except PlanError as error:
+        notes.append(
+            f"the config asks for quantized weights ({kind}), and unquantized ones are counted, as the config alone "
+            f"does not determine the others: they are smaller, and may support fewer tp sizes ({error})"
+        )
+        return source, tuple(notes)
+    notes.append(
+        f"weights of linear layers, except for the output head, are counted as quantized by the config ({kind})"
+    )
+    return _source(path, config, quantized), tuple(notes)
+
+
+def _on_disk(path: Path, config: Mapping[str, object]) -> tuple[MetaModel, DiskTensors]:
+    """Build the model of a config without weights, and return the tensors of its unquantized checkpoint."""
+    try:
+        model = MetaModel(config, torch.float32)
+        return model, model.on_disk()
     except ShardconvError:
         raise
     except Exception as error:
@@ -123,6 +181,10 @@ def _without_weights(path: Path, config: dict[str, object]) -> Source:
         raise RunError(
             f"{path}: transformers cannot build the model: {type(error).__name__}: {problem.splitlines()[0]}"
         ) from error
+
+
+def _source(path: Path, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:
+    """The source of one file with these tensors."""
     tensors, start = {}, 0
     for name, spec in specs.items():
         stop = start + num_bytes(spec.dtype, spec.shape)
@@ -174,16 +236,10 @@ def _first_line(error: ShardconvError) -> str:
 
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
-    is_quantized = bool((source.config or {}).get("quantization_config"))
     dtype = _name(model.dtype)
-    if not has_weights:
-        origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
-        yield f"no weights found: the weights of {model.name} are counted in {dtype} ({origin})"
-        if is_quantized:
-            yield "the config asks for quantized weights, which are smaller: unquantized ones are counted"
-    elif is_quantized:
+    if has_weights and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
         yield f"the weights are quantized; activations and cache are those of the model in {dtype}"
-    elif stored != model.dtype:
+    elif has_weights and stored != model.dtype:
         yield (
             f"the weights are stored as {_name(stored)}, and loaded as {dtype} by the config; the bytes of weights are "
             f"those on disk"

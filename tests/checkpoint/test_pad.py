@@ -25,12 +25,13 @@ OTHERS = {
     "mistral": Model("mistral", GQA),
     "granite": Model("granite", GQA),
     "ernie4_5": Model("ernie4_5", GQA),
+    "moshi": Model("moshi", {**GQA, "ffn_dim": 192}, "AutoModelForCausalLM"),
 }
 
 #: Models whose config has a field for every padded count.
 PADDED = (
-    "cohere", "deepseek_v3", "ernie4_5", "glm4", "glm4_moe", "gpt_oss", "granite", "mistral", "mixtral", "phi3",
-    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "t5-gated", "t5-untied",
+    "cohere", "deepseek_v3", "ernie4_5", "glm4", "glm4_moe", "gpt_oss", "granite", "mistral", "mixtral", "moshi",
+    "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "t5-gated", "t5-untied",
 )  # fmt: skip
 
 #: Models that are not padded, and the message.
@@ -62,11 +63,21 @@ def logits(kind: type, folder: Path) -> torch.Tensor:
         return model(input_ids=ids, **others).logits
 
 
-@pytest.mark.parametrize("name", cases(PADDED, lambda name: name in {"mistral", "phi3", "mixtral", "t5-gated"}))
+#: Tensor parallel sizes. At 16 the heads are doubled, within groups of query heads where there are such.
+SIZES = {
+    "moshi": (16,),  # its width has to be a multiple of the number of heads
+    "t5-gated": (3, 12),  # one field has the number of query and of KV heads
+    "t5-untied": (3, 12),
+}
+
+
+@pytest.mark.parametrize(
+    "name", cases(PADDED, lambda name: name in {"mistral", "phi3", "mixtral", "t5-gated", "deepseek_v3", "moshi"})
+)
 def test_transformers_computes_the_same(name, tmp_path):
     kind, source = written(name, tmp_path / "source")
     expected = logits(kind, source)
-    for tp in (3, 12):
+    for tp in SIZES.get(name, (3, 12, 16)):
         report = shardconv.pad(source, tmp_path / f"pad{tp}", tp=tp, check=require_padded)
         assert report.num_bytes > report.source_bytes
         assert torch.allclose(logits(kind, tmp_path / f"pad{tp}"), expected, atol=1e-5 * float(expected.abs().max()))
@@ -81,6 +92,15 @@ def test_padding_that_a_config_cannot_express_is_refused(name, tmp_path):
     with pytest.raises(PlanError, match=REFUSED[name]) as error:
         shardconv.pad(source, tmp_path / "padded", tp=12, check=require_padded)
     assert "use shardconv split --pad" in str(error.value)
+    assert not (tmp_path / "padded").exists()
+
+
+def test_config_with_a_derived_count_that_is_unchanged_is_refused(tmp_path, monkeypatch):
+    """All tensors have the shapes of the config's model, whose attention repeats KV heads."""
+    monkeypatch.setattr("shardconv.plan.padded_config._equal_counts", lambda _: ())
+    _, source = written("deepseek_v3", tmp_path / "source")
+    with pytest.raises(PlanError, match=r"a small DeepseekV3ForCausalLM with its numbers of heads fails .*must match"):
+        shardconv.pad(source, tmp_path / "padded", tp=16, check=require_padded)
     assert not (tmp_path / "padded").exists()
 
 

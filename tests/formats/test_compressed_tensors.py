@@ -24,6 +24,7 @@ from tests.support.models import change_config, read
 from tests.support.quantized import (
     SIZES,
     check_commands,
+    check_config_alone,
     check_padding,
     check_run,
     check_values,
@@ -64,6 +65,11 @@ def test_shards_have_the_values_of_shards(compressed, unquantized, tmp_path, sch
         sharded = check_values(source, unquantized(model), tp, partial(dequantize, source), tmp_path / f"tp{tp}")
         assert sharded >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "FP8_BLOCK", "MXFP4"])
+def test_config_alone_has_the_sizes_of_the_headers(compressed, tmp_path, scheme):
+    check_config_alone(compressed(scheme, "llama"), tmp_path / "config")
 
 
 def test_plan_names_the_settings_and_the_values_that_are_rewritten(compressed):

@@ -28,7 +28,7 @@ def test_scale_of_an_integer_dtype_is_refused():
         "q_proj.scales": TensorSpec("U8", (2, 64)),
     }
     config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    with pytest.raises(PlanError, match=r"q_proj.scales has dtype U8 \(expected F32 or BF16 or F16\)"):
+    with pytest.raises(PlanError, match=r"q_proj.scales has dtype U8 \(expected F16 or BF16 or F32\)"):
         with_grids(tensors, config)
 
 

@@ -19,7 +19,15 @@ from shardconv.runtime.dequantize import Stored
 from shardconv.runtime.dequantize import dequantize as load_weight
 from tests.support.matrix import each_once
 from tests.support.models import Tensors
-from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, write
+from tests.support.quantized import (
+    SIZES,
+    check_commands,
+    check_config_alone,
+    check_padding,
+    check_run,
+    check_values,
+    write,
+)
 
 BLOCK = 16
 SCALE = "_scale_inv"
@@ -73,6 +81,11 @@ def test_shards_have_the_values_of_shards(fp8, unquantized, tmp_path, kind, mode
     for tp in SIZES[model]:
         assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
     check_commands(source, tmp_path, tmp_path / "tp2", SCALE, tp=2, reshard=4)
+
+
+@pytest.mark.parametrize("model", ["phi3", "qwen3_moe"])
+def test_config_alone_has_the_sizes_of_the_headers(fp8, tmp_path, model):
+    check_config_alone(fp8(F32, model), tmp_path / "config")
 
 
 def test_dequantized_models_compute_the_same(fp8, tmp_path):

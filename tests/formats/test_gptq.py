@@ -29,7 +29,15 @@ from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, pack, write_gptq
 from tests.support.matrix import cases, each_once
 from tests.support.quantized import check_commands as check_quantized
-from tests.support.quantized import check_padding, check_run, check_values, loaded_values, rank_file, write
+from tests.support.quantized import (
+    check_config_alone,
+    check_padding,
+    check_run,
+    check_values,
+    loaded_values,
+    rank_file,
+    write,
+)
 
 DATA = Path(__file__).parents[1] / "data/quantized"
 NAMES = sorted(path.stem for path in DATA.glob("*.json"))
@@ -117,6 +125,11 @@ def test_weights_of_gptqmodel(name):
 def test_checkpoints_of_gptqmodel(tmp_path, name, tp):
     check(DATA / name, tmp_path / "split", tp)
     check_commands(DATA / name, tmp_path, tmp_path / "split", 6 - tp)
+
+
+@pytest.mark.parametrize("name", ["awq-4", "gptq-4-act-order"])
+def test_config_alone_has_the_sizes_of_the_headers(tmp_path, name):
+    check_config_alone(DATA / name, tmp_path / "config")
 
 
 @pytest.mark.parametrize("name", cases(NAMES, lambda name: name in {"awq-4", "gptq-4-act-order"}))

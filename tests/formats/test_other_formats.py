@@ -14,7 +14,16 @@ import shardconv
 from shardconv.errors import IntegrityError, PlanError
 from tests.support.matrix import cases
 from tests.support.models import Model, Tensors, read
-from tests.support.quantized import SIZES, check_commands, check_padding, check_run, check_values, rank_file, write
+from tests.support.quantized import (
+    SIZES,
+    check_commands,
+    check_config_alone,
+    check_padding,
+    check_run,
+    check_values,
+    rank_file,
+    write,
+)
 
 #: The values of FP4 (E2M1) by the lower three bits; the highest is the sign.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -68,6 +77,7 @@ def test_mxfp4(gpt_oss, tmp_path):
     unquantized, source = gpt_oss
     assert check_values(source, unquantized, 2, from_mxfp4, tmp_path / "tp2") == 2
     check_commands(source, tmp_path, tmp_path / "tp2", "_scales", tp=2)
+    check_config_alone(source, tmp_path / "config")
 
 
 def test_dequantized_mxfp4_computes_the_same(gpt_oss, tmp_path):
@@ -265,6 +275,7 @@ def test_bitsandbytes_int8(unquantized, tmp_path, model):
     if model == "llama":
         check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
+    check_config_alone(source, tmp_path / "config")
 
 
 def test_bitsandbytes_int8_in_another_order_is_refused(unquantized, tmp_path):

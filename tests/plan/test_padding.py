@@ -638,6 +638,27 @@ def test_plan_lists_the_costs_of_padding(one_layer, costs):
     assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
 
 
+def test_plan_lists_large_sizes_if_only_these_need_padding(tmp_path):
+    """17 whole experts are distributed over 17 ranks, for which 8 heads are padded."""
+    source = Model("mixtral", {**GQA, **MOE, "num_experts": 17, "num_local_experts": 17}).write(tmp_path / "source")
+    (padded,) = shardconv.report_plan(source, experts="expert").padded_tp
+    assert padded.tp == 17
+    listed = call("plan", source, "--experts", "expert").out
+    assert f"supported with --pad (additional memory): 17 ({padded.memory:.1%})\n" in listed
+
+
+def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
+    """Where they are supported without padding, and from where they can be chosen: a split checkpoint has its plan."""
+    source = Model("mixtral", {**GQA, **MOE, "intermediate_size": 90}).write(tmp_path / "source")
+    remedy = "--experts expert to distribute whole experts, or --pad to pad with zeros"
+    assert f". Pass a supported size, or {remedy}" in call("plan", source, "--tp", 4).err
+    assert shardconv.make_plan(source, tp=4, experts="expert").tp == 4
+    shardconv.split(source, tmp_path / "split", tp=2)
+    refused = call("reshard", tmp_path / "split", "--tp", 4, "-o", tmp_path / "four")
+    assert (refused.code, "--experts" in refused.err, "--pad to pad" in refused.err) == (1, False, True)
+    assert "--experts" not in call("plan", source, "--tp", 3).err  # 3 does not divide the heads, nor four experts
+
+
 def test_split_without_the_option_reports_the_cost_of_padding(one_layer, costs, tmp_path):
     refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1

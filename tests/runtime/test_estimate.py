@@ -4,6 +4,8 @@ import dataclasses
 import json
 import re
 import shutil
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.memory_meter import LiveBytes
 from shardconv.tensor.cost import Link
-from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.checkpoints import llama_config, safetensors_bytes, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import cases, each_once
 from tests.support.models import GQA, LAYERS, MLA, MODELS, MOE, VOCAB, Model, change_config, default_model
@@ -218,8 +220,21 @@ def test_defaults(tiny):
     assert done == [(number, len(report.costs)) for number in range(len(report.costs) + 1)]
 
 
-def changed(source, folder, **fields):
-    shutil.copytree(source, folder)
+def test_sizes_that_need_padding(tiny):
+    """With ``pad``, also the sizes up to 16 that need padding, with the bytes of their plans and a note."""
+    report = estimate_cost(tiny, pad=True, seq=1)
+    sizes = shardconv.report_plan(tiny)
+    padded = [one.tp for one in sizes.padded_tp if one.tp <= 16]
+    assert [cost.tp for cost in report.costs] == sorted([*sizes.supported_tp, *padded])
+    plans = {cost.tp: shardconv.report_plan(tiny, tp=cost.tp, pad=True) for cost in report.costs}
+    assert [cost.weight_bytes for cost in report.costs] == [max(plan.rank_bytes) for plan in plans.values()]
+    costs = ", ".join(f"tp {tp} ({plan.padding.memory:.1%})" for tp, plan in plans.items() if plan.padding.units)
+    assert report.notes == (f"padded with zeros (additional memory): {costs}",)
+    assert "those that need padding up to 16" in call("plan", tiny, "--cost", "--pad", "--seq", "1").out
+
+
+def changed(source, folder, *, without_weights=False, **fields):
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors") if without_weights else None)
     change_config(folder, fields)
     return folder
 
@@ -312,17 +327,131 @@ def test_config_without_weights(tiny, checkpoint, tmp_path, name):
         assert report.notes[0].startswith(f"no weights found: the weights of {report.model} are counted in ")
 
 
-def test_notes_of_a_config_without_weights(tiny, tmp_path):
-    """The dtype is assumed, and a quantization is not applied."""
-    config = json.loads((tiny / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, "quantization_config": FP8}))
-    report = estimate_cost(tmp_path, tps=[2])
+def test_assumed_dtype_of_a_config_without_weights(tiny, tmp_path):
+    report = estimate_cost(changed(tiny, tmp_path / "config", without_weights=True, dtype=None), tps=[2])
     assert report.notes[0].endswith("in float32 (assumed, as the config does not have a dtype)")
-    assert "asks for quantized weights, which are smaller" in report.notes[1]
     assert report.costs[0].weight_bytes == 2 * estimate_cost(tiny, tps=[2]).costs[0].weight_bytes
 
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"quant_method": "torchao"}, "needs a block size"),
+        ({"quant_method": "mxfp4"}, "no layer of the model has a weight that mxfp4"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, "dynamic selects layers"),
+    ],
+    ids=["metadata", "experts", "layers"],
+)
+def test_quantized_tensors_that_a_config_does_not_determine(tiny, tmp_path, settings, reason):
+    """The weights are counted without quantization, and a note says so."""
+    folder = changed(tiny, tmp_path / "config", without_weights=True, dtype="bfloat16", quantization_config=settings)
+    report = estimate_cost(folder, tps=[2])
+    assert re.search(f"asks for quantized weights .* unquantized ones are counted, .*{reason}", report.notes[1])
+    assert report.costs[0].weight_bytes == estimate_cost(tiny, tps=[2]).costs[0].weight_bytes
+    assert "unquantized ones are counted" in call("plan", folder, "--cost", "--tp", "2", "-q").err
+
+
+def test_quantization_that_is_not_supported_is_refused_for_a_config_alone(tiny, tmp_path):
+    folder = changed(tiny, tmp_path / "config", without_weights=True, quantization_config={"quant_method": "aqlm"})
+    with pytest.raises(PlanError, match="'aqlm' is not supported"):
+        estimate_cost(folder)
+
+
+#: Fields of Qwen3-235B-A22B-FP8 and DeepSeek-V3 with two layers and four experts, and their supported sizes.
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_size": 4096,
+    "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "num_hidden_layers": 2, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "vocab_size": 129280,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def gated(module: str, hidden: int, intermediate: int) -> dict[str, tuple[int, int]]:
+    """The linear layers of an MLP."""
+    shapes = {
+        "gate_proj": (intermediate, hidden),
+        "up_proj": (intermediate, hidden),
+        "down_proj": (hidden, intermediate),
+    }
+    return {f"{module}.{name}": shape for name, shape in shapes.items()}
+
+
+def headers_of_qwen3() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[str, tuple[int, ...]]]]:
+    """The linear layers in FP8, and all other tensors, of :data:`QWEN3`."""
+    linear, others = {}, {"model.norm.weight": ("BF16", (4096,))}
+    for layer in ("model.layers.0", "model.layers.1"):
+        attention = {"q_proj": (8192, 4096), "k_proj": (512, 4096), "v_proj": (512, 4096), "o_proj": (4096, 8192)}
+        linear |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+        others |= {f"{layer}.self_attn.{name}_norm.weight": ("BF16", (128,)) for name in "qk"}
+        others |= {f"{layer}.{name}_layernorm.weight": ("BF16", (4096,)) for name in ("input", "post_attention")}
+        others[f"{layer}.mlp.gate.weight"] = "BF16", (4, 4096)
+        for expert in range(4):
+            linear |= gated(f"{layer}.mlp.experts.{expert}", 4096, 1536)
+    return linear, others | {f"{name}.weight": ("BF16", (151936, 4096)) for name in ("model.embed_tokens", "lm_head")}
+
+
+def headers_of_deepseek() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[str, tuple[int, ...]]]]:
+    """The linear layers in FP8, and all other tensors, of :data:`DEEPSEEK`, without its MTP layer."""
+    linear, others = {}, {"model.norm.weight": ("BF16", (7168,))}
+    for layer in ("model.layers.0", "model.layers.1"):
+        attention = {
+            "q_a_proj": (1536, 7168), "q_b_proj": (128 * 192, 1536), "kv_a_proj_with_mqa": (576, 7168),
+            "kv_b_proj": (128 * 256, 512), "o_proj": (7168, 128 * 128),
+        }  # fmt: skip
+        linear |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
+        others[f"{layer}.self_attn.q_a_layernorm.weight"] = "BF16", (1536,)
+        others[f"{layer}.self_attn.kv_a_layernorm.weight"] = "BF16", (512,)
+        others |= {f"{layer}.{name}_layernorm.weight": ("BF16", (7168,)) for name in ("input", "post_attention")}
+    linear |= gated("model.layers.0.mlp", 7168, 18432) | gated("model.layers.1.mlp.shared_experts", 7168, 2048)
+    for expert in range(4):
+        linear |= gated(f"model.layers.1.mlp.experts.{expert}", 7168, 2048)
+    others["model.layers.1.mlp.gate.weight"] = "BF16", (4, 7168)
+    others["model.layers.1.mlp.gate.e_score_correction_bias"] = "BF16", (4,)  # F32 on the Hub, which the class converts
+    return linear, others | {f"{name}.weight": ("BF16", (129280, 7168)) for name in ("model.embed_tokens", "lm_head")}
+
+
+def write_headers(folder: Path, linear: dict, others: dict) -> None:
+    """Write a checkpoint with linear layers in FP8, of which only the header takes place on the disk."""
+    tensors = dict(others)
+    for layer, (rows, columns) in linear.items():
+        tensors[f"{layer}.weight"] = "F8_E4M3", (rows, columns)
+        tensors[f"{layer}.weight_scale_inv"] = "F32", (-(-rows // 128), -(-columns // 128))
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(safetensors_bytes(header))
+        file.truncate(file.tell() + end)
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "supported"),
+    [(QWEN3, headers_of_qwen3, [1, 2, 4]), (DEEPSEEK, headers_of_deepseek, [1, 2, 4, 8, 16])],
+    ids=["Qwen3-235B-A22B-FP8", "DeepSeek-V3"],
+)
+def test_config_alone_of_fp8_has_the_sizes_and_bytes_of_headers(tmp_path, config, headers, supported):
+    """Also the ignored layers of Qwen3, which lists its output head, norms and gates."""
+    ignored = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"] if config is QWEN3 else None
+    settings = {**FP8, "ignored_layers": ignored, "modules_to_not_convert": ignored}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    alone = estimate_cost(tmp_path, seq=1)
+    write_headers(tmp_path, *headers())
+    expected = shardconv.report_plan(tmp_path)
+    assert list(expected.supported_tp) == supported
+    found = {cost.tp: cost.weight_bytes for cost in alone.costs}
+    assert found == dict(zip(supported, expected.supported_bytes, strict=True))
+    assert any("counted as quantized by the config (fp8 e4m3)" in note for note in alone.notes)
+    assert any("MTP layers" in note for note in alone.notes) == (config is DEEPSEEK)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +568,7 @@ def test_quiet_command_prints_nothing(tiny):
         (["--cost", "--beta", "nan"], 2, "Invalid value for '--beta': got 'nan', expected a number from 0"),
         (["--cost", "--tp", "3"], 1, "--tp 3 is unsupported"),
         (["--seq", "5"], 2, "--seq applies to --cost only"),
-        (["--cost", "--prove"], 2, "--prove cannot be combined with --cost"),
+        (["--cost", "--prove"], 2, "--cost does not apply to --prove"),
         (["--cost", "--measure-link", "--alpha", "3"], 2, "pass one or the other"),
         (["--measure-link"], 2, "--measure-link takes SRC only together with --cost"),
         (["--cost", "--measure-link"], 2, "torchrun --nproc-per-node N -m shardconv plan --measure-link"),
@@ -450,6 +579,23 @@ def test_wrong_options(tiny, arguments, code, message):
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--list-families", "--tp", "2"], "--tp does not apply to --list-families: remove one of the two"),
+        (["--list-families", "llama", "--pad"], "--pad does not apply to --list-families"),
+        (["SRC", "--propose", "--experts", "expert"], "--experts does not apply to --propose"),
+        (["SRC", "--propose", "--prove"], "--prove does not apply to --propose"),
+        (["SRC", "--prove", "--all"], "--all does not apply to --prove"),
+        (["SRC", "--prove", "--base", "BASE"], "--base does not apply to --prove"),
+        (["SRC", "--all"], "--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N"),
+    ],
+)
+def test_options_that_would_be_ignored(tiny, arguments, message):
+    result = call("plan", *(tiny if argument == "SRC" else argument for argument in arguments))
+    assert (result.code, result.out, message in result.err) == (2, "", True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--cost"], ["--cost", "--measure-link"], ["--prove"]], ids=" ".join)

@@ -21,6 +21,7 @@ from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of, run
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.resolver import Resolver
+from shardconv.runtime.estimate import MAX_TP
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.rank_tensors import read_tensors
 from tests.support.checkpoints import contents
@@ -214,6 +215,22 @@ def check_padding(
     for rank in range(2):
         assert rank_file(out / "resharded", rank, 2).read_bytes() == rank_file(out / "direct", rank, 2).read_bytes()
     return padded
+
+
+def check_config_alone(source: Path, folder: Path) -> None:
+    """Compare what a config alone says of supported sizes and of bytes with the headers of the checkpoint.
+
+    Args:
+        source: the quantized checkpoint.
+        folder: a folder to make.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    report, expected = shardconv.estimate_cost(folder, seq=1), shardconv.report_plan(source)
+    assert {cost.tp: cost.weight_bytes for cost in report.costs} == {
+        tp: size for tp, size in zip(expected.supported_tp, expected.supported_bytes, strict=True) if tp <= MAX_TP
+    }
+    assert any("counted as quantized by the config" in note for note in report.notes)
 
 
 def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int, reshard: int | None = None) -> None:
