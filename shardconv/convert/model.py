@@ -21,7 +21,7 @@ from shardconv.convert.gradient_check import check_first_gradients
 from shardconv.convert.layer_specs import plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
-from shardconv.convert.unchanged_counts import warn_of_unchanged_counts
+from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -206,9 +206,14 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
-    is_own = policies is None and not type(model).__module__.startswith("transformers.")
-    if is_own and axis.rank == 0:
-        warn_of_unchanged_counts(model, resolver.rules.models[0], plan)
+    if policies is not None:
+        policies.check_counts(examine_forwards(model, replacements, overrides))
+    elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
+        counts = UnitCounts(model, resolver.rules.models[0], plan)
+        examined = list(examine_forwards(model, replacements, overrides))
+        check_counts(examined, counts.remedy, PlanError)
+        if axis.rank == 0:
+            counts.warn(examined, overrides)
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 

@@ -84,8 +84,8 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
 
 def _has_attribute(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute; after ``config.``, whether its config has."""
-    *path, last = name.split(".", 1)
-    return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
+    field = name.removeprefix("config.")
+    return hasattr(module, name) if field == name else hasattr(getattr(module, "config", None), field)
 
 
 def _check_gathers(rule: ModuleRule, model_rules: ModelRules, names: list[str]) -> None:
