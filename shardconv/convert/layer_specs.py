@@ -146,6 +146,11 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
         return ParallelExpertLinear if set(sharded) == {"weight"} else ParallelExperts
     if "weight" in sharded and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with sharded parameters of {max(dims)} dims is not supported")
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
+        raise ValueError(
+            f"{name}: a {kind} over {len(module.normalized_shape)} dims cannot be sharded (expected one dim): flatten "
+            f"these dims before it, or replicate its weight and the features"
+        )
     may_be_norm = "Norm" in kind and not any(module.children())
     if dims != {1} or has_rows or ("weight" not in sharded and not may_be_norm):
         return Sharded

@@ -65,7 +65,8 @@ def module_overrides(
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             replacement = replacements.get(module, module)
-            yield _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
+            overrides = _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
+            yield replace(overrides, is_checked=any(rule.is_empty() for rule in found))
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:

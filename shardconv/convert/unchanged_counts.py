@@ -57,7 +57,7 @@ def examine_forwards(
 ) -> Iterator[Examined]:
     """Read the forwards of the modules that contain layers with shards, or are such layers.
 
-    A module whose overrides change its code, or that has an override without changes, is not read.
+    A module whose code is changed, or is right on each rank by its overrides, is not read.
 
     Args:
         model: the model.
@@ -65,8 +65,10 @@ def examine_forwards(
         overrides: the module overrides.
         owners: modules outside of the model that contain layers with shards.
     """
-    given = {one.module: one for one in overrides}
-    changed = dict(_changed(given.values()))
+    overrides = list(overrides)
+    changed = dict(_changed(overrides))
+    checked = {one.module for one in overrides if one.is_checked or one.changes_code()}
+    overridden = {one.module for one in overrides if one.changes_numbers()}
     named = [*model.named_modules(), *(("", owner) for owner in owners)]
     parallel = {one: replacements.get(one, one) for _, module in named for one in layers_in(module)}
     outputs = {
@@ -77,9 +79,9 @@ def examine_forwards(
     modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
     for path, module in modules:
         reader = ForwardReader(outputs, [one for _, one in modules], changed | _recorded(module))
-        if not _is_declared(module, given.get(module)):
+        if module not in checked and vars(module).get(_FULL_COUNTS) != {}:
             reader.read(module)
-            is_known = reader.is_understood or module in given or _FULL_COUNTS in vars(module)
+            is_known = reader.is_understood or module in overridden or _FULL_COUNTS in vars(module)
             layers = [parallel[one] for one in layers_in(module) if one in parallel]
             is_unknown = not is_known and _is_like_attention(layers, [outputs.get(one) for one in layers_in(module)])
             yield Examined(path, module, reader.problems, is_unknown, reader.reads)
@@ -126,14 +128,6 @@ def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], 
 def _recorded(module: nn.Module) -> dict[tuple[int, str], object]:
     counts: Mapping[str, int] = vars(module).get(_FULL_COUNTS, {})
     return {(id(module), name): getattr(module, name) for name in counts}
-
-
-def _is_declared(module: nn.Module, override: Overrides | None) -> bool:
-    """Whether overrides change the code of a module, or say that nothing has to be changed."""
-    if override is None:
-        return vars(module).get(_FULL_COUNTS) == {}
-    changes = (override.attributes, override.config_fields, override.limits)
-    return bool(override.extensions or override.new_class or override.gathers) or not any((*changes, override.inputs))
 
 
 def _is_like_attention(layers: Collection[nn.Module], outputs: Iterable[Shard | None]) -> bool:
