@@ -112,9 +112,7 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
     return _convert_layers(module, LayerSpec(ParallelEmbedding, {"dim": -1 if dim == 1 else dim}), as_axis(group))
 
 
-def _convert_layers(
-    module: ModuleT, spec: LayerSpec, axis: Axis, counts: Collection[str] | None = None
-) -> ModuleT:
+def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis, counts: Collection[str] | None = None) -> ModuleT:
     converted = _copy_layer(module) if type(module) is _torch_class(spec.kind) else module
     convert(converted, partial(_prepare, converted, module, spec, axis, counts), axis)
     if _is_column(spec) and not spec.options["gather_output"]:
@@ -154,7 +152,8 @@ def _overrides(
     module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], axis: Axis, counts: Collection[str] | None
 ) -> list[Overrides]:
     """The local counts of the modules that contain layers, whose code is examined."""
-    if axis.size == 1 or not any(isinstance(one, ParallelLinear) and one.dim is not None for one in replacements.values()):
+    layers = (one for one in replacements.values() if isinstance(one, ParallelLinear))
+    if axis.size == 1 or all(one.dim is None for one in layers):
         return []
     outside = owners_outside(module, replacements)
     owners = [*outside, *(one for one in module.modules() if not replacements.keys().isdisjoint(layers_in(one)))]
@@ -168,7 +167,7 @@ def _overrides(
 def _remedy(tp: int, _: Examined, problem: Problem | None) -> str:
     if problem is None:
         return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
-    count = problem.count
+    count = problem.divisor
     change = IN_CODE if count is None else f'pass counts=["{count.attribute}"], which sets it to {count.value // tp}'
     return f"{change}; or, if it is right on each rank, counts=()"
 

@@ -43,7 +43,7 @@ class CompiledPolicies(NamedTuple):
         check_counts(found, self._remedy, PlanError)
 
     def _remedy(self, _: Examined, problem: Problem | None) -> str:
-        count = None if problem is None else problem.count
+        count = None if problem is None else problem.divisor
         return IN_CODE if count is None else f"return its number per rank from replace_arguments of {self.family.name}"
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardconv.convert.forward_reader import Count, ForwardReader, Problem, Shard
+from shardconv.convert.code_values import Count, Shard
+from shardconv.convert.forward_reader import ForwardReader, Problem
 from shardconv.convert.overrides import Overrides
 from shardconv.errors import PlanError, PlanWarning
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
@@ -249,7 +250,7 @@ class UnitCounts:
         if problem is None:
             heads = f'{pattern} = {{ attributes = {{ num_heads = "head" }} }}'
             return f"add the number of heads per rank, as {heads}, or, if no number has to be changed, {none}"
-        count = problem.count
+        count = problem.divisor
         if count is None:
             return f"{IN_CODE}; or, if it is right on each rank, add {none}"
         if id(count.owner) not in self._names and count.owner is not getattr(examined.module, "config", None):
@@ -275,9 +276,9 @@ class UnitCounts:
             full, local = self._counts(one.path)[unit]
             name = _name(one.module, count)
             warnings.warn(
-                f"modules {pattern_for(self._names[id(one.module)])!r}: the forward of {type(one.module).__name__} reads {name} = "
-                f"{full}, which equals the number of {unit} units without sharding ({local} per rank). If it is that "
-                f"number, outputs are wrong: add {line} to [modules] of the plan file; if not, {name} = {full}",
+                f"modules {pattern_for(one.path)!r}: the forward of {type(one.module).__name__} reads {name} = {full}, "
+                f"which equals the number of {unit} units without sharding ({local} per rank). If it is that number, "
+                f"outputs are wrong: add {line} to [modules] of the plan file; if not, {name} = {full}",
                 PlanWarning,
                 stacklevel=2,
             )

@@ -623,7 +623,7 @@ def check_own_model(axis):
     expected.backward()
     found.backward()
     check_gradients(before, after, axis)
-    with pytest.raises(shardconv.PlanError, match=r"blocks\.0 \(Block\): .* features of blocks\.0\.qkv by 3, a number in"):
+    with pytest.raises(shardconv.PlanError, match=r"blocks\.0 \(Block\): .* blocks\.0\.qkv by 3, a number in its code"):
         shardconv.convert_model(copy.deepcopy(before), changed(BlockPolicy, attn_qkv=[both("qkv")]), group=axis)
 
 
