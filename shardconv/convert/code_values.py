@@ -32,7 +32,7 @@ class Count(NamedTuple):
     value: int
 
 
-class Shard(NamedTuple):
+class LocalFeatures(NamedTuple):
     """The local features of a column parallel layer.
 
     Attributes:
@@ -67,7 +67,7 @@ class Value:
     object: Any = UNKNOWN
     counts: tuple[Count, ...] = ()
     is_local: bool = False
-    shard: Shard | None = None
+    shard: LocalFeatures | None = None
     kind: str = ""
     is_split: bool = False
     items: "tuple[Value, ...] | None" = None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardconv.convert.code_reader import CodeReader, Names
-from shardconv.convert.code_values import UNKNOWN, Count, Shard, Value, flat, items_of, joined, subscript
+from shardconv.convert.code_values import UNKNOWN, Count, LocalFeatures, Value, flat, items_of, joined, subscript
 from shardconv.layers import ParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
         number: the number.
     """
 
-    shard: Shard
+    shard: LocalFeatures
     divisor: Count | None
     number: int
 
@@ -58,7 +58,7 @@ class ForwardReader(CodeReader):
 
     def __init__(
         self,
-        outputs: Mapping[nn.Module, Shard | None],
+        outputs: Mapping[nn.Module, LocalFeatures | None],
         modules: Collection[nn.Module],
         changed: Mapping[tuple[int, str], object],
     ) -> None:
@@ -163,13 +163,15 @@ class ForwardReader(CodeReader):
         divide = {"rearrange": self._rearrange, "split": self._split, "chunk": self._chunk, "tensor_split": self._chunk}
         return divide.get(name, partial(self._reshape, name))(base, base.shard, inputs, options)
 
-    def _reshape(self, name: str, base: Value, shard: Shard, inputs: list[Value], options: dict[str, Value]) -> Value:
+    def _reshape(
+        self, name: str, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]
+    ) -> Value:
         is_exact = name == "unflatten"
         sizes = inputs[1:] if is_exact else inputs
         sizes = [*sizes, *(value for option, value in options.items() if option in ("shape", "sizes"))]
         return self._divide(base, shard, flat(sizes), is_exact=is_exact)
 
-    def _divide(self, base: Value, shard: Shard, sizes: Sequence[Value], *, is_exact: bool = False) -> Value:
+    def _divide(self, base: Value, shard: LocalFeatures, sizes: Sequence[Value], *, is_exact: bool = False) -> Value:
         """Read a reshape of local features to sizes, of which the last ones are theirs."""
         split = replace(base, is_split=True)
         if not sizes or (sizes[-1].kind in ("size", "shape") and not sizes[-1].counts):
@@ -193,7 +195,7 @@ class ForwardReader(CodeReader):
             return self._divide_by_count(base, shard, sizes, is_exact=is_exact)
         return split
 
-    def _divide_by_count(self, base: Value, shard: Shard, sizes: Sequence[Value], *, is_exact: bool) -> Value:
+    def _divide_by_count(self, base: Value, shard: LocalFeatures, sizes: Sequence[Value], *, is_exact: bool) -> Value:
         """Read a reshape whose last size follows from the others."""
         count = sizes[-2] if len(sizes) > 1 else Value()
         if count.is_local:
@@ -207,7 +209,7 @@ class ForwardReader(CodeReader):
             self._found(shard, count.counts[:1], count.number)
         return replace(base, is_split=True)
 
-    def _chunk(self, base: Value, shard: Shard, inputs: list[Value], options: dict[str, Value]) -> Value:
+    def _chunk(self, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]) -> Value:
         dim = (inputs[1:2] or [options.get("dim", Value())])[0].number
         count = (inputs or [options.get("chunks", Value())])[0]
         if dim not in (-1, 2) or count.number is None or count.number < 2:
@@ -218,7 +220,7 @@ class ForwardReader(CodeReader):
         self._found(shard, count.counts[:1], count.number)
         return replace(base, is_split=True)
 
-    def _split(self, base: Value, shard: Shard, inputs: list[Value], _: dict[str, Value]) -> Value:
+    def _split(self, base: Value, shard: LocalFeatures, inputs: list[Value], _: dict[str, Value]) -> Value:
         """Evaluate a split into parts of a size, such as that of a head, which is the same on each rank."""
         size = inputs[0].number if inputs else None
         if size is None or not 0 < size < shard.local or shard.local % size:
@@ -226,7 +228,7 @@ class ForwardReader(CodeReader):
         self.is_understood = True
         return replace(base, is_split=True)
 
-    def _rearrange(self, base: Value, shard: Shard, inputs: list[Value], options: dict[str, Value]) -> Value:
+    def _rearrange(self, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]) -> Value:
         """Read a call of einops: a group such as ``(h d)`` names the sizes that features are divided into."""
         pattern = inputs[0].object if inputs else UNKNOWN
         left = pattern.partition("->")[0] if isinstance(pattern, str) else ""
@@ -236,7 +238,7 @@ class ForwardReader(CodeReader):
         sizes = [options.get(axis, Value(-1)) for axis in axes]
         return base if len(sizes) < 2 else self._divide(base, shard, sizes, is_exact=True)
 
-    def _found(self, shard: Shard, counts: Sequence[Count], number: int = 0) -> None:
+    def _found(self, shard: LocalFeatures, counts: Sequence[Count], number: int = 0) -> None:
         count = counts[0] if counts else None
         self.problems.append(Problem(shard, count, count.value if count else number))
 

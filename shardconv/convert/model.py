@@ -79,16 +79,16 @@ def convert_model(
         ``model``.
 
     Raises:
-        PlanError: if no rules are known for the model, the tensor parallel size is unsupported, or a policy does not
-            fit the model.
+        PlanError: if no rules are known for the model, the tensor parallel size is unsupported, a policy does not fit
+            the model, or the forward of a module of the caller divides local features by a number of the unsharded
+            model, which no module override changes.
         UsageError: if the family is unknown, or ``experts`` is "expert" and the model does not have experts.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` is none of those.
 
     Warns:
-        PlanWarning: if the forward of a module of the caller reads a number of units that no module override changes;
-            on the first rank.
+        PlanWarning: if such a forward only reads a number of units that no module override changes; on the first rank.
 
     Example:
         >>> from shardconv import Layer, Policy

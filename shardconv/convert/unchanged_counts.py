@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shardconv.convert.code_values import Count, Shard
+from shardconv.convert.code_values import Count, LocalFeatures
 from shardconv.convert.forward_reader import ForwardReader, Problem
 from shardconv.convert.overrides import Overrides
 from shardconv.errors import PlanError, PlanWarning
@@ -105,7 +105,7 @@ def _is_examined(module: nn.Module, parallel: Mapping[nn.Module, nn.Module]) -> 
     )
 
 
-def _output(layer: nn.Module, parallel: nn.Module) -> Shard | None:
+def _output(layer: nn.Module, parallel: nn.Module) -> LocalFeatures | None:
     """The local features in the output of a layer; None if it has all features."""
     is_column = isinstance(parallel, ColumnParallelLinear) or getattr(parallel, "dim", None) == -1
     if not is_column or getattr(parallel, "gather_output", True):
@@ -115,7 +115,7 @@ def _output(layer: nn.Module, parallel: nn.Module) -> Shard | None:
     local = placement.local_size(rank)
     is_fused = len(list(intervals(placement.ranks[rank]))) > 1
     name = parallel.name_in_model or str(layer)
-    return Shard(name, placement.size, local, is_fused) if local != placement.size else None
+    return LocalFeatures(name, placement.size, local, is_fused) if local != placement.size else None
 
 
 def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], object]]:
@@ -131,7 +131,7 @@ def _recorded(module: nn.Module) -> dict[tuple[int, str], object]:
     return {(id(module), name): getattr(module, name) for name in counts}
 
 
-def _is_like_attention(layers: Collection[nn.Module], outputs: Iterable[Shard | None]) -> bool:
+def _is_like_attention(layers: Collection[nn.Module], outputs: Iterable[LocalFeatures | None]) -> bool:
     """Whether layers are q, k, v, in three layers or one, and an output projection."""
     shards = [one for one in outputs if one is not None]
     is_row = any(isinstance(one, RowParallelLinear) for one in layers)
