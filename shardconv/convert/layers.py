@@ -164,10 +164,12 @@ def _overrides(
     return overrides
 
 
-def _remedy(tp: int, _: Examined, problem: Problem | None) -> str:
+def _remedy(tp: int, examined: Examined, problem: Problem | None) -> str:
     if problem is None:
         return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
     count = problem.divisor
+    if count is not None and count.owner is not examined.module:
+        return f"set it to {count.value // tp} where only this module reads it, and pass counts=()"
     change = IN_CODE if count is None else f'pass counts=["{count.attribute}"], which sets it to {count.value // tp}'
     return f"{change}; or, if it is right on each rank, counts=()"
 

@@ -217,7 +217,8 @@ def count_overrides(owners: Iterable[nn.Module], names: Collection[str], tp: int
         if not any(type(getattr(owner, name, None)) is int for owner in owners):
             kinds = sorted({type(owner).__name__ for owner in owners})
             raise ValueError(f"counts: {name!r} is not a number of {', '.join(kinds) or 'a module'} with these layers")
-    return [Overrides(owner, attributes=_local_counts(owner, names, tp)) for owner in owners]
+    named = [one for one in owners if not names or any(type(getattr(one, name, None)) is int for name in names)]
+    return [Overrides(owner, attributes=_local_counts(owner, names, tp)) for owner in named]
 
 
 def _local_counts(owner: nn.Module, names: Collection[str], tp: int) -> dict[str, object]:

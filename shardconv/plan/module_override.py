@@ -115,7 +115,7 @@ class ModuleRule:
         return {*self.units()}.union(*map(fields_in, self.expressions()))
 
     def is_empty(self) -> bool:
-        """Whether there are no overrides: the code of the modules is right on each rank."""
+        """Whether nothing is overridden, as the code of the modules is right on each rank."""
         return self.joined([self]) == type(self)("")
 
     @classmethod

@@ -239,6 +239,20 @@ def check_lone_layer(axis):
     assert (type(layer), type(module.q), module.num_heads) == (ColumnParallelLinear, nn.Linear, HEADS // 2)
 
 
+def check_other_owner(axis):
+    """Check that a count of one module says nothing about another, and the remedy for a count of another object."""
+    both = nn.ModuleList([Counts(), WithCore()])
+    del both[1].num_heads
+    with pytest.raises(
+        ValueError, match=r"^1 \(WithCore\): .* by core.count = 8, .*: set it to 4 where only this module"
+    ):
+        convert_parallel_linear(both, -1, counts=["num_heads"], group=axis)
+
+
+def test_counts_are_those_of_the_modules_that_have_them(ranks):
+    ranks("pair", check_other_owner)
+
+
 def test_module_that_contains_a_lone_layer_is_examined(ranks):
     ranks("pair", check_lone_layer)
 
