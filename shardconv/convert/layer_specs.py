@@ -150,12 +150,26 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
         return ParallelExpertLinear if set(sharded) == {"weight"} else ParallelExperts
     if "weight" in sharded and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with sharded parameters of {max(dims)} dims is not supported")
+    _check_norm_dims(name, module)
     may_be_norm = "Norm" in kind and not any(module.children())
     if dims != {1} or has_rows or ("weight" not in sharded and not may_be_norm):
         if is_of_torch(module):
             raise _unsupported(name, module, sharded, "replicate them, or use the style gathered")
         return Sharded
-    is_layer_norm = isinstance(module, nn.LayerNorm)
+    return _norm_kind(name, module, sharded)
+
+
+def _check_norm_dims(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and len(module.normalized_shape) > 1:
+        raise ValueError(
+            f"{name}: a {type(module).__name__} over {len(module.normalized_shape)} dims cannot be sharded (expected "
+            f"one dim): flatten these dims before it, or replicate its weight and the features"
+        )
+
+
+def _norm_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -> type[Sharded]:
+    """The class of a norm over sharded features."""
+    kind, is_layer_norm = type(module).__name__, isinstance(module, nn.LayerNorm)
     if not is_layer_norm and (not kind.endswith("RMSNorm") or "weight" not in sharded):
         raise ValueError(f"{name}: a {kind} over sharded features is not supported")
     return GlobalLayerNorm if is_layer_norm else GlobalRMSNorm

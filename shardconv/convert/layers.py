@@ -3,7 +3,7 @@
 Owns which layers that are, the layers that are converted with them because they are tied, and what is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -11,7 +11,18 @@ from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
+from shardconv.convert.forward_reader import Problem
+from shardconv.convert.overrides import Overrides
 from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
+from shardconv.convert.unchanged_counts import (
+    IN_CODE,
+    Examined,
+    check_counts,
+    count_overrides,
+    examine_forwards,
+    layers_in,
+    owners_outside,
+)
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers import (
     ColumnParallelLinear,
@@ -37,6 +48,7 @@ def convert_parallel_linear(
     *,
     gather_output: bool = False,
     layer_class: type[ParallelLinear] = ParallelLinear,
+    counts: Collection[str] | None = None,
     group: GroupLike = None,
 ) -> ModuleT:
     """Convert every nn.Linear in a module, or the module itself if it is one, to a parallel layer, in place.
@@ -52,6 +64,9 @@ def convert_parallel_linear(
             padding become :class:`~shardconv.layers.VocabParallelClassifier`.
         layer_class: the class of the converted layers: :class:`~shardconv.layers.ParallelLinear` for the class that
             ``dim`` selects, or a class derived from it.
+        counts: the names of attributes of the modules that contain the layers, such as "num_heads", which count units
+            of the features that are sharded. Each is divided by the tensor parallel size, once. ``()`` if none has to
+            be changed; without it, the code of these modules is examined.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -60,15 +75,16 @@ def convert_parallel_linear(
     Raises:
         ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
             is tied to a layer that is not in ``module`` or cannot be sharded with it; if an nn.Sequential would pass a
-            shard to a layer that needs all features; or if the ranks hold different values. The model is then
-            unchanged.
+            shard to a layer that needs all features; if the forward of a module that contains the layers divides their
+            local features by a number that ``counts`` does not name; or if the ranks hold different values. The model
+            is then unchanged.
 
     Example:
         >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
         ColumnParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
     """
     spec = LayerSpec(layer_class.class_for(dim), {"gather_output": gather_output})
-    return _convert_layers(module, spec, as_axis(group))
+    return _convert_layers(module, spec, as_axis(group), counts)
 
 
 def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
@@ -96,8 +112,8 @@ def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group
     return _convert_layers(module, LayerSpec(ParallelEmbedding, {"dim": -1 if dim == 1 else dim}), as_axis(group))
 
 
-def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
-    convert(module, partial(_prepare, module, spec, axis), axis)
+def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis, counts: Collection[str] | None = None) -> ModuleT:
+    convert(module, partial(_prepare, module, spec, axis, counts), axis)
     for layer in module.modules():
         if isinstance(layer, ParallelLinear):
             layer.prevent_fusion()  # modules outside of this one may hold it
@@ -106,7 +122,7 @@ def _convert_layers(module: ModuleT, spec: LayerSpec, axis: Axis) -> ModuleT:
     return module
 
 
-def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
+def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis, counts: Collection[str] | None) -> Preparation:
     specs = _specs(module, spec, axis.size)
     conversions = []
     for name, (layer, own) in specs.items():
@@ -116,9 +132,36 @@ def _prepare(module: nn.Module, spec: LayerSpec, axis: Axis) -> Preparation:
         except ValueError as error:
             raise ValueError(f"{layer_label(module, name, layer)}: {error}") from error
     _check_owners(module, conversions)
-    prepared = Preparation(conversions)
+    replacements = {one.module: one.replacement for one in conversions}
+    prepared = Preparation(conversions, _overrides(module, replacements, axis, counts))
     check_chains(module, prepared.replacements(), axis.size, is_planned=False)
     return prepared
+
+
+def _overrides(
+    module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], axis: Axis, counts: Collection[str] | None
+) -> list[Overrides]:
+    """The local counts of the modules that contain layers, whose code is examined."""
+    layers = (one for one in replacements.values() if isinstance(one, ParallelLinear))
+    if axis.size == 1 or all(one.dim is None for one in layers):
+        return []
+    outside = owners_outside(module, replacements)
+    owners = [*outside, *(one for one in module.modules() if not replacements.keys().isdisjoint(layers_in(one)))]
+    overrides = [] if counts is None else count_overrides(owners, counts, axis.size)
+    if counts is None or counts:
+        examined = examine_forwards(module, replacements, overrides, outside)
+        check_counts(examined, partial(_remedy, axis.size), ValueError)
+    return overrides
+
+
+def _remedy(tp: int, examined: Examined, problem: Problem | None) -> str:
+    if problem is None:
+        return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
+    count = problem.divisor
+    if count is not None and count.owner is not examined.module:
+        return f"set it to {count.value // tp} where only this module reads it, and pass counts=()"
+    change = IN_CODE if count is None else f'pass counts=["{count.attribute}"], which sets it to {count.value // tp}'
+    return f"{change}; or, if it is right on each rank, counts=()"
 
 
 def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Module, LayerSpec]]:

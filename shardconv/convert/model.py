@@ -21,7 +21,7 @@ from shardconv.convert.gradient_check import check_first_gradients
 from shardconv.convert.layer_specs import plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
-from shardconv.convert.unchanged_counts import warn_of_unchanged_counts
+from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import ConfigError, PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -79,16 +79,16 @@ def convert_model(
         ``model``.
 
     Raises:
-        PlanError: if no rules are known for the model, the tensor parallel size is unsupported, or a policy does not
-            fit the model.
+        PlanError: if no rules are known for the model, the tensor parallel size is unsupported, a policy does not fit
+            the model, or the forward of a module of the caller divides local features by a number of the unsharded
+            model, which no module override changes.
         UsageError: if the family is unknown, or ``experts`` is "expert" and the model does not have experts.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` is none of those.
 
     Warns:
-        PlanWarning: if the forward of a module of the caller reads a number of units that no module override changes;
-            on the first rank.
+        PlanWarning: if such a forward only reads a number of units that no module override changes; on the first rank.
 
     Example:
         >>> from shardconv import Layer, Policy
@@ -218,9 +218,14 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
-    is_own = policies is None and not type(model).__module__.startswith("transformers.")
-    if is_own and axis.rank == 0:
-        warn_of_unchanged_counts(model, resolver.rules.models[0], plan)
+    if policies is not None:
+        policies.check_counts(examine_forwards(model, replacements, overrides))
+    elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
+        counts = UnitCounts(model, resolver.rules.models[0], plan)
+        examined = list(examine_forwards(model, replacements, overrides))
+        check_counts(examined, counts.remedy, PlanError)
+        if axis.rank == 0:
+            counts.warn(examined, overrides)
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 

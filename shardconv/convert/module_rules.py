@@ -65,7 +65,8 @@ def module_overrides(
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             replacement = replacements.get(module, module)
-            yield _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
+            overrides = _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
+            yield replace(overrides, is_checked=any(rule.is_empty() for rule in found))
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -84,8 +85,8 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
 
 def _has_attribute(module: nn.Module, name: str) -> bool:
     """Whether a module has an attribute; after ``config.``, whether its config has."""
-    *path, last = name.split(".", 1)
-    return hasattr(getattr(module, path[0], None), last) if path else hasattr(module, last)
+    field = name.removeprefix("config.")
+    return hasattr(module, name) if field == name else hasattr(getattr(module, "config", None), field)
 
 
 def _check_gathers(rule: ModuleRule, model_rules: ModelRules, names: list[str]) -> None:

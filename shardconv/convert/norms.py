@@ -19,14 +19,23 @@ class GlobalRMSNorm(Sharded):
     sqrt((l + eps) / (m + eps)).
     """
 
-    eps: float
+    eps: float | None  # of torch.nn.RMSNorm; None for that of the dtype
     variance_epsilon: float  # the name of eps in most models
+    normalized_shape: tuple[int, ...]  # of torch.nn.RMSNorm
+
+    def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
+        """See :class:`Sharded`; sets the local number of features of torch's class."""
+        super().set_up(axis, **options)
+        if hasattr(self, "normalized_shape"):
+            self.normalized_shape = self.placements["weight"].shard_shape(self.normalized_shape, axis.rank)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalize [..., features / tp]."""
         placement = self.placements["weight"]
-        eps: float = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        squares = hidden_states.float().pow(2).sum(-1, keepdim=True)
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+        eps = torch.finfo(dtype).eps if eps is None else eps  # as torch, which computes in this dtype
+        squares = hidden_states.to(dtype).pow(2).sum(-1, keepdim=True)
         held = sum(
             entry.size for entries in placement.ranks for entry in intervals(entries)
         )  # with replicas, without padding

@@ -39,6 +39,7 @@ class Overrides:
         inputs: arguments of its forward, each with the function that slices it for this rank.
         extensions: the classes that extend its own, each on top of those before.
         gathers: patterns of the parameters, of any module, that are gathered on use.
+        is_checked: whether the rules say that the code of the module is right on each rank.
     """
 
     module: nn.Module
@@ -49,6 +50,15 @@ class Overrides:
     inputs: Mapping[str, InputSlice] = field(default_factory=dict)
     extensions: Sequence[Extension] = ()
     gathers: Sequence[re.Pattern[str]] = ()
+    is_checked: bool = False
+
+    def changes_numbers(self) -> bool:
+        """Whether numbers or inputs of the module are those of this rank."""
+        return any((self.attributes, self.config_fields, self.limits, self.inputs))
+
+    def changes_code(self) -> bool:
+        """Whether the module computes by other code than that of its class."""
+        return any((self.new_class is not None, self.extensions, self.gathers))
 
 
 def split_config_fields(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

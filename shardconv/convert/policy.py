@@ -3,14 +3,16 @@
 Owns the checks that policies fit the model. Does not change the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import nn
 
 from shardconv.convert.classes import combined_class
+from shardconv.convert.forward_reader import Problem
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.policy_paths import MatchedModule, ParameterTarget
+from shardconv.convert.unchanged_counts import IN_CODE, Examined, check_counts
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
@@ -30,6 +32,19 @@ class CompiledPolicies(NamedTuple):
     family: Family
     layer_classes: dict[nn.Module, type[ParallelLinear]]
     overrides: list[Overrides]
+
+    def check_counts(self, examined: Iterable[Examined]) -> None:
+        """Refuse modules whose forward divides local features by a number that no policy replaces.
+
+        Raises:
+            PlanError: if one does.
+        """
+        found = (one._replace(is_unknown=False) for one in examined)
+        check_counts(found, self._remedy, PlanError)
+
+    def _remedy(self, _: Examined, problem: Problem | None) -> str:
+        count = None if problem is None else problem.divisor
+        return IN_CODE if count is None else f"return its number per rank from replace_arguments of {self.family.name}"
 
 
 def as_policies(policy: object) -> tuple[type[Policy], ...]:

@@ -1,61 +1,312 @@
-"""Warning about modules of the user whose code reads the number of units of the full model.
+"""Checks that the code of modules does not read the number of units of the full model.
 
-Owns how such reads are found. An attention that reshapes its local features to the heads of the full model computes
-wrong numbers, and no shape shows it. Models of transformers are not examined: proofs compare their outputs.
+Owns which modules are examined, and the texts of errors and warnings. An attention that reshapes its local features to
+the heads of the full model computes wrong numbers, and no shape shows it.
 """
 
-import inspect
+import gc
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import CodeType
+from typing import NamedTuple
 
 from torch import nn
 
+from shardconv.convert.code_values import Count, LocalFeatures
+from shardconv.convert.forward_reader import ForwardReader, Problem
+from shardconv.convert.overrides import Overrides
 from shardconv.errors import PlanError, PlanWarning
+from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
+from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.placement import intervals
 from shardconv.plan.plan import Plan
 from shardconv.plan.units import IndivisibleError
 
+#: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.
+_FULL_COUNTS = "_shardconv_full_counts"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-def warn_of_unchanged_counts(model: nn.Module, model_rules: ModelRules, plan: Plan) -> None:
-    """Warn of modules that read a number of units which differs per rank, where no module override changes it.
+#: Returns how to change a number, or how to say that no number has to be changed; for a problem, or for none.
+Remedy = Callable[["Examined", Problem | None], str]
 
-    Warns:
-        PlanWarning: with the module override to add, once for all layers with the same pattern.
+
+class Examined(NamedTuple):
+    """A module whose forward was read.
+
+    Attributes:
+        path: its name in the model.
+        module: the module.
+        problems: divisions of local features by numbers of the unsharded model.
+        is_unknown: whether it has the layers of an attention, and its code does not show how features are divided.
+        reads: the attributes with numbers that it reads.
     """
-    found: dict[tuple[str, str], tuple[str, str, tuple[int, int]]] = {}
-    units_of, overrides = _units_by_module(plan, model_rules), list(model_rules.modules())
-    for path, module in model.named_modules():
-        if path not in units_of or type(module).__module__.startswith("torch."):  # converted with its numbers
-            continue
-        matching = [rule for regex, rule in overrides if regex.fullmatch(path)]
-        changed = {attribute for rule in matching for attribute in (*rule.attributes, *rule.at_most)}
-        counts = _sharded_counts(units_of[path], model_rules.at_stage(path), plan.tp)
-        found.update({
-            (pattern_for(path), attribute): (type(module).__name__, unit, counts[unit])
-            for attribute, unit in _read_counts(module, counts)
-            if attribute not in changed
-        })  # fmt: skip
-    for (pattern, attribute), (kind, unit, (full, local)) in found.items():
-        warnings.warn(
-            f"modules {pattern!r}: the forward of {kind} reads {attribute} = {full}, which equals the number of {unit} "
-            f"units without sharding ({local} per rank). If it is that number, outputs are wrong: add "
-            f'"{pattern}" = {{ attributes = {{ {attribute} = "{unit}" }} }} to [modules] of the plan file; if not, '
-            f"{attribute} = {full}",
-            PlanWarning,
-            stacklevel=2,
-        )
+
+    path: str
+    module: nn.Module
+    problems: Sequence[Problem]
+    is_unknown: bool
+    reads: Sequence[Count]
+
+
+def examine_forwards(
+    model: nn.Module,
+    replacements: Mapping[nn.Module, ParallelModule],
+    overrides: Iterable[Overrides],
+    owners: Iterable[nn.Module] = (),
+) -> Iterator[Examined]:
+    """Read the forwards of the modules that contain layers with shards, or are such layers.
+
+    A module whose code is changed, or is right on each rank by its overrides, is not read.
+
+    Args:
+        model: the model.
+        replacements: the parallel modules that modules become.
+        overrides: the module overrides.
+        owners: modules outside of the model that contain layers with shards.
+    """
+    overrides = list(overrides)
+    changed = dict(_changed(overrides))
+    checked = {one.module for one in overrides if one.is_checked or one.changes_code()}
+    overridden = {one.module for one in overrides if one.changes_numbers()}
+    named = [*model.named_modules(), *(("", owner) for owner in owners)]
+    parallel = {one: replacements.get(one, one) for _, module in named for one in layers_in(module)}
+    outputs = {
+        layer: _output(layer, one)
+        for layer, one in parallel.items()
+        if isinstance(one, ParallelLinear | ParallelEmbedding)
+    }
+    modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
+    for path, module in modules:
+        reader = ForwardReader(outputs, [one for _, one in modules], changed | _recorded(module))
+        if module not in checked and vars(module).get(_FULL_COUNTS) != {}:
+            reader.read(module)
+            is_known = reader.is_understood or module in overridden or _FULL_COUNTS in vars(module)
+            layers = [parallel[one] for one in layers_in(module) if one in parallel]
+            is_unknown = not is_known and _is_like_attention(layers, [outputs.get(one) for one in layers_in(module)])
+            yield Examined(path, module, reader.problems, is_unknown, reader.reads)
+
+
+def layers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in a module, also those in its containers."""
+    for child in module.children():
+        yield child
+        if isinstance(child, _CONTAINERS):
+            yield from layers_in(child)
+
+
+def _is_examined(module: nn.Module, parallel: Mapping[nn.Module, nn.Module]) -> bool:
+    if type(module).__module__.startswith("torch."):  # converted with its numbers
+        return False
+    layers = (module, *layers_in(module))
+    return any(isinstance(parallel.get(one), ParallelModule) for one in layers) and not isinstance(
+        module, ParallelLinear | ParallelEmbedding
+    )
+
+
+def _output(layer: nn.Module, parallel: nn.Module) -> LocalFeatures | None:
+    """The local features in the output of a layer; None if it has all features."""
+    is_column = isinstance(parallel, ColumnParallelLinear) or getattr(parallel, "dim", None) == -1
+    if not is_column or getattr(parallel, "gather_output", True):
+        return None
+    assert isinstance(parallel, ParallelModule)
+    placement, rank = parallel.placements["weight"], parallel.axis.rank
+    local = placement.local_size(rank)
+    is_fused = len(list(intervals(placement.ranks[rank]))) > 1
+    name = parallel.name_in_model or str(layer)
+    return LocalFeatures(name, placement.size, local, is_fused) if local != placement.size else None
+
+
+def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], object]]:
+    for one in overrides:
+        yield from (((id(one.module), name), value) for name, value in one.attributes.items())
+        yield from (((id(one.module), name), None) for name in one.limits)
+        config = getattr(one.module, "config", None)
+        yield from (((id(config), name), value) for name, value in one.config_fields.items())
+
+
+def _recorded(module: nn.Module) -> dict[tuple[int, str], object]:
+    counts: Mapping[str, int] = vars(module).get(_FULL_COUNTS, {})
+    return {(id(module), name): getattr(module, name) for name in counts}
+
+
+def _is_like_attention(layers: Collection[nn.Module], outputs: Iterable[LocalFeatures | None]) -> bool:
+    """Whether layers are q, k, v, in three layers or one, and an output projection."""
+    shards = [one for one in outputs if one is not None]
+    is_row = any(isinstance(one, RowParallelLinear) for one in layers)
+    return is_row and (len(shards) > 2 or any(one.is_fused for one in shards))
+
+
+def check_counts(examined: Iterable[Examined], remedy: Remedy, error: type[Exception]) -> None:
+    """Refuse modules whose forward divides local features by a number of the unsharded model.
+
+    Args:
+        examined: the modules.
+        remedy: returns the end of the message.
+        error: the class of the error.
+    """
+    for one in examined:
+        kind = type(one.module).__name__
+        label = f"{one.path} ({kind})" if one.path else kind
+        for problem in one.problems:
+            raise error(f"{label}: {_described(one.module, problem)}: {remedy(one, problem)}")
+        if one.is_unknown:
+            raise error(
+                f"{label}: has the sharded layers of an attention, and its code does not show how it divides their "
+                f"local features into heads: {remedy(one, None)}"
+            )
+
+
+def _described(module: nn.Module, problem: Problem) -> str:
+    shard, count, number = problem
+    divisor = f"{number}, a number in its code" if count is None else f"{_name(module, count)} = {number}"
+    return (
+        f"its forward divides the features of {shard.layer} by {divisor}, which is right for all {shard.full} features "
+        f"and not for the {shard.local} of one rank"
+    )
+
+
+#: The remedy for a number in code.
+IN_CODE = (
+    "shard the segments of a fused layer by a plan file, with style packed_colwise; read a number of heads from an "
+    "attribute of the module"
+)
+
+
+def _name(module: nn.Module, count: Count) -> str:
+    """The name of an attribute, as it is seen from a module."""
+    if count.owner is module:
+        return count.attribute
+    owned = (name for name, value in (*vars(module).items(), *module.named_modules()) if value is count.owner and name)
+    return f"{next(owned, type(count.owner).__name__)}.{count.attribute}"
+
+
+def owners_outside(module: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
+    """Find the modules outside of ``module`` that contain one of the layers, also in a container.
+
+    Searches all objects if ``module`` does not contain other modules than containers and layers.
+    """
+    inside = {id(one) for one in module.modules()}
+    known, pending, found = set(layers), list(layers), dict[int, nn.Module]()
+    if any(one not in known and not isinstance(one, _CONTAINERS) for one in module.modules()):
+        return []
+    while pending:
+        holders = {id(one) for one in gc.get_referrers(*pending) if isinstance(one, dict)}
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+        owners = [one for one in modules if id(vars(one).get("_modules")) in holders]
+        new = [one for one in owners if id(one) not in inside and id(one) not in found]
+        found |= {id(one): one for one in new}
+        pending = [one for one in new if isinstance(one, _CONTAINERS)]
+    return [one for one in found.values() if not isinstance(one, _CONTAINERS)]
+
+
+def count_overrides(owners: Iterable[nn.Module], names: Collection[str], tp: int) -> list[Overrides]:
+    """Make the overrides that divide counts of modules by the tensor parallel size, once.
+
+    Args:
+        owners: the modules that contain the layers.
+        names: the names of attributes; with none, the counts of the modules are not examined.
+        tp: the tensor parallel size.
+
+    Raises:
+        ValueError: if no module has one of the attributes, or it does not divide.
+    """
+    owners = list(owners)
+    for name in names:
+        if not any(type(getattr(owner, name, None)) is int for owner in owners):
+            kinds = sorted({type(owner).__name__ for owner in owners})
+            raise ValueError(f"counts: {name!r} is not a number of {', '.join(kinds) or 'a module'} with these layers")
+    named = [one for one in owners if not names or any(type(getattr(one, name, None)) is int for name in names)]
+    return [Overrides(owner, attributes=_local_counts(owner, names, tp)) for owner in named]
+
+
+def _local_counts(owner: nn.Module, names: Collection[str], tp: int) -> dict[str, object]:
+    full: dict[str, int] = dict(vars(owner).get(_FULL_COUNTS, {}))
+    new = {name: getattr(owner, name) for name in names if name not in full and type(getattr(owner, name, 0.0)) is int}
+    for name, value in new.items():
+        if value % tp:
+            raise ValueError(f"counts: {name} = {value} of {type(owner).__name__} is not a multiple of {tp} ranks")
+    return {_FULL_COUNTS: full | new, **{name: value // tp for name, value in new.items()}}
+
+
+class UnitCounts:
+    """The numbers of units of a model by a plan, and the advice to override attributes with them.
+
+    Args:
+        model: the model.
+        model_rules: its rules.
+        plan: its plan.
+    """
+
+    def __init__(self, model: nn.Module, model_rules: ModelRules, plan: Plan) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._rules, self._tp = model_rules, plan.tp
+        self._units = _units_by_module(plan, model_rules)
+
+    def remedy(self, examined: Examined, problem: Problem | None) -> str:
+        """The line of a plan file that changes a number, or that says that no number has to be changed."""
+        pattern = self._pattern(examined.module)
+        none = f"{pattern} = {{}} to [modules] of the plan file"
+        if problem is None:
+            heads = f'{pattern} = {{ attributes = {{ num_heads = "head" }} }}'
+            return f"add the number of heads per rank, as {heads}, or, if no number has to be changed, {none}"
+        count = problem.divisor
+        if count is None:
+            return f"{IN_CODE}; or, if it is right on each rank, add {none}"
+        if id(count.owner) not in self._names and count.owner is not getattr(examined.module, "config", None):
+            return f"set it to its number per rank in your code, and add {none}"
+        unit = self._unit(examined.path, count)
+        new = self._line(examined.module, count, str(count.value // self._tp) if unit is None else f'"{unit}"')
+        return f"add {new} to [modules] of the plan file; or, if it is right on each rank, add it as {count.value}"
+
+    def warn(self, examined: Iterable[Examined], overrides: Iterable[Overrides]) -> None:
+        """Warn of modules that read a number which equals that of units, once for all layers with the same pattern.
+
+        Warns:
+            PlanWarning: with the module override to add.
+        """
+        changed = {key for key, _ in _changed(overrides)}
+        found = {}
+        for one in examined:
+            for count in one.reads:
+                unit = self._unit(one.path, count)
+                if unit is not None and (id(count.owner), count.attribute) not in changed:
+                    found[self._line(one.module, count, f'"{unit}"')] = one, count, unit
+        for line, (one, count, unit) in found.items():
+            full, local = self._counts(one.path)[unit]
+            name = _name(one.module, count)
+            warnings.warn(
+                f"modules {pattern_for(one.path)!r}: the forward of {type(one.module).__name__} reads {name} = {full}, "
+                f"which equals the number of {unit} units without sharding ({local} per rank). If it is that number, "
+                f"outputs are wrong: add {line} to [modules] of the plan file; if not, {name} = {full}",
+                PlanWarning,
+                stacklevel=2,
+            )
+
+    def _pattern(self, module: object) -> str:
+        return f'"{pattern_for(self._names[id(module)])}"'
+
+    def _line(self, module: nn.Module, count: Count, value: str) -> str:
+        is_own = id(count.owner) in self._names
+        name = count.attribute if is_own else f'"config.{count.attribute}"'
+        return f"{self._pattern(count.owner if is_own else module)} = {{ attributes = {{ {name} = {value} }} }}"
+
+    def _unit(self, path: str, count: Count) -> str | None:
+        """The unit of which a module without sharding has as many as the count."""
+        return next((unit for unit, (full, _) in self._counts(path).items() if full == count.value), None)
+
+    def _counts(self, path: str) -> dict[str, tuple[int, int]]:
+        return _sharded_counts(self._units.get(path, ()), self._rules.at_stage(path), self._tp)
 
 
 def _units_by_module(plan: Plan, model_rules: ModelRules) -> dict[str, set[str]]:
-    """For each layer, and the module that contains it, the units that shard it; without those counted per group."""
+    """For each layer, and the modules that contain it, the units that shard it; without those counted per group."""
     per_group = {unit for rule in model_rules.used_rules() if rule.groups != 1 for unit in rule.units}
     found: dict[str, set[str]] = {}
     for name, planned in plan.tensors.items():
         layer = name.rpartition(".")[0]
-        for path in (layer, layer.rpartition(".")[0]):
+        for path in (layer, layer.rpartition(".")[0], layer.rpartition(".")[0].rpartition(".")[0]):
             found.setdefault(path, set()).update(set(planned.units) - per_group)
     return found
 
@@ -69,32 +320,3 @@ def _sharded_counts(units: Iterable[str], model_rules: ModelRules, tp: int) -> d
                 placement = model_rules.units(unit, tp)
                 counts[unit] = placement.size, placement.local_size(0)
     return {unit: (full, local) for unit, (full, local) in counts.items() if local != full}
-
-
-def _read_counts(module: nn.Module, counts: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """The attributes of a module with the number of a unit that its forward reads, each with the name of the unit."""
-    numbers = {name: value for name, value in vars(module).items() if type(value) is int}
-    read = _names_read(type(module)) if numbers and counts else set()
-    for attribute, value in numbers.items():
-        unit = next((unit for unit, (full, _) in counts.items() if full == value), None)
-        if unit is not None and attribute in read:
-            yield attribute, unit
-
-
-def _names_read(kind: type[nn.Module]) -> set[str]:
-    """The names of attributes that the forward of a class reads, also in methods that it calls."""
-    read, pending = set[str](), {"forward"}
-    while pending:
-        function = inspect.unwrap(getattr(kind, pending.pop()))
-        new = set(_names_in(getattr(function, "__code__", None))) - read
-        read |= new
-        pending |= {name for name in new if inspect.isfunction(getattr(kind, name, None))}
-    return read
-
-
-def _names_in(code: object) -> Iterator[str]:
-    """The names of attributes and globals in code, and in the functions inside it."""
-    if isinstance(code, CodeType):
-        yield from code.co_names
-        for constant in code.co_consts:
-            yield from _names_in(constant)

@@ -7,6 +7,7 @@ In Y = XA with A of shape [in_features, out_features], ``dim`` is the dim of A t
 A column parallel layer followed by a row parallel layer costs one all-reduce in forward and one in backward.
 """
 
+from collections.abc import Collection
 from functools import partial, update_wrapper
 from typing import Any, ClassVar, Self, TypedDict, TypeVar, Unpack
 
@@ -280,7 +281,13 @@ class ParallelLinear(ParallelModule, nn.Linear):
 
     @classmethod
     def convert_parallel_linear(
-        cls, module: ModuleT, dim: int | None = None, *, gather_output: bool = False, group: GroupLike = None
+        cls,
+        module: ModuleT,
+        dim: int | None = None,
+        *,
+        gather_output: bool = False,
+        counts: Collection[str] | None = None,
+        group: GroupLike = None,
     ) -> ModuleT:
         """Call :func:`shardconv.convert_parallel_linear`; on a class for one ``dim``, that is the default.
 
@@ -289,7 +296,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         """
         convert = public_function("convert_parallel_linear")
         dim = cls.dim if dim is None else dim
-        return convert(module, dim, layer_class=cls, gather_output=gather_output, group=group)
+        return convert(module, dim, layer_class=cls, gather_output=gather_output, counts=counts, group=group)
 
     def extra_repr(self) -> str:
         """The text of nn.Linear, with dim and tp."""

@@ -114,6 +114,10 @@ class ModuleRule:
         """All names that the overrides depend on: units and config fields."""
         return {*self.units()}.union(*map(fields_in, self.expressions()))
 
+    def is_empty(self) -> bool:
+        """Whether nothing is overridden, as the code of the modules is right on each rank."""
+        return self.joined([self]) == type(self)("")
+
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """The overrides of several rules together; of one that several have, the last."""

@@ -142,9 +142,8 @@ def check_mixed_heads(axis):
     x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
     expected = unsharded(x)
     (expected * fixed(2, HEADS)).sum().backward()
-    module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
+    module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, counts=["heads"], group=axis)
     full = {"heads": HEADS}
-    module.heads = HEADS // 2
     halves = shard_dim(1, [Unit(HEADS)], 2)
     kind = with_unsharded_methods(("other",), tuple(full))
     extend_class(module, kind, axis, unsharded={"other": halves}, full_attributes=full)

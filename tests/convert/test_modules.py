@@ -3,10 +3,13 @@
 Values are small integers, so sums are exact in any order.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import shardconv
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, ParallelDepthwise, Sharded
 from shardconv.convert.norms import GroupedRMSNorm
@@ -184,3 +187,75 @@ def test_groups_of_norms(group_size, held, full):
 def test_uneven_groups_of_norms():
     with pytest.raises(ValueError, match="norm: 6 features per rank are neither groups of 4 nor an equal part of one"):
         converted("norm", Norm(12, 4), GroupedRMSNorm, 0, {"weight": 12})
+
+
+class Normed(nn.Module):
+    """A norm over the features between two layers."""
+
+    def __init__(self, norm, dtype):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), norm, nn.Linear(16, 8)
+        with torch.no_grad():
+            self.up.weight.mul_(1e-3)  # so that eps matters
+            self.up.bias.zero_()
+            for parameter in norm.parameters():
+                parameter.normal_()
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+NORMED = """
+[units]
+feature = { count = 16 }
+[rules]
+"{up,norm}" = { style = "colwise", unit = "feature" }
+"down" = { style = "rowwise", unit = "feature" }
+"""
+NORMS = {
+    "RMSNorm": lambda: nn.RMSNorm(16),
+    "RMSNorm with eps": lambda: nn.RMSNorm(16, eps=1e-3),
+    "LayerNorm": lambda: nn.LayerNorm(16),
+    "LayerNorm without a bias": lambda: nn.LayerNorm(16, bias=False),
+}
+
+
+def check_norm_of_torch(axis, path, name, dtype):
+    torch.manual_seed(0)
+    before, x = Normed(NORMS[name](), dtype), torch.randn(3, 8, dtype=dtype)
+    after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    found, expected = after(x), before(x)
+    near = {"atol": 1e-12, "rtol": 1e-10} if dtype is torch.float64 else {"atol": 3e-2, "rtol": 3e-2}
+    torch.testing.assert_close(found, expected, **near)  # sums over ranks; bfloat16 has 8 bits
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    for (key, parameter), full in zip(after.norm.named_parameters(), before.norm.parameters(), strict=True):
+        wanted = full.grad.chunk(axis.size)[axis.rank]
+        assert (parameter.grad - wanted).abs().max() <= near["rtol"] * full.grad.abs().max(), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_torch_over_sharded_features(ranks, tmp_path, name, dtype):
+    """The default eps of RMSNorm is that of the dtype in which torch computes."""
+    (tmp_path / "normed.toml").write_text(NORMED)
+    ranks("pair", check_norm_of_torch, tmp_path / "normed.toml", name, dtype)
+
+
+class Planes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 16), nn.RMSNorm((16, 4))
+
+
+def check_norm_over_two_dims(axis, path):
+    with pytest.raises(
+        ValueError, match=r"norm: a RMSNorm over 2 dims cannot be sharded \(expected one dim\): flatten"
+    ):
+        shardconv.convert_model(Planes(), rules=path, group=axis)
+
+
+def test_norm_over_two_dims_is_refused(ranks, tmp_path):
+    (tmp_path / "planes.toml").write_text(NORMED.replace('"down" = { style = "rowwise", unit = "feature" }', ""))
+    ranks("pair", check_norm_over_two_dims, tmp_path / "planes.toml")

@@ -90,25 +90,24 @@ def warnings_of(axis, path, is_right=True):
     return [str(one.message) for one in caught if one.category is shardconv.PlanWarning]
 
 
-def test_forward_that_reads_the_number_of_all_heads_is_a_warning(ranks, tmp_path):
-    """Once for both layers; no code reads ``hidden``."""
-    (tmp_path / "net.toml").write_text(UNITS + RULES)
-    (found,), none = ranks("pair", warnings_of, tmp_path / "net.toml", False)
-    assert none == []
-    assert (
-        "modules 'layers.*': the forward of Layer reads num_heads = 8, which equals the number of head units" in found
-    )
-    assert "(4 per rank)" in found
-    advice = re.search(r'"layers.*" = { attributes = { num_heads = "head" } }', found)
+def check_refused(axis, path):
+    """Check that the error has the override to add."""
+    with pytest.raises(
+        shardconv.PlanError, match="num_heads = 8, which is right for all 32 features and not for"
+    ) as error:
+        shardconv.convert_model(Net(), rules=path, group=axis)
+    advice = re.search(r'"layers.*" = { attributes = { num_heads = "head" } }', str(error.value))
     assert advice is not None
     assert advice[0] in MODULES
 
 
-def test_override_of_another_attribute_does_not_silence_the_warning(ranks, tmp_path):
-    other = '[modules]\n"layers.*" = { attributes = { num_steps = 3 } }\n'
-    (tmp_path / "net.toml").write_text(UNITS + RULES + other)
-    (found,), _ = ranks("pair", warnings_of, tmp_path / "net.toml", False)
-    assert "reads num_heads = 8" in found
+OTHER = '[modules]\n"layers.*" = { attributes = { num_steps = 3 } }\n'
+
+
+@pytest.mark.parametrize("modules", ["", OTHER], ids=["none", "other"])
+def test_forward_that_divides_by_the_number_of_all_heads_is_refused(ranks, tmp_path, modules):
+    (tmp_path / "net.toml").write_text(UNITS + RULES + modules)
+    ranks("pair", check_refused, tmp_path / "net.toml")
 
 
 GROUPS = """
@@ -123,19 +122,32 @@ hidden = { count = 24 }
 """
 
 
-class Grouped(Net):
+class GroupedLayer(Layer):
     """Has the number of heads of each group, which is the same on every rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.num_heads, 4)).unbind(-3)
+        found: torch.Tensor = self.o((q * k * v).flatten(2))
+        return found
+
+
+class Grouped(Net):
+    """Two such layers."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.layers = nn.ModuleList(GroupedLayer() for _ in range(2))
         for layer in self.layers:
             layer.num_heads = 4
 
 
 def check_no_warning(axis, path):
+    torch.manual_seed(0)
+    before, x = Grouped(), torch.randn(2, 5, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardconv.PlanWarning)
-        shardconv.convert_model(Grouped(), rules=path, group=axis)
+        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
 
 
 def test_units_that_are_counted_per_group_are_not_compared(ranks, tmp_path):

@@ -1,0 +1,360 @@
+"""Modules whose code divides local features: what is refused is what computes something else than the unsharded module.
+
+Each form of attention is converted without the check first, and its outputs are compared with those of the unsharded
+module; the check has to refuse exactly the forms whose outputs differ, or that fail.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardconv
+from shardconv import convert_parallel_linear
+from shardconv.layers import ColumnParallelLinear
+
+HEADS, SIZE, WIDTH = 8, 4, 32
+
+
+def split_heads(x, num_heads):
+    return x.unflatten(-1, (num_heads, -1))
+
+
+class Config:
+    num_heads = HEADS
+
+
+class Processor:
+    """Computes for a module, as the attention processors of diffusers."""
+
+    def __call__(self, attn, x, mask=None):
+        q, k, v = attn.q(x), attn.k(x), attn.v(x)
+        inner = k.shape[-1]
+        size = inner // attn.num_heads
+        q, k, v = (one.view(x.shape[0], -1, attn.num_heads, size).transpose(1, 2) for one in (q, k, v))
+        found = functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(x.shape[0], -1, inner)
+        return attn.to_out[1](attn.to_out[0](found))
+
+
+class Core(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count = HEADS
+
+    def forward(self, q, k, v):
+        return functional.scaled_dot_product_attention(
+            *(one.unflatten(-1, (self.count, -1)).transpose(1, 2) for one in (q, k, v))
+        )
+
+
+class Attention(nn.Module):
+    """Attention whose derived classes divide features into heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(HEADS * SIZE, WIDTH), nn.Dropout(0.0)])
+        self.num_heads, self.head_dim, self.config = HEADS, SIZE, Config()
+        self.core, self.processor = Core(), Processor()
+
+    def forward(self, x):
+        q, k, v = (self.heads(layer(x)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.to_out[0](functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def heads(self, x):
+        raise NotImplementedError
+
+
+class Sizes(Attention):
+    def heads(self, x):
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+
+class Computed(Attention):
+    def heads(self, x):
+        batch, tokens, features = x.shape
+        return x.view(batch, tokens, features // self.head_dim, self.head_dim)
+
+
+class Parts(Attention):
+    def heads(self, x):
+        return torch.stack(x.split(self.head_dim, -1), -2)
+
+
+class Condition(Attention):
+    """The other branch, for features that a layer without shards computes, is not taken."""
+
+    other = None
+
+    def heads(self, x):
+        if self.other is not None:
+            return x.unflatten(-1, (self.num_heads, -1))
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class Counts(Attention):
+    def heads(self, x):
+        return x.view(x.shape[0], x.size(1), self.num_heads, -1)
+
+
+class Both(Attention):
+    def heads(self, x):
+        return x.view(x.shape[0], -1, self.num_heads, self.head_dim)
+
+
+class Sum(Attention):
+    def heads(self, x):
+        shape = x.size()[:-1] + (self.num_heads, x.size(-1) // self.num_heads)  # noqa: RUF005 - as some models have it
+        return torch.reshape(x, shape)
+
+
+class FromConfig(Attention):
+    def heads(self, x):
+        return split_heads(x, self.config.num_heads)
+
+
+class Literal(Attention):
+    def heads(self, x):
+        return x.unflatten(-1, (8, -1))
+
+
+class Inherited(Counts):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Mapped(Attention):
+    def forward(self, x):
+        count = self.num_heads
+
+        def local(one):
+            return one.unflatten(-1, (count, -1)).transpose(1, 2)
+
+        q, k, v = map(local, (self.q(x), self.k(x), self.v(x)))
+        return self.to_out[0](functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Processed(Attention):
+    def forward(self, x, **options):
+        return self.processor(self, x, **options)
+
+
+class WithCore(Attention):
+    def forward(self, x):
+        return self.to_out[0](self.core(self.q(x), self.k(x), self.v(x)).transpose(1, 2).flatten(2))
+
+
+class OneHead(Attention):
+    """Does not divide features: sums over them are those of one rank."""
+
+    def forward(self, x):
+        return self.to_out[0](functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+
+class Segments(Attention):
+    """The features of k are two segments, which a contiguous shard does not have."""
+
+    def forward(self, x):
+        first, second = self.k(x).chunk(2, dim=-1)
+        return self.to_out[0](torch.cat([first * 2, second], -1) + self.q(x) + self.v(x))
+
+
+RIGHT = (Sizes, Computed, Parts, Condition)
+WRONG = (
+    Counts, Both, Sum, FromConfig, Literal, Inherited, Mapped, Processed, WithCore, OneHead, Segments,
+)  # fmt: skip
+
+
+def converted(module, axis, counts=None):
+    """Convert layers by hand, without the module that contains them."""
+    convert_parallel_linear(nn.ModuleList([module.q, module.k, module.v]), -1, counts=counts, group=axis)
+    convert_parallel_linear(nn.ModuleList([module.to_out[0]]), 0, counts=counts, group=axis)
+    return module
+
+
+def is_right(module, expected):
+    try:
+        found = module(torch.ones(1, 3, WIDTH).cumsum(1))
+    except RuntimeError:  # a size does not divide
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)  # sums in another order
+
+
+def check_form(axis, kind):
+    torch.manual_seed(0)
+    module = kind()
+    expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
+    right = is_right(converted(copy.deepcopy(module), axis, counts=()), expected)
+    assert right is (kind in RIGHT)
+    if right:
+        converted(module, axis)
+        assert is_right(module, expected)
+        return
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: (its forward divides|has the sharded layers) .* counts="):
+        converted(module, axis)
+
+
+@pytest.mark.parametrize("kind", [*RIGHT, *WRONG])
+def test_forms_that_compute_something_else_are_refused(ranks, kind):
+    ranks("pair", check_form, kind)
+
+
+def check_counts(axis):
+    torch.manual_seed(0)
+    module, x = Processed(), torch.randn(1, 3, WIDTH)
+    expected = module(x)
+    with pytest.raises(
+        ValueError, match=r"divides .* by num_heads = 8, .* counts=\[\"num_heads\"\], which sets it to 4;"
+    ):
+        converted(module, axis)
+    assert (type(module.q), module.num_heads) == (nn.Linear, HEADS)
+    for layer in (module.q, module.k, module.v):
+        convert_parallel_linear(nn.ModuleList([layer]), -1, counts=["num_heads"], group=axis)
+    convert_parallel_linear(nn.ModuleList([module.to_out[0]]), 0, group=axis)
+    assert module.num_heads == HEADS // 2  # once for all layers
+    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
+    copied = copy.deepcopy(module)
+    convert_parallel_linear(nn.ModuleList([copied.q]), -1, counts=["num_heads"], group=axis)
+    assert copied.num_heads == HEADS // 2
+
+
+def test_counts_are_divided_once(ranks):
+    ranks("pair", check_counts)
+
+
+def check_lone_layer(axis):
+    """Check a layer that is passed alone: the module that contains it is examined, and no count is changed before."""
+    module = Counts()
+    with pytest.raises(ValueError, match=r"^Counts: .* num_heads"):
+        convert_parallel_linear(module.q, -1, group=axis)
+    with pytest.raises(ValueError, match="counts: 'heads' is not a number of Counts with these layers"):
+        convert_parallel_linear(module.q, -1, counts=["heads"], group=axis)
+    module.odd = 3
+    with pytest.raises(ValueError, match=r"counts: odd = 3 of Counts is not a multiple of 2 ranks"):
+        convert_parallel_linear(module.q, -1, counts=["odd"], group=axis)
+    layer = convert_parallel_linear(module.q, -1, counts=["num_heads"], group=axis)
+    assert layer is module.q
+    assert (type(layer), module.num_heads) == (ColumnParallelLinear, HEADS // 2)
+
+
+def check_other_owner(axis):
+    """Check that a count of one module says nothing about another, and the remedy for a count of another object."""
+    both = nn.ModuleList([Counts(), WithCore()])
+    del both[1].num_heads
+    with pytest.raises(
+        ValueError, match=r"^1 \(WithCore\): .* by core.count = 8, .*: set it to 4 where only this module"
+    ):
+        convert_parallel_linear(both, -1, counts=["num_heads"], group=axis)
+
+
+def test_counts_are_those_of_the_modules_that_have_them(ranks):
+    ranks("pair", check_other_owner)
+
+
+def test_module_that_contains_a_lone_layer_is_examined(ranks):
+    ranks("pair", check_lone_layer)
+
+
+PLAN = """
+[units]
+head = { count = 8, size = 4 }
+[rules]
+"attn.{q,k,v}" = { style = "colwise", unit = "head" }
+"attn.to_out.0" = { style = "rowwise", unit = "head" }
+"""
+
+
+class Net(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x):
+        return self.attn(x)
+
+
+def check_plan(axis, kind, path, modules, message):
+    """Check the error, or that the converted module is right; the override ``{}`` turns the check off."""
+    torch.manual_seed(0)
+    net, x = Net(kind()), torch.randn(1, 3, WIDTH)
+    expected = net(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardconv.PlanWarning)
+        if message:
+            with pytest.raises(shardconv.PlanError, match=message):
+                shardconv.convert_model(net, rules=path, group=axis)
+            return
+        shardconv.convert_model(net, rules=path, group=axis)
+    assert torch.allclose(net(x), expected, atol=1e-5) is (modules != NONE)
+
+
+NONE = '[modules]\n"attn" = {}\n'
+OVERRIDE = '[modules]\n"attn" = { attributes = { num_heads = "head" } }\n'
+OF_CORE = '[modules]\n"attn.core" = { attributes = { count = "head" } }\n'
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "message"),
+    [
+        (
+            Processed,
+            "",
+            r'attn \(Processed\): .* num_heads = 8, .*: add "attn" = { attributes = { num_heads = "head" } } to',
+        ),
+        (Processed, OVERRIDE, ""),
+        (Processed, NONE, ""),
+        (FromConfig, "", r'config.num_heads = 8.* "attn" = { attributes = { "config.num_heads" = "head" } }'),
+        (WithCore, "", r'by core.count = 8, .* "attn.core" = { attributes = { count = "head" } }'),
+        (WithCore, OF_CORE, ""),
+        (OneHead, "", r'has the sharded layers of an attention.* or, if no number has to be changed, "attn" = {} to'),
+        (Literal, "", r'by 8, a number in its code, .*, add "attn" = {} to'),
+        (Sizes, "", ""),
+    ],
+)
+def test_plan_files(ranks, tmp_path, kind, modules, message):
+    (tmp_path / "net.toml").write_text(PLAN + modules)
+    ranks("pair", check_plan, kind, tmp_path / "net.toml", modules, message)
+
+
+class Looped(Sizes):
+    """Reads the number of heads, but does not divide features by it."""
+
+    def forward(self, x):
+        return sum(super(Looped, self).forward(x) for _ in range(self.num_heads))
+
+
+def check_likely(axis, path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardconv.convert_model(Net(Looped()), rules=path, group=axis)
+    return [str(one.message) for one in caught if one.category is shardconv.PlanWarning]
+
+
+def test_numbers_that_are_only_read_are_a_warning_of_the_first_rank(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(PLAN)
+    (found,), none = ranks("pair", check_likely, tmp_path / "net.toml")
+    assert "modules 'attn': the forward of Looped reads num_heads = 8, which equals the number of head units" in found
+    assert none == []
+
+
+def hidden():
+    """An attention whose source is not available."""
+    code = "def forward(self, x):\n    return self.processor(self, x)\n"
+    names = {}
+    exec(code, names)
+    return type("Hidden", (Attention,), {"forward": names["forward"]})()
+
+
+def check_hidden(axis):
+    with pytest.raises(
+        ValueError, match=r"^Hidden: has the sharded layers of an attention, and its code does not show"
+    ):
+        converted(hidden(), axis)
+    converted(hidden(), axis, counts=["num_heads"])
+
+
+def test_attention_without_source_is_refused_until_counts_are_named(ranks):
+    ranks("pair", check_hidden)
