@@ -1,0 +1,170 @@
+"""A disguised CPU: CPU tensors that pass for tensors of an accelerator, to test code for devices on a machine without one.
+
+Every operation runs at once on the CPU tensors inside. So it shows where devices are mixed, which device values and
+random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo.
+
+The first call of :func:`disguised` registers the device for the rest of the process: call it on ranks or in a new
+process.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch._dynamo  # operators of the device that torch calls import it, too late
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import DispatchKey, _DisableTorchDispatch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration, swap_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+NAME = "disguised"
+DEVICE = torch.device("privateuseone", 0)  # its name is "disguised" when it is registered
+#: Operators that accept tensors of several devices, as on CUDA: copies, and indices on the CPU.
+_MIXING = {"aten::copy_", "aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+#: Operators that copy values between devices, or return them to Python.
+_COPYING = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense", "aten::equal"}
+
+
+class DeviceTensor(Tensor):
+    """A tensor of the device."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> "DeviceTensor":
+        """Make a tensor of the device of values on the CPU."""
+        layout = (values.shape, values.stride(), values.storage_offset())
+        made = Tensor._make_wrapper_subclass(cls, *layout, dtype=values.dtype, device=DEVICE)  # noqa: SLF001
+        made.values = values
+        return made
+
+    def __repr__(self) -> str:
+        """Show the values."""
+        return f"DeviceTensor({self.values!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - results need no conversion
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} is called outside of disguised()")
+
+
+class DeviceModule:
+    """What ``torch.get_device_module`` returns for the device."""
+
+    generator = torch.Generator()
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    set_device = synchronize = staticmethod(lambda _=None: None)
+    mem_get_info = staticmethod(lambda _=None: (1 << 30, 1 << 30))
+    max_memory_allocated = staticmethod(lambda _=None: 12345)
+
+    @classmethod
+    def get_rng_state(cls, _: Any = None) -> Tensor:
+        return cls.generator.get_state()
+
+    @classmethod
+    def set_rng_state(cls, state: Tensor, _: Any = None) -> None:
+        cls.generator.set_state(state)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        cls.generator.manual_seed(seed)
+
+
+class DeviceGenerator(torch.Generator):
+    """In place of ``torch.Generator``, which is a generator of the CPU for this device, too."""
+
+    def __new__(cls, device: Any = "cpu") -> "DeviceGenerator":
+        """Make a generator of a device."""
+        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+
+
+class _Functions(TorchFunctionMode):
+    """Assigns values of the device to ``tensor.data``, which does not reach an operator."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.data.__set__ and isinstance(args[1], DeviceTensor):
+            tensor, made = args[0], DeviceTensor(args[1].values)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return swap_tensors(tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
+        if func is Tensor.tolist:
+            args = (args[0].cpu(),)
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Runs operators of the device on the CPU.
+
+    Attributes:
+        copies: number of copies to and from the device, and of values that Python reads from it, by operator.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        own = {id(each.values): each for each in given if isinstance(each, DeviceTensor)}
+        target = kwargs.get("device")
+        to_device = bool(own) if target is None else torch.device(target).type == NAME
+        if not own and not to_device:
+            return func(*args, **kwargs)
+        if own and func.name() not in _MIXING and any(each.dim() for each in given if id(each) not in map(id, own.values())):
+            raise RuntimeError(f"{func.name()} gets tensors of {sorted({str(each.device) for each in given})}")
+        if func.namespace == "shardconv":  # operators of the package are not kernels of the device
+            with self:
+                return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)  # noqa: SLF001
+        if func.name() == "aten::_fused_sdp_choice":
+            return 0  # the device has no kernel for attention
+        if func.name() in _COPYING and not (to_device and len(own) == len(given)):
+            self.copies[func.name()] += 1
+        inner = tree_map_only(DeviceTensor, lambda each: each.values, (args, kwargs))
+        if target is not None:
+            inner[1]["device"] = "cpu"
+        with _device_seeds(is_used=torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None):
+            result = func(*inner[0], **inner[1])
+        if torch.Tag.inplace_view in func.tags:
+            with _DisableTorchDispatch():
+                func(*args, **kwargs)
+        return tree_map_only(Tensor, lambda each: own[id(each)] if id(each) in own else DeviceTensor(each), result) if to_device else result
+
+
+@contextmanager
+def _device_seeds(*, is_used: bool) -> Iterator[None]:
+    """Draw random numbers from the generator of the device."""
+    if not is_used:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(DeviceModule.get_rng_state())
+    yield
+    DeviceModule.set_rng_state(torch.get_rng_state())
+    torch.set_rng_state(before)
+
+
+@cache
+def _register() -> None:
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())  # noqa: SLF001
+    dist.Backend.default_device_backend_map[NAME] = "gloo"
+    torch._C._set_only_lift_cpu_tensors(True)  # noqa: SLF001 - torch.tensor copies to the device by an operator
+    torch.Generator = DeviceGenerator
+
+
+@contextmanager
+def disguised() -> Iterator[Operators]:
+    """Have the device; operators of its tensors run inside only."""
+    _register()
+    with _Functions(), Operators() as operators:
+        yield operators
