@@ -1,4 +1,4 @@
-"""A disguised CPU: CPU tensors that pass for tensors of an accelerator, to test code for devices on a machine without one.
+"""A disguised CPU: CPU tensors that pass for tensors of an accelerator, for tests on machines without one.
 
 Every operation runs at once on the CPU tensors inside. So it shows where devices are mixed, which device values and
 random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo.
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch._dynamo  # operators of the device that torch calls import it, too late
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import DispatchKey, _DisableTorchDispatch
 from torch.overrides import TorchFunctionMode
-from torch.utils import backend_registration, swap_tensors
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -37,10 +37,10 @@ class DeviceTensor(Tensor):
     values: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> "DeviceTensor":
+    def __new__(cls, values: Tensor) -> Self:
         """Make a tensor of the device of values on the CPU."""
         layout = (values.shape, values.stride(), values.storage_offset())
-        made = Tensor._make_wrapper_subclass(cls, *layout, dtype=values.dtype, device=DEVICE)  # noqa: SLF001
+        made = Tensor._make_wrapper_subclass(cls, *layout, dtype=values.dtype, device=DEVICE)
         made.values = values
         return made
 
@@ -48,7 +48,7 @@ class DeviceTensor(Tensor):
         """Show the values."""
         return f"DeviceTensor({self.values!r})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - results need no conversion
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,7 @@ class DeviceModule:
 class DeviceGenerator(torch.Generator):
     """In place of ``torch.Generator``, which is a generator of the CPU for this device, too."""
 
-    def __new__(cls, device: Any = "cpu") -> "DeviceGenerator":
+    def __new__(cls, device: Any = "cpu") -> Self:
         """Make a generator of a device."""
         return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
 
@@ -94,12 +94,22 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == Tensor.data.__set__ and isinstance(args[1], DeviceTensor):
-            tensor, made = args[0], DeviceTensor(args[1].values)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            return swap_tensors(tensor, nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
+            return self._set_data(*args)
         if func is Tensor.tolist:
             args = (args[0].cpu(),)
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _set_data(tensor: Tensor, made: DeviceTensor) -> None:
+        if isinstance(tensor, DeviceTensor):
+            Tensor.data.__set__(tensor, made)
+            tensor.values = made.values
+        else:  # it has to become a tensor of another class
+            made = DeviceTensor(made.values).requires_grad_(tensor.requires_grad)
+            attributes = {**vars(tensor), **vars(made), "_is_param": isinstance(tensor, nn.Parameter)}
+            torch._C._swap_tensor_impl(tensor, made)
+            tensor.__class__ = DeviceTensor
+            vars(tensor).update(attributes)
 
 
 class Operators(TorchDispatchMode):
@@ -117,28 +127,31 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         own = {id(each.values): each for each in given if isinstance(each, DeviceTensor)}
+        others = [each for each in given if not isinstance(each, DeviceTensor)]
         target = kwargs.get("device")
         to_device = bool(own) if target is None else torch.device(target).type == NAME
         if not own and not to_device:
             return func(*args, **kwargs)
-        if own and func.name() not in _MIXING and any(each.dim() for each in given if id(each) not in map(id, own.values())):
-            raise RuntimeError(f"{func.name()} gets tensors of {sorted({str(each.device) for each in given})}")
+        if own and func.name() not in _MIXING and any(each.dim() for each in others):
+            raise RuntimeError(f"{func.name()} gets tensors of the CPU and of {NAME}")
         if func.namespace == "shardconv":  # operators of the package are not kernels of the device
             with self:
-                return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)  # noqa: SLF001
+                return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if func.name() == "aten::_fused_sdp_choice":
             return 0  # the device has no kernel for attention
-        if func.name() in _COPYING and not (to_device and len(own) == len(given)):
+        if func.name() in _COPYING and (others or not to_device):
             self.copies[func.name()] += 1
         inner = tree_map_only(DeviceTensor, lambda each: each.values, (args, kwargs))
-        if target is not None:
+        if target is not None and to_device:
             inner[1]["device"] = "cpu"
         with _device_seeds(is_used=torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None):
             result = func(*inner[0], **inner[1])
         if torch.Tag.inplace_view in func.tags:
             with _DisableTorchDispatch():
                 func(*args, **kwargs)
-        return tree_map_only(Tensor, lambda each: own[id(each)] if id(each) in own else DeviceTensor(each), result) if to_device else result
+        if not to_device:
+            return result
+        return tree_map_only(Tensor, lambda each: own[id(each)] if id(each) in own else DeviceTensor(each), result)
 
 
 @contextmanager
@@ -156,9 +169,10 @@ def _device_seeds(*, is_used: bool) -> Iterator[None]:
 
 @cache
 def _register() -> None:
-    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())  # noqa: SLF001
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=DeviceModule())
     dist.Backend.default_device_backend_map[NAME] = "gloo"
-    torch._C._set_only_lift_cpu_tensors(True)  # noqa: SLF001 - torch.tensor copies to the device by an operator
+    dist.Backend.backend_capability["gloo"].append(NAME)
+    torch._C._set_only_lift_cpu_tensors(True)
     torch.Generator = DeviceGenerator
 
 
