@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
@@ -22,22 +23,24 @@ PIECE_BYTES = 32 << 20
 def rank_device(device: Device) -> torch.device:
     """Return the device of this rank: the given one, by default an accelerator where there is one, else the CPU.
 
-    Without an index, it is :func:`~shardconv.distributed.devices.local_device`.
+    Without an index, it is :func:`~shardconv.distributed.devices.local_device`. Ranks can share a device if gloo
+    supports its tensors, as those of CUDA.
 
     Raises:
-        UsageError: if it does not exist, or ranks cannot use it.
+        UsageError: if it does not exist, or ranks cannot use or share it.
     """
     counts = device_types()
     requested = next(iter(counts)) if device is None else str(device)
     device_type, _, index = requested.partition(":")
     if device_type not in counts:
         raise UsageError(f"device {requested} cannot be used here (expected {' or '.join(counts)}): use --device cpu")
-    if not index:
-        return local_device(device_type)
-    if not index.isdecimal() or int(index) >= counts[device_type]:
-        found = counted(counts[device_type], f"{device_type} device")
+    count = counts[device_type]
+    found = counted(count, f"{device_type} device")
+    if index and (not index.isdecimal() or int(index) >= count):
         raise UsageError(f"device {requested} does not exist (found {found}): use --device {device_type}")
-    return torch.device(requested)
+    if device_type not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
+        raise UsageError(f"{ranks} ranks cannot share {found}: use --tp {count}, or --device cpu")
+    return torch.device(requested) if index else local_device(device_type)
 
 
 def check_room(
@@ -67,7 +70,7 @@ def check_room(
     """
     tensors = list(tensors)
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    ranks = _local_ranks()
     if (module := device_module(device)) is not None:
         sharing, (free, _) = -(-ranks // torch.accelerator.device_count()), module.mem_get_info(device)
         _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
@@ -78,6 +81,11 @@ def check_room(
     if fetched:
         remedy += ", or copy the checkpoint to a disk of this host, where its files are mapped into memory"
     _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
+
+
+def _local_ranks() -> int:
+    """Number of ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:

@@ -124,6 +124,16 @@ def test_devices_that_cannot_be_used(found, kind, count, requested, message):
         device.rank_device(requested)
 
 
+def test_ranks_that_share_devices(monkeypatch, found):
+    """Gloo, which does not need a device per rank, supports tensors of CUDA, and not those of XPU."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    found("cuda", 2)
+    assert device.rank_device(None).type == "cuda"
+    found("xpu", 2)
+    with pytest.raises(UsageError, match=r'4 ranks cannot share 2 xpu devices: use tp=2, or device="cpu"'):
+        device.rank_device(None)
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "expected"),
     [("cuda", 2, "cpu:gloo,cuda:nccl"), ("xpu", 3, "cpu:gloo,xpu:xccl"), ("cuda", 1, "gloo"), ("mps", 8, "gloo")],

@@ -1,12 +1,15 @@
 """A disguised CPU: CPU tensors that pass for tensors of an accelerator, for tests on machines without one.
 
 Every operation runs at once on the CPU tensors inside. So it shows where devices are mixed, which device values and
-random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo.
+random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo. Sparse tensors
+and torch.compile are not supported. Some errors in a backward pass end the process: torch aborts where an exception
+leaves a Python device guard. So checkpointing recomputes whole functions.
 
 The first call of :func:`disguised` registers the device for the rest of the process: call it on ranks or in a new
 process.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +25,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 NAME = "disguised"
+#: Whether the checks of all tests run on the device.
+IS_USED = bool(os.environ.get("TEST_DEVICES"))
 DEVICE = torch.device("privateuseone", 0)  # its name is "disguised" when it is registered
 #: Operators that accept tensors of several devices, as on CUDA: copies, and indices on the CPU.
 _MIXING = {"aten::copy_", "aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 #: Operators that copy values between devices, or return them to Python.
 _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense", "aten::equal"}
+
+
+#: Functions that make a tensor of a list, which may contain tensors.
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 
 class DeviceTensor(Tensor):
@@ -39,6 +49,7 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, values: Tensor) -> Self:
         """Make a tensor of the device of values on the CPU."""
+        values = values.resolve_conj().resolve_neg()  # autograd asks this tensor whether it is conjugated
         layout = (values.shape, values.stride(), values.storage_offset())
         made = Tensor._make_wrapper_subclass(cls, *layout, dtype=values.dtype, device=DEVICE)
         made.values = values
@@ -65,6 +76,7 @@ class DeviceModule:
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
     set_device = synchronize = staticmethod(lambda _=None: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
     mem_get_info = staticmethod(lambda _=None: (1 << 30, 1 << 30))
     max_memory_allocated = staticmethod(lambda _=None: 12345)
 
@@ -78,7 +90,7 @@ class DeviceModule:
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        cls.generator.manual_seed(seed)
+        cls.generator.manual_seed(seed + 1)  # other numbers than those of the CPU, as on other devices
 
 
 class DeviceGenerator(torch.Generator):
@@ -97,6 +109,8 @@ class _Functions(TorchFunctionMode):
             return self._set_data(*args)
         if func is Tensor.tolist:
             args = (args[0].cpu(),)
+        if func in _MAKERS and isinstance(args[0], list | tuple):  # they read numbers without operators
+            args = tree_map_only(DeviceTensor, lambda each: each.cpu().tolist(), args)
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -138,7 +152,7 @@ class Operators(TorchDispatchMode):
             with self:
                 return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
         if func.name() == "aten::_fused_sdp_choice":
-            return 0  # the device has no kernel for attention
+            return 0  # attention in terms of other operators: the device does not have a kernel for it
         if func.name() in _COPYING and (others or not to_device):
             self.copies[func.name()] += 1
         inner = tree_map_only(DeviceTensor, lambda each: each.values, (args, kwargs))
@@ -182,5 +196,15 @@ def _register() -> None:
 def disguised() -> Iterator[Operators]:
     """Have the device; operators of its tensors run inside only."""
     _register()
-    with _Functions(), Operators() as operators:
+    with set_checkpoint_early_stop(False), _Functions(), Operators() as operators:
         yield operators
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Make it the default device, if the environment says that tests run on it: make test-devices."""
+    if not IS_USED:
+        yield
+        return
+    with disguised(), torch.device(NAME):
+        yield

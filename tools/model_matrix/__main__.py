@@ -8,7 +8,7 @@ Without types it runs all of them, and writes docs/models.md and its summary in 
 :data:`~tools.model_matrix.trial.LESS_SHARDED`, and if a reason is not needed. Only these reasons are written by hand.
 
 With --disguised the sharded models run on two ranks on a disguised CPU (tests/support/disguised.py), which finds
-tensors on the wrong device. It writes nothing, and fails if a type fails that has no reason in
+tensors on the wrong device. It writes nothing, and fails if a type fails without a reason in
 :data:`~tools.model_matrix.trial.NOT_ON_DEVICES`.
 """
 
