@@ -1,8 +1,8 @@
 """A disguised CPU: CPU tensors that pass for tensors of an accelerator, for tests on machines without one.
 
 Every operation runs at once on the CPU tensors inside. So it shows where devices are mixed, which device values and
-random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo. Sparse tensors
-and torch.compile are not supported. Some errors in a backward pass end the process: torch aborts where an exception
+random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo. Sparse tensors,
+autocast and torch.compile are not supported. Some errors in a backward pass end the process: torch aborts where an exception
 leaves a Python device guard. So checkpointing recomputes whole functions.
 
 The first call of :func:`disguised` registers the device for the rest of the process: call it on ranks or in a new
@@ -12,7 +12,7 @@ process.
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -71,6 +71,8 @@ class DeviceModule:
 
     generator = torch.Generator()
 
+    _initialized = True
+    device = staticmethod(nullcontext)
     is_available = is_initialized = staticmethod(lambda: True)
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
