@@ -127,6 +127,7 @@ def test_devices_that_cannot_be_used(found, kind, count, requested, message):
 def test_ranks_that_share_devices(monkeypatch, found):
     """Gloo, which does not need a device per rank, supports tensors of CUDA, and not those of XPU."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
     found("cuda", 2)
     assert device.rank_device(None).type == "cuda"
     found("xpu", 2)

@@ -2,14 +2,15 @@
 
 Every operation runs at once on the CPU tensors inside. So it shows where devices are mixed, which device values and
 random numbers come from, and what is copied; but not what depends on streams. Collectives run by gloo. Sparse tensors,
-autocast and torch.compile are not supported. Some errors in a backward pass end the process: torch aborts where an exception
-leaves a Python device guard. So checkpointing recomputes whole functions.
+autocast and torch.compile are not supported. Some errors in a backward pass end the process: torch aborts where an
+exception leaves a Python device guard. So checkpointing recomputes whole functions.
 
 The first call of :func:`disguised` registers the device for the rest of the process: call it on ranks or in a new
 process.
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch._C import DispatchKey, _DisableTorchDispatch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import set_checkpoint_early_stop
@@ -58,6 +60,10 @@ class DeviceTensor(Tensor):
     def __repr__(self) -> str:
         """Show the values."""
         return f"DeviceTensor({self.values!r})"
+
+    def __format__(self, spec: str) -> str:
+        """Show a number as one."""
+        return format(self.cpu(), spec)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -202,11 +208,30 @@ def disguised() -> Iterator[Operators]:
         yield operators
 
 
+class _DefaultDevice(TorchFunctionMode):
+    """Makes it the default device, except in code of the package that does not pass a device on."""
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_default = func in _device_constructors() and kwargs.get("device") is None
+        if is_default and ("device" in kwargs or not _is_called_by_package()):
+            kwargs["device"] = NAME
+        return func(*args, **kwargs)
+
+
+def _is_called_by_package() -> bool:
+    """Whether the innermost caller that is neither torch nor this module is in the package."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals["__name__"].startswith(("torch.", __name__)):
+        frame = frame.f_back
+    return frame.f_globals["__name__"].startswith("shardconv.")
+
+
 @contextmanager
 def on_device() -> Iterator[None]:
     """Make it the default device, if the environment says that tests run on it: make test-devices."""
     if not IS_USED:
         yield
         return
-    with disguised(), torch.device(NAME):
+    with disguised(), _DefaultDevice():
         yield
