@@ -33,8 +33,8 @@ NAME = "disguised"
 #: Whether the checks of all tests run on the device.
 IS_USED = bool(os.environ.get("TEST_DEVICES"))
 DEVICE = torch.device("privateuseone", 0)  # its name is "disguised" when it is registered
-#: Operators that accept tensors of several devices, as on CUDA: copies, and indices on the CPU.
-_MIXING = {"aten::copy_", "aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+#: Operators whose indices, the second argument, may be on the CPU, as on CUDA.
+_INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 #: Operators that copy values between devices, or return them to Python.
 _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense", "aten::equal"}
 
@@ -154,7 +154,8 @@ class Operators(TorchDispatchMode):
         to_device = bool(own) if target is None else torch.device(target).type == NAME
         if not own and not to_device:
             return func(*args, **kwargs)
-        if own and func.name() not in _MIXING and any(each.dim() for each in others):
+        free = {id(each) for each in (tree_leaves(args[1]) if func.name() in _INDEXING else [])}
+        if own and func.name() != "aten::copy_" and any(each.dim() and id(each) not in free for each in others):
             raise RuntimeError(f"{func.name()} gets tensors of the CPU and of {NAME}")
         if func.namespace == "shardconv":  # operators of the package are not kernels of the device
             with self:
