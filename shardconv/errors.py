@@ -119,7 +119,7 @@ class WorldSizeError(RunError):
 
 def is_connection_error(error: BaseException) -> bool:
     """Whether an error is a lost connection between ranks, so that the error of another rank is the cause."""
-    lost = re.compile("gloo|nccl|[Cc]onnection|TCPStore|FileStore")
+    lost = re.compile("gloo|[nx]ccl|[Cc]onnection|TCPStore|FileStore")
     return isinstance(error, RuntimeError) and lost.search(str(error)) is not None
 
 

@@ -33,7 +33,7 @@ LISTS = {"adapters", "ignore", "replicate", "unused"}
 _COMMAND = r"\bshardconv [a-z]+\b(?:(?![,;)]|[.:](?:\s|$)).)*"
 #: A value: a placeholder, a number, a quoted text, a known name, or a path or the name of a tensor.
 _VALUE = (
-    r"""[A-Z]+\b|\d+(?:[,-]\d+)*\b|\d+[kMG]B\b|"[^"]*"|'[^']*'|(?:bf16|cpu|dcp|deepseek|expert|fp16|fp32|meta|native|tensor|vllm)\b|"""
+    r"""[A-Z]+\b|\d+(?:[,-]\d+)*\b|\d+[kMG]B\b|"[^"]*"|'[^']*'|(?:bf16|cpu|cuda|dcp|deepseek|expert|fp16|fp32|meta|native|tensor|vllm|xpu)\b|"""
     r"""[^\s,;:()="']*[/._*][^\s,;:()]*[^\s,;:().]"""
 )
 _OPTION = (

@@ -103,7 +103,7 @@ class _OneFolder(Command):
 @section(
     MODEL,
     click.option(
-        "--device", type=click.Choice(["cpu", "cuda"]), help="Run on this device. [default: cuda where available]"
+        "--device", metavar="DEVICE", help="Run on cpu, cuda or xpu. [default: the accelerator where there is one]"
     ),
     click.option("--dtype", type=click.Choice([*TARGET_DTYPES]), help="Run in this data type. [default: as stored]"),
     click.option(

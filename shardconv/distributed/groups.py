@@ -12,14 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardconv.distributed.new_groups import (
-    check_ranks,
-    mesh_over,
-    message_device,
-    new_members_group,
-    resolve_sizes,
-    supports_cpu,
-)
+from shardconv.distributed.devices import device_types, message_device, supports_cpu
+from shardconv.distributed.new_groups import check_ranks, mesh_over, new_members_group, resolve_sizes
 from shardconv.distributed.shared_memory import SharedMemoryChannel
 
 _NAMES = ("pipeline", "data", "tensor")
@@ -64,7 +58,7 @@ class Axis:
         if not self.has_cpu_group:
             raise RuntimeError(
                 f"{self} does not have a group for CPU tensors: call with_cpu_group() on all its ranks, or initialize "
-                f'torch.distributed with backend="cpu:gloo,cuda:nccl"'
+                f'torch.distributed with backend="cpu:gloo,{dist.get_backend_config(self.group)}"'
             )
         return self.extra_cpu_group or self.group
 
@@ -159,7 +153,7 @@ def init_parallel(
         tensor: tensor parallel size. One of the three sizes can be -1; it is then computed from the other two.
         data: data parallel size.
         pipeline: pipeline parallel size.
-        device_type: ``cpu`` or ``cuda``; by default ``cuda`` if available.
+        device_type: ``cpu``, ``cuda``, ``xpu``; by default that of an accelerator if available.
         ranks: global ranks in the order of the mesh; by default all. Only these ranks call this function. The others
             can create other groups at the same time.
 
@@ -181,7 +175,7 @@ def init_parallel(
         axes = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
         _current.groups = ParallelGroups(**axes, mesh=None, ranks=members)
         return _current.groups
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = device_type or next(iter(device_types()))
     if ranks is None:
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
     else:

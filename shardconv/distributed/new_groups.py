@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
+from shardconv.distributed.devices import device_module, local_device, message_device
+
 #: Tag of the messages that set up a group, so that they do not match the receives of a user.
 _TAG = 0x5C0C
 
@@ -48,17 +50,6 @@ def group_over(ranks: Sequence[int]) -> dist.ProcessGroup:
     if key not in groups:
         groups[key] = new_members_group(key)
     return groups[key]
-
-
-def supports_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether a group supports CPU tensors: true for the backends gloo and "cpu:gloo,cuda:nccl", false for nccl."""
-    return "cpu:" in dist.get_backend_config(group)
-
-
-def message_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device for tensors that exist only to be sent over a group, such as flags and counts."""
-    is_nccl = group is not None and dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
 def _align_group_counts(ranks: Sequence[int]) -> None:
@@ -98,8 +89,8 @@ def mesh_over(ranks: Sequence[int], sizes: Sequence[int], names: tuple[str, ...]
     """
     if not dist.is_initialized():
         dist.init_process_group()
-    if device_type == "cuda" and not torch.cuda.is_initialized() and "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # init_device_mesh does this, from_group does not
+    if (module := device_module(torch.device(device_type))) is not None and not module.is_initialized():
+        torch.accelerator.set_device_index(local_device(device_type).index)  # from_group does not set it
     mesh = torch.tensor(list(ranks)).view(*sizes)
     coordinate = (mesh == dist.get_rank()).nonzero()[0].tolist()
     groups = []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.distributed.devices import device_module
 from shardconv.layers.tags import check_tag
 
 
@@ -85,9 +86,7 @@ def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -
         RuntimeError: if they differ.
     """
     state = torch.cat([_seeds(device), _other_seeds()]) if has_others else _seeds(device)
-    unequal = torch.tensor(
-        int(not torch.equal(_state_of_first_rank(state, axis, device), state)), device=axis.message_device
-    )
+    unequal = torch.tensor(int(not torch.equal(_state_of_first_rank(state, axis), state)), device=axis.message_device)
     dist.all_reduce(unequal, op=dist.ReduceOp.MAX, group=axis.group)
     if unequal:
         raise RuntimeError(
@@ -151,21 +150,21 @@ def _other_seeds() -> Tensor:
 
 def share_seeds(axis: Axis, device: torch.device) -> None:
     """Copy the states of the first rank's default generators. All ranks must call it."""
-    state = _state_of_first_rank(_seeds(device), axis, device)
+    state = _state_of_first_rank(_seeds(device), axis)
     cpu_size = len(torch.get_rng_state())
     torch.set_rng_state(state[:cpu_size])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[cpu_size:], device)
+    if (module := device_module(device)) is not None:
+        module.set_rng_state(state[cpu_size:].clone(), device)  # some generators read from the start of the storage
 
 
 def _seeds(device: torch.device) -> Tensor:
     state = torch.get_rng_state()
-    return torch.cat([state, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else state
+    module = device_module(device)
+    return state if module is None else torch.cat([state, module.get_rng_state(device)])
 
 
-def _state_of_first_rank(state: Tensor, axis: Axis, device: torch.device) -> Tensor:
-    message_device = device if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
-    first = state.to(message_device, copy=True)
+def _state_of_first_rank(state: Tensor, axis: Axis) -> Tensor:
+    first = state.to(axis.message_device, copy=True)
     dist.broadcast(first, axis.ranks[0], group=axis.group)
     return first.cpu()
 

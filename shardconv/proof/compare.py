@@ -21,6 +21,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.proof.outputs import cache_bytes, copy_inputs, float_tensors, greedy_tokens
 from shardconv.proof.training import backward_step, set_training
 from shardconv.protocols import PretrainedModel
+from shardconv.runtime.device import move
 from shardconv.runtime.load import load
 
 
@@ -114,7 +115,13 @@ def _gradients(
 
 @isolated()
 def compare(
-    axis: Axis, kind: type[PretrainedModel], source: Path, split: Path, request: PlanRequest, reference: Path
+    axis: Axis,
+    kind: type[PretrainedModel],
+    source: Path,
+    split: Path,
+    request: PlanRequest,
+    reference: Path,
+    device: str = "cpu",
 ) -> Comparison:
     """Compare on this rank. All ranks call it.
 
@@ -125,31 +132,37 @@ def compare(
         split: the small model as a split checkpoint.
         request: the options with which it was split; the conversion in memory uses them, too.
         reference: file that :func:`write_reference` wrote for the same source.
+        device: device of the sharded model.
     """
     expected = Reference(*torch.load(reference, weights_only=True))
-    output, tokens, cache = _compare_outputs(load(split, device="cpu", group=axis), expected)
+    inputs = {name: value.to(device) for name, value in expected.inputs.items()}
+    output, tokens, cache = _compare_outputs(load(split, device=device, group=axis), inputs, expected)
     if expected.gradients is None:
         return Comparison(output, tokens, None, expected.note, cache)
     model = _load_unsharded(kind, source)
     if expected.is_training:
         set_training(model)
+    if device != "cpu":
+        move(model, torch.device(device))
     converted = convert_with_request(model, model.config.to_dict(), request, axis)
     extend_model_class(converted, axis)
-    backward_step(converted, expected.inputs)
+    backward_step(converted, inputs)
     return Comparison(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
 
-def _compare_outputs(model: PretrainedModel, expected: Reference) -> tuple[float, bool | None, float | None]:
+def _compare_outputs(
+    model: PretrainedModel, inputs: Mapping[str, Tensor], expected: Reference
+) -> tuple[float, bool | None, float | None]:
     """The first, second and last attribute of a :class:`Comparison`."""
     with torch.no_grad():
-        result = model(**copy_inputs(expected.inputs))
+        result = model(**copy_inputs(inputs))
     found = float_tensors(result)
     cache = cache_bytes(result) / expected.cache if expected.cache else None
-    output = max(largest_difference(found[key], value) for key, value in expected.output.items())
-    tokens = greedy_tokens(model, expected.inputs)
+    output = max(largest_difference(found[key].cpu(), value) for key, value in expected.output.items())
+    tokens = greedy_tokens(model, inputs)
     if tokens is None or expected.tokens is None:
         return output, None if tokens is expected.tokens else False, cache
-    return output, torch.equal(tokens, expected.tokens), cache
+    return output, torch.equal(tokens.cpu(), expected.tokens), cache
 
 
 def largest_difference(found: Tensor, expected: Tensor) -> float:
@@ -174,14 +187,15 @@ def _gradient_error(expected: Mapping[str, Tensor | None], converted: nn.Module,
     for prefix, module in converted.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = expected[f"{prefix}.{name}" if prefix else name]
-            if full is None or parameter.grad is None:
-                worst = float("inf") if _is_nonzero(full) or _is_nonzero(parameter.grad) else worst
+            gradient = None if parameter.grad is None else parameter.grad.cpu()
+            if full is None or gradient is None:
+                worst = float("inf") if _is_nonzero(full) or _is_nonzero(gradient) else worst
                 continue
             placement = getattr(module, "placements", {}).get(name)
             shard = full if placement is None else take_shard(full, placement, axis.rank)
-            if not (parameter.grad.isfinite().all() and full.isfinite().all()):
+            if not (gradient.isfinite().all() and full.isfinite().all()):
                 return float("inf")
-            difference = float((parameter.grad - shard).abs().max()) if shard.numel() else 0.0
+            difference = float((gradient - shard).abs().max()) if shard.numel() else 0.0
             worst = max(worst, difference / max(float(full.abs().max()), floor, 1e-30))
     return worst
 

@@ -49,5 +49,7 @@ def backward_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     random.seed(3)
     outputs = float_tensors(model(**copy_inputs(inputs)))
     generator = torch.Generator().manual_seed(2)
-    weighted = [(value * torch.randn(value.shape, generator=generator)).sum() for value in outputs.values()]
+    weighted = [
+        (value * torch.randn(value.shape, generator=generator).to(value.device)).sum() for value in outputs.values()
+    ]
     torch.autograd.backward(torch.stack([value for value in weighted if value.requires_grad]).sum())

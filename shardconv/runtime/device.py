@@ -2,43 +2,45 @@
 
 import os
 from collections.abc import Callable, Iterable
-from itertools import cycle
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
-from shardconv.errors import RunError
-from shardconv.formatting import size
+from shardconv.distributed.devices import Device, device_module, device_types, local_device
+from shardconv.errors import RunError, UsageError
+from shardconv.formatting import counted, size
 from shardconv.plan.plan import TensorSpec
 
 Progress = Callable[[int, int], None]
 
-#: A device by name or as torch has it; None for the default.
-Device = torch.device | str | None
-
-#: Bytes of each of the two buffers for copies to a device.
-BUFFER_BYTES = 32 << 20
+#: Bytes that are copied to a device at once, between two calls of a progress function.
+PIECE_BYTES = 32 << 20
 
 
 def rank_device(device: Device) -> torch.device:
-    """Return the device of this rank: the given one, by default a GPU where there is one, else the CPU.
+    """Return the device of this rank: the given one, by default an accelerator where there is one, else the CPU.
+
+    Without an index, it is :func:`~shardconv.distributed.devices.local_device`. Ranks can share a device if gloo
+    supports its tensors, as those of CUDA.
 
     Raises:
-        RunError: if it does not exist.
+        UsageError: if it does not exist, or ranks cannot use or share it.
     """
-    count = torch.cuda.device_count()
-    found = torch.device(("cuda" if count else "cpu") if device is None else device)
-    if found.type == "cuda":
-        if not count:
-            raise RunError("no CUDA device found: use --device cpu")
-        found = torch.device(
-            "cuda", int(os.environ.get("LOCAL_RANK", "0")) % count if found.index is None else found.index
-        )
-        if found.index >= count:
-            raise RunError(f"device {found} does not exist (found {count} CUDA devices)")
-    return found
+    counts = device_types()
+    requested = next(iter(counts)) if device is None else str(device)
+    device_type, _, index = requested.partition(":")
+    if device_type not in counts:
+        raise UsageError(f"device {requested} cannot be used here (expected {' or '.join(counts)}): use --device cpu")
+    count = counts[device_type]
+    found = counted(count, f"{device_type} device")
+    if index and (not index.isdecimal() or int(index) >= count):
+        raise UsageError(f"device {requested} does not exist (found {found}): use --device {device_type}")
+    if device_type not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
+        raise UsageError(f"{ranks} ranks cannot share {found}: use --tp {count}, or --device cpu")
+    return torch.device(requested) if index else local_device(device_type)
 
 
 def check_room(
@@ -68,9 +70,9 @@ def check_room(
     """
     tensors = list(tensors)
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if device.type == "cuda":
-        sharing, (free, _) = -(-ranks // torch.cuda.device_count()), torch.cuda.mem_get_info(device)
+    ranks = _local_ranks()
+    if (module := device_module(device)) is not None:
+        sharing, (free, _) = -(-ranks // torch.accelerator.device_count()), module.mem_get_info(device)
         _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
     converted = sum(num_bytes(tensor, dtype) for tensor in tensors if _is_converted(tensor, dtype))
     in_memory = fetched + max(copied, converted)
@@ -79,6 +81,11 @@ def check_room(
     if fetched:
         remedy += ", or copy the checkpoint to a disk of this host, where its files are mapped into memory"
     _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
+
+
+def _local_ranks() -> int:
+    """Number of ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:
@@ -122,8 +129,6 @@ def num_bytes(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None = None)
 def move(module: nn.Module, device: torch.device, progress: Progress | None = None) -> None:
     """Move all values to a device, in place: parameters keep their identity, and tied parameters stay tied.
 
-    Values are copied through two pinned buffers: one is filled while the other is copied to the device.
-
     Args:
         module: a module with values on the CPU.
         device: the device.
@@ -131,28 +136,17 @@ def move(module: nn.Module, device: torch.device, progress: Progress | None = No
     """
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    is_cuda = device.type == "cuda"
-    buffers = [torch.empty(min(BUFFER_BYTES, total), dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
-    turns = cycle([(buffer, torch.cuda.Event() if is_cuda else None) for buffer in buffers])
     for tensor in tensors.values():
         moved = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        target, values = _as_bytes(moved), _as_bytes(tensor.detach().contiguous())
-        for start in range(0, len(values), BUFFER_BYTES):
-            buffer, is_free = next(turns)
-            if is_free is not None:
-                is_free.synchronize()
-            piece = values[start : start + BUFFER_BYTES]
-            buffer[: len(piece)].copy_(piece)
-            target[start : start + len(piece)].copy_(buffer[: len(piece)], non_blocking=True)
-            if is_free is not None:
-                is_free.record(torch.cuda.current_stream(device))
-            done += len(piece)
+        pieces = zip(_pieces(moved), _pieces(tensor.detach().contiguous()), strict=True)
+        for target, values in pieces:
+            target.copy_(values)
+            done += len(values)
             if progress is not None:
                 progress(done, total)
         tensor.data = moved.detach()
-    if is_cuda:
-        torch.cuda.synchronize(device)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of the bytes of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)

@@ -14,11 +14,11 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before init_process_group: it keeps the default group of its import
+import torch.distributed.nn  # noqa: F401 - before init_process_group: it keeps the default group of its import
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
+from shardconv.distributed.devices import backends_for
 from shardconv.errors import RunError, UsageError
 from shardconv.parent import PARENT
 from shardconv.rank_failures import RENDEZVOUS, read_failures
@@ -116,8 +116,7 @@ def join() -> None:
     if rendezvous is None:
         return
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= ranks else "gloo"  # nccl needs a device per rank
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks)
+    dist.init_process_group(backends_for(ranks), init_method=rendezvous, rank=rank, world_size=ranks)
 
 
 def leave() -> None:

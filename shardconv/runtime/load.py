@@ -28,6 +28,7 @@ from shardconv.checkpoint.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
+from shardconv.distributed.devices import Device
 from shardconv.errors import PlanWarning
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
@@ -38,7 +39,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter
 from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.caller_module import build_by_caller, check_builder
-from shardconv.runtime.device import Device, as_torch_dtype, check_room, move, num_bytes
+from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
@@ -72,7 +73,8 @@ def load(
         path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder; or the
             URL of one. Each rank plans a source as :func:`~shardconv.split` does.
         tp: tensor parallel size, the number of ranks; required for a source.
-        device: the device of the model; by default a GPU of this rank where there is one, else the CPU.
+        device: the device of the model; by default an accelerator (CUDA or XPU) where there is one, else the CPU.
+            Without an index, each rank of a host gets the device with its local rank as the index.
         dtype: dtype of floating-point values, of torch or "bf16", "fp16" or "fp32"; by default as they are stored.
         model: a class, or a function without arguments, that builds the module on the meta device; its parameters have
             the names of the checkpoint. Buffers that are not stored have the values that it gives them. By default the
@@ -102,7 +104,7 @@ def load(
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
         PlanError: if no plan of the source is known to be correct; on all ranks.
         UsageError: if ``options`` are given for a split checkpoint, or another ``tp``, or the dtype is unknown, or
-            ``model`` is a module; on all ranks.
+            ``model`` is a module, or ranks cannot use the device; on all ranks.
 
     Warns:
         PlanWarning: if the plan is based on assumptions, or on rules of a plan file, or if the forward of a module of

@@ -11,10 +11,11 @@ from shardconv.checkpoint.loadable import Loadable
 from shardconv.checkpoint.manifest import Manifest
 from shardconv.checkpoint.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
 from shardconv.errors import PlanError, WorldSizeError
 from shardconv.runtime.agreement import attempt, check_same, run_on_all
-from shardconv.runtime.device import Device, rank_device
+from shardconv.runtime.device import rank_device
 from shardconv.runtime.versions import versions
 
 

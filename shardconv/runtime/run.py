@@ -17,6 +17,7 @@ from shardconv.checkpoint.copy import Progress
 from shardconv.checkpoint.loadable import Loadable, open_loadable
 from shardconv.checkpoint.verify import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
+from shardconv.distributed.devices import device_module
 from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
@@ -233,8 +234,8 @@ def _parameter_bytes(model: ConvertedModel) -> int:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes of this process, or of its GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return the peak memory in bytes of this process, or on its accelerator."""
+    if (module := device_module(device)) is not None:
+        return int(module.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -14,7 +14,7 @@ class RunOptions:
         max_new_tokens: maximum number of tokens to generate per prompt.
         temperature: 0 for greedy decoding, else the divisor of the logits of sampled tokens.
         seed: seed of sampled tokens.
-        device: ``cpu`` or ``cuda``; None for cuda where available.
+        device: such as ``cpu`` or ``cuda``; None for the accelerator where there is one.
         chat: apply the model's chat template to the prompts.
         check: an unsharded checkpoint to compare with, in float32; None for no comparison.
         dtype: dtype of the model, such as ``bf16``; None as it is stored.
@@ -57,7 +57,7 @@ class RunReport:
         outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.
         load_seconds: time to load the model.
         load_bytes: size of the rank's file, or of the one that a split of the source would have.
-        memory_bytes: peak memory of each rank; of the device if it is a GPU.
+        memory_bytes: peak memory of each rank; on the device if it is an accelerator.
         dequantized_bytes: size of this rank's tensors after quantized layers are dequantized; None if none are.
         first_token_seconds: time from the prompt to the first token; None if nothing is generated.
         tokens_per_second: tokens of all prompts per second, after the first token; None if nothing is generated.

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
+from shardconv.distributed.devices import device_module, device_types, local_device
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
 
 #: Tensor sizes to time, in bytes. After a size that takes longer than ``_MAX_SECONDS``, larger ones are skipped.
@@ -47,7 +48,7 @@ class LinkReport:
     Attributes:
         num_ranks: number of ranks.
         backend: backend of torch.distributed.
-        device: device type of the tensors, ``cpu`` or ``cuda``.
+        device: device type of the tensors, such as ``cpu`` or ``cuda``.
         link: link that fits the timings best.
         timings: one timing per size.
     """
@@ -62,8 +63,8 @@ class LinkReport:
 def measure_link(group: GroupLike = None, *, sizes: Sequence[int] = SIZES) -> LinkReport:
     """Time all-reduces of several sizes and fit a link to them.
 
-    All ranks call it and get the same result. Uses :func:`torch.distributed.all_reduce` on the GPU of the rank if there
-    is one and the group has a backend for it, else on the CPU.
+    All ranks call it and get the same result. Uses :func:`torch.distributed.all_reduce` on the accelerator of the rank
+    if there is one and the group has a backend for it, else on the CPU.
 
     Args:
         group: see :func:`~shardconv.distributed.as_axis`.
@@ -77,9 +78,7 @@ def measure_link(group: GroupLike = None, *, sizes: Sequence[int] = SIZES) -> Li
     if axis.size < 2 or len(sizes) < 2:
         raise ValueError(f"got {axis.size} ranks and {len(sizes)} sizes, expected at least 2 of each to fit a link")
     backends = dict(entry.split(":") for entry in dist.get_backend_config(axis.group).split(","))
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and "cuda" in backends:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = local_device(next(each for each in (*device_types(), *backends) if each in backends))
     measured: dict[int, float] = {}
     for size in sizes:
         measured[size] = _median_seconds(torch.zeros(size // 4, device=device), axis)
@@ -110,8 +109,8 @@ def _timed_all_reduce(tensor: torch.Tensor, axis: Axis) -> float:
     dist.barrier(axis.group)
     start = time.perf_counter()
     dist.all_reduce(tensor, group=axis.group)
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    if (module := device_module(tensor.device)) is not None:
+        module.synchronize(tensor.device)
     return time.perf_counter() - start
 
 

@@ -25,7 +25,17 @@ from tests.support.ranks import ranks_in
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools import torchvision as vision
 from tools.model_matrix.table import unexplained
-from tools.model_matrix.trial import REASONS, Row, check, model_class, small, try_type, worst
+from tools.model_matrix.trial import (
+    NOT_ON_DEVICES,
+    REASONS,
+    Row,
+    check,
+    check_disguised,
+    model_class,
+    small,
+    try_type,
+    worst,
+)
 
 pytestmark = MATRIX
 
@@ -46,6 +56,14 @@ TRIED = [model_type for name in family_names() if name != NAMES_FAMILY for model
 def test_types_of_every_family_are_right(ranks, tmp_path, model_type):
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
     assert row.verdicts == ("right",), row
+
+
+@pytest.mark.parametrize("model_type", TRIED[::4])
+def test_types_do_not_mix_devices(ranks, tmp_path, model_type):
+    """Forward and backward on a disguised CPU, where tensors of two devices are an error."""
+    kind = KIND_OF[model_type]
+    row = try_type(ranks, tmp_path, kind, model_type, [2], at_default_size=False, checking=check_disguised)
+    assert row.is_right != (model_type in NOT_ON_DEVICES), row
 
 
 def test_models_are_right_on_eight_ranks(tmp_path):

@@ -1,5 +1,6 @@
 """Devices: which exist, which have room for a model, and copies of values to them."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 
 from shardconv.checkpoint.header import build_header
-from shardconv.errors import RunError
+from shardconv.distributed.devices import backends_for
+from shardconv.errors import RunError, UsageError
 from shardconv.runtime import device
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -30,9 +32,9 @@ class Moved(NamedTuple):
     progress: list[tuple[int, int]]
 
 
-@pytest.fixture(params=[1, 7, 64, 1 << 20], ids="buffer of {} bytes".format)
+@pytest.fixture(params=[1, 7, 64, 1 << 20], ids="{} bytes at once".format)
 def moved(request, monkeypatch):
-    monkeypatch.setattr(device, "BUFFER_BYTES", request.param)
+    monkeypatch.setattr(device, "PIECE_BYTES", request.param)
     model, progress = tied_model(), []
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items() if tensor.numel()}
     parameters = list(model.parameters())
@@ -62,28 +64,85 @@ def test_progress_increases_to_the_bytes_of_the_model(moved):
     assert moved.progress == sorted(moved.progress)
 
 
-@pytest.mark.parametrize(
-    ("count", "requested", "expected"),
-    [(0, None, CPU), (2, None, torch.device("cuda", 1)), (2, "cuda:0", CUDA)],
-    ids=["CPU without CUDA", "by LOCAL_RANK", "requested"],
-)
-def test_device_of_a_rank(monkeypatch, count, requested, expected):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert device.rank_device(requested) == expected
+@pytest.fixture
+def found(monkeypatch):
+    """Let torch find a number of accelerators of a type."""
+
+    def find(kind, count, free=10**9):
+        module = SimpleNamespace(mem_get_info=lambda _: (free, 10**9))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+
+    return find
 
 
 @pytest.mark.parametrize(
-    ("count", "requested", "message"),
+    ("kind", "count", "requested", "expected"),
     [
-        (0, "cuda", 'no CUDA device found: use device="cpu"'),
-        (2, "cuda:2", r"device cuda:2 does not exist \(found 2 CUDA devices\)"),
+        ("cuda", 0, None, "cpu"),
+        ("cuda", 2, None, "cuda:1"),
+        ("cuda", 2, "cuda", "cuda:1"),
+        ("cuda", 2, "cuda:0", "cuda:0"),
+        ("cuda", 2, torch.device("cuda", 0), "cuda:0"),
+        ("xpu", 4, None, "xpu:3"),
+        ("xpu", 8, torch.device("xpu"), "xpu:3"),
+        ("xpu", 8, "cpu", "cpu"),
+        ("mps", 1, None, "cpu"),
     ],
 )
-def test_missing_devices_are_errors(monkeypatch, count, requested, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    with pytest.raises(RunError, match=message):
+def test_device_of_local_rank_3(monkeypatch, found, kind, count, requested, expected):
+    """Where there is an accelerator whose tensors torch sends between ranks, the one with the local rank as index."""
+    found(kind, count)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device.rank_device(requested) == torch.device(expected)
+
+
+def test_device_of_a_rank_without_a_launcher(monkeypatch, found):
+    """The current one, which the caller has chosen."""
+    found("xpu", 8)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
+    assert device.rank_device("xpu") == torch.device("xpu", 5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "requested", "message"),
+    [
+        ("cuda", 0, "cuda", r'device cuda cannot be used here \(expected cpu\): use device="cpu"'),
+        ("cuda", 2, "xpu:1", r'device xpu:1 cannot be used here \(expected cuda or cpu\): use device="cpu"'),
+        ("cuda", 2, "meta", r"device meta cannot be used here \(expected cuda or cpu\)"),
+        ("cuda", 2, "a gpu", r"device a gpu cannot be used here"),
+        ("mps", 1, "mps", r"device mps cannot be used here \(expected cpu\)"),
+        ("cuda", 2, "cuda:2", r'device cuda:2 does not exist \(found 2 cuda devices\): use device="cuda"'),
+        ("xpu", 1, "xpu:-1", r'device xpu:-1 does not exist \(found 1 xpu device\): use device="xpu"'),
+    ],
+)
+def test_devices_that_cannot_be_used(found, kind, count, requested, message):
+    found(kind, count)
+    with pytest.raises(UsageError, match=message):
         device.rank_device(requested)
+
+
+def test_ranks_that_share_devices(monkeypatch, found):
+    """Gloo, which does not need a device per rank, supports tensors of CUDA, and not those of XPU."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    found("cuda", 2)
+    assert device.rank_device(None).type == "cuda"
+    found("xpu", 2)
+    with pytest.raises(UsageError, match=r'4 ranks cannot share 2 xpu devices: use tp=2, or device="cpu"'):
+        device.rank_device(None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "expected"),
+    [("cuda", 2, "cpu:gloo,cuda:nccl"), ("xpu", 3, "cpu:gloo,xpu:xccl"), ("cuda", 1, "gloo"), ("mps", 8, "gloo")],
+)
+def test_backends_of_two_ranks(found, kind, count, expected):
+    """Those that torch names, if there is a device for each rank."""
+    found(kind, count)
+    assert backends_for(2) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,11 +156,10 @@ def test_missing_devices_are_errors(monkeypatch, count, requested, message):
         (torch.float32, 1, 436, True),
     ],
 )
-def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
+def test_room_on_a_device(monkeypatch, found, dtype, ranks, free, fits):
     """100 values of two bytes and 9 of four, which keep their dtype; ranks that share a device share its room."""
     header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 10**9))
+    found("cuda", 2, free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
         device.check_room(CUDA, header.tensors.values(), dtype, 4)
@@ -135,11 +193,10 @@ def test_room_on_a_device(monkeypatch, dtype, ranks, free, fits):
         "converted on the way to a GPU",
     ],
 )
-def test_room_in_memory(monkeypatch, device_type, dtype, ranks, copied, fetched, needed):
+def test_room_in_memory(monkeypatch, found, device_type, dtype, ranks, copied, fetched, needed):
     """Of all ranks of the host: files that are fetched, and values that are copied or converted."""
     header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**9))
+    found("cuda", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     arguments = (torch.device(device_type, 0), header.tensors.values(), dtype, 4)
     monkeypatch.setattr(device.os, "sysconf", lambda name: needed if name == "SC_PAGE_SIZE" else 1)

@@ -811,10 +811,13 @@ def test_folder_that_is_not_a_split_checkpoint(tmp_path):
     assert (result.code, "is not a split checkpoint" in result.err) == (1, True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_missing_device(split):
-    result = call("run", split, "--prompt", PROMPT, "--device", "cuda")
-    assert (result.code, result.err) == (1, "shardconv: no CUDA device found: use --device cpu\n")
+@pytest.mark.parametrize("device", ["mps", "meta", "hpu", "gpu"])
+def test_device_that_ranks_cannot_use(split, device):
+    """The same error of run and of load."""
+    result = call("run", split, "--prompt", PROMPT, "--device", device)
+    with pytest.raises(UsageError) as caught:
+        shardconv.load(DEMO, tp=1, device=device)
+    assert (result.code, result.err.replace("--device cpu", 'device="cpu"')) == (2, f"shardconv: {caught.value}\n")
 
 
 #: A rank that imports transformers after torch.distributed is initialized, and prints the remaining threads of gloo.

@@ -105,6 +105,7 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
     import torch.distributed as dist  # noqa: PLC0415
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
+    from tests.support.disguised import on_device  # noqa: PLC0415
     from tests.support.listing import list_here  # noqa: PLC0415
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -125,10 +126,11 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
         except EOFError:
             return
         try:
-            torch.manual_seed(0)
             check: Any = importlib.import_module(module)
             for part in name.split("."):
                 check = getattr(check, part)
-            pipe.send((True, check(axes[layout], *arguments)))
+            with on_device():
+                torch.manual_seed(0)
+                pipe.send((True, check(axes[layout], *arguments)))
         except BaseException:  # noqa: BLE001 - the test reports it
             pipe.send((False, traceback.format_exc()))

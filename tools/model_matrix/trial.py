@@ -29,6 +29,7 @@ from shardconv.proof.prove import PROOF_TPS
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.proof.small_models import REFERENCE
+from tests.support.disguised import NAME, disguised
 from tools.model_matrix.attention import attention_kinds
 
 LAYOUTS = {2: "pair", 4: "four", 8: "eight"}
@@ -81,6 +82,10 @@ _NOT_TRAINED = {
     "requires training sequences as long as its axial position table": ("reformer",),
 }  # fmt: skip
 NOT_TRAINED = {model_type: reason for reason, types in _NOT_TRAINED.items() for model_type in types}
+
+#: Reason to the types that do not run on a disguised CPU.
+_NOT_ON_DEVICES: dict[str, tuple[str, ...]] = {}
+NOT_ON_DEVICES = {model_type: reason for reason, types in _NOT_ON_DEVICES.items() for model_type in types}
 
 
 @dataclass(frozen=True)
@@ -163,16 +168,22 @@ def default_sharded(architecture: Any) -> float | None:
         return None
 
 
-def check(axis: Any, kind: str, source: Path, place: Path, request: PlanRequest, reference: Path) -> Comparison | str:
+def check(axis: Any, kind: str, *arguments: Any) -> Comparison | str:
     """Compare on one rank; returns the comparison, or the error as text."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
-        return compare(axis, getattr(transformers, kind), source, place, request, reference)
+        return compare(axis, getattr(transformers, kind), *arguments)
     except Exception as error:  # noqa: BLE001 - the table reports it
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
+
+
+def check_disguised(axis: Any, *arguments: Any) -> Comparison | str:
+    """:func:`check` on a disguised CPU, where tensors of different devices are an error."""
+    with disguised():
+        return check(axis, *arguments, NAME)
 
 
 def worst(found: list[Any]) -> Comparison | str:
@@ -186,9 +197,26 @@ def worst(found: list[Any]) -> Comparison | str:
 
 
 def try_type(
-    run: Any, home: Path, kind: str, model_type: str, tps: Iterable[int] = PROOF_TPS, *, at_default_size: bool = True
+    run: Any,
+    home: Path,
+    kind: str,
+    model_type: str,
+    tps: Iterable[int] = PROOF_TPS,
+    *,
+    at_default_size: bool = True,
+    checking: Any = check,
 ) -> Row:
-    """Try one type; ``at_default_size=False`` measures the sharded fraction on the small model, which is faster."""
+    """Try one type.
+
+    Args:
+        run: calls a check on ranks.
+        home: folder for checkpoints.
+        kind: a key of KINDS.
+        model_type: the type.
+        tps: tensor parallel sizes.
+        at_default_size: measure the sharded fraction on a model of default size; else on the small one, faster.
+        checking: :func:`check` or :func:`check_disguised`.
+    """
     source = home / "source"
     shutil.rmtree(source, ignore_errors=True)
     try:
@@ -223,7 +251,7 @@ def try_type(
             sharded = sharded_fraction(opened.specs, resolver.plan(tp))
             notes.append("measured on the small model")
         try:
-            found = worst(run(LAYOUTS[tp], check, type(model).__name__, source, place, PlanRequest(), reference))
+            found = worst(run(LAYOUTS[tp], checking, type(model).__name__, source, place, PlanRequest(), reference))
         except AssertionError as error:
             found = str(error)[-200:].replace("\n", " ")
         if isinstance(found, str):

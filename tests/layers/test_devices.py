@@ -1,0 +1,167 @@
+"""Layers, loss, dropout, LoRA, loading and generation on an accelerator, on two ranks with gloo, which may share it.
+
+On a machine without one, the accelerator is a disguised CPU: see support/disguised.py.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everywhere
+from torch import nn
+
+import shardconv
+from shardconv.convert import convert_parallel_embedding, convert_parallel_linear, gather_state_dict
+from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelEmbedding, RowParallelLinear
+from shardconv.layers.dropout import check_seeds, share_seeds
+from shardconv.layers.functional import parallel_cross_entropy
+from tests.support.adapters import write_adapter
+from tests.support.disguised import NAME, disguised
+from tests.support.models import MODELS
+
+#: Chosen here, as :func:`disguised` adds an accelerator to the ranks.
+DEVICE = str(torch.accelerator.current_accelerator(check_available=True) or NAME)
+
+#: Rounding errors of sums over ranks in float64.
+NEAR = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def check_pair(axis):
+    torch.manual_seed(1)
+    column = ColumnParallelLinear(16, 32, dtype=torch.float64, device=DEVICE, group=axis)
+    row = RowParallelLinear(32, 16, dtype=torch.float64, device=DEVICE, group=axis)
+    torch.manual_seed(1)
+    first = nn.Linear(16, 32, dtype=torch.float64, device=DEVICE)
+    second = nn.Linear(32, 16, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(column.master_weight, first.weight)
+    assert torch.equal(row.master_weight, second.weight)
+    x = torch.randn(5, 16, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    mine = x.detach().clone().requires_grad_()
+    expected, found = second(F.gelu(first(x))), row(F.gelu(column(mine)))
+    torch.testing.assert_close(found, expected, **NEAR)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(mine.grad, x.grad, **NEAR)
+    torch.testing.assert_close(row.weight.grad, second.weight.grad.chunk(axis.size, 1)[axis.rank], **NEAR)
+
+
+def check_embedding_and_loss(axis):
+    torch.manual_seed(2)
+    table = nn.Embedding(21, 8, padding_idx=3, dtype=torch.float64, device=DEVICE)
+    torch.manual_seed(2)
+    split = ParallelEmbedding(21, 8, 3, dim=0, dtype=torch.float64, device=DEVICE, group=axis)
+    assert torch.equal(split.master_weight, table.weight)
+    ids = torch.tensor([0, 3, 20, 20], device=DEVICE)
+    assert torch.equal(split(ids), table(ids))
+    logits = torch.randn(6, 8 * axis.size, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    target = torch.arange(6, device=DEVICE)
+    mine = logits.detach().chunk(axis.size, 1)[axis.rank].clone().requires_grad_()
+    expected = F.cross_entropy(logits, target, label_smoothing=0.1)
+    found = parallel_cross_entropy(mine, target, label_smoothing=0.1, num_classes=8 * axis.size, group=axis)
+    torch.testing.assert_close(found, expected, **NEAR)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(mine.grad, logits.grad.chunk(axis.size, 1)[axis.rank], **NEAR)
+
+
+def check_conversion_and_dropout(axis):
+    unsharded = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().to(DEVICE)
+    expected = unsharded(torch.arange(20, device=DEVICE))
+    state = {name: tensor.clone() for name, tensor in unsharded.state_dict().items()}
+    convert_parallel_embedding(unsharded, 0, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[1]]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([unsharded[3]]), 0, group=axis)
+    torch.testing.assert_close(unsharded(torch.arange(20, device=DEVICE)), expected, **NEAR)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(unsharded).items())
+    dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
+    assert set(dropout(torch.ones(64, 64, device=DEVICE)).unique().tolist()) == {0.0, 2.0}
+
+
+def check_dropout(axis):
+    """Masks are the same for replicated tensors and differ for sharded ones, if random states of the device agree."""
+    module, place = torch.get_device_module(DEVICE), torch.device(DEVICE)
+    torch.manual_seed(3)
+    torch.rand(axis.rank + 1, device=place)
+    assert len({bytes(state.tolist()) for state in everyones(axis, torch.get_rng_state())}) == 1
+    x = torch.ones(64, 64, device=place)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        ParallelDropout(0.5, group=axis)(x)
+    share_seeds(axis, place)
+    check_seeds(axis, place)
+    assert len({bytes(state.tolist()) for state in everyones(axis, module.get_rng_state())}) == 1
+    for is_parallel in (False, True):
+        mask = ParallelDropout(0.5, input_is_parallel=is_parallel, group=axis)(x)
+        assert set(mask.unique().tolist()) == {0.0, 2.0}
+        parts = everyones(axis, mask.cpu())
+        assert torch.equal(parts[0], parts[1]) != is_parallel
+
+
+def everyones(axis, tensor):
+    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(parts, tensor, group=axis.group)
+    return parts
+
+
+def on_device(axis, name, *arguments):
+    """Run a check of this module on the device; it raises where tensors of devices are mixed."""
+    with disguised() if DEVICE == NAME else nullcontext():
+        globals()[name](axis, *arguments)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_pair, check_embedding_and_loss, check_conversion_and_dropout, check_dropout],
+    ids=lambda f: f.__name__,
+)
+def test_layers(ranks, check):
+    ranks("pair", on_device, check.__name__)
+
+
+def check_load(axis, split, adapter):
+    """Logits, generated tokens, and gradients of the adapter."""
+    on_cpu, model = (shardconv.load(split, device=device, adapter=adapter, group=axis) for device in ("cpu", DEVICE))
+    assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {DEVICE}
+    ids = torch.arange(12)[None] + 3
+    results = []
+    for each, given in ((on_cpu, ids), (model, ids.to(DEVICE))):
+        logits = each(given).logits
+        logits.square().sum().backward()
+        tokens = each.generate(given, max_new_tokens=8, do_sample=False)
+        gradients = {name: value.grad.cpu() for name, value in each.named_parameters() if value.grad is not None}
+        results.append((logits.detach().cpu(), tokens.cpu(), gradients))
+    (expected, tokens, gradients), found = results
+    assert torch.equal(found[1], tokens)
+    assert found[2].keys() == gradients.keys()
+    pairs = [(found[0], expected), *((found[2][name], value) for name, value in gradients.items())]
+    for mine, other in pairs:  # other kernels
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("settings", [None, {"target_modules": "all-linear"}], ids=["alone", "with LoRA"])
+def test_loaded_model(ranks, tmp_path, settings):
+    source, adapter = MODELS["llama"].write(tmp_path / "source"), None
+    if settings is not None:
+        adapter = write_adapter(tmp_path / "adapter", source, **settings)
+    shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter] if adapter else [])
+    ranks("pair", on_device, "check_load", tmp_path / "split", adapter and "adapter")
+
+
+def check_disguise(axis):
+    """What the disguised CPU detects, so that the other tests can fail."""
+    x, cpu = torch.ones(2, 3, device=NAME, requires_grad=True), torch.ones(3)
+    for mix in (lambda: x * cpu, lambda: torch.cat([x[0], cpu]), lambda: nn.functional.linear(x, torch.ones(2, 3))):
+        with pytest.raises(RuntimeError, match=f"gets tensors of the CPU and of {NAME}"):
+            mix()
+    assert (x * cpu.sum()).tolist() == [[3.0] * 3] * 2  # a number, as on other accelerators
+    with disguised() as operators:
+        x.cpu().to(NAME)
+    assert operators.copies == {"aten::_to_copy": 2}
+    with pytest.raises(RuntimeError):
+        x.detach().numpy()
+    assert torch.accelerator.current_accelerator() == torch.device(NAME)
+
+
+@pytest.mark.skipif(DEVICE != NAME, reason="there is an accelerator")
+def test_disguise(ranks):
+    ranks("pair", on_device, "check_disguise")
