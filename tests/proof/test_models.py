@@ -20,12 +20,12 @@ from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.small_models import REFERENCE
 from tests.support.matrix import MATRIX
-from tests.support.models import MODELS
+from tests.support.models import MODELS, model_class
 from tests.support.ranks import ranks_in
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools import torchvision as vision
 from tools.model_matrix.table import unexplained
-from tools.model_matrix.trial import REASONS, Row, check, model_class, small, try_type, worst
+from tools.model_matrix.trial import REASONS, Row, check, small, try_type, worst
 
 pytestmark = MATRIX
 
