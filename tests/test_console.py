@@ -64,7 +64,7 @@ def test_what_a_library_writes_to_stdout_of_a_rank_is_not_in_its_result():
         found = subprocess.run(
             [sys.executable, "-c", code, "--version"],
             env={name: value for name, value in ENVIRONMENT.items() if name != "RANK"} | environment,
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         assert found.stdout.replace(f"shardconv {__version__}\n", "") == out
         assert found.stderr == err

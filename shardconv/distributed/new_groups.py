@@ -6,7 +6,6 @@ Only the members take part; torch's default functions involve all processes.
 import math
 import os
 from collections.abc import Sequence
-from inspect import signature
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,24 +23,17 @@ _group_cache: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Pr
 def new_members_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Create a process group. Its members call this; other processes must not.
 
-    Uses :func:`torch.distributed.new_group` with ``use_local_synchronization=True``, and with ``sort_ranks=False`` for
-    another order than ascending: the rank of a process in the group is its position in ``ranks``.
+    Uses :func:`torch.distributed.new_group` with ``use_local_synchronization=True`` and ``sort_ranks=False``: the rank
+    of a process in the group is its position in ``ranks``.
 
     Args:
         ranks: global ranks of the members, in the order of the group.
         backend: torch's name of the backend; None for that of the world.
-
-    Raises:
-        ValueError: if the ranks are not in ascending order, and torch can only create groups in that order.
     """
-    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    if not order.keys() <= signature(dist.new_group).parameters.keys():
-        raise ValueError(
-            f"ranks={list(ranks)} is not in ascending order, and torch {torch.__version__} creates groups in ascending "
-            f"order only: pass the ranks in ascending order, or install torch 2.12 or later"
-        )
     _align_group_counts(ranks)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **order)
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), backend=backend, use_local_synchronization=True, sort_ranks=False
+    )
     return group
 
 
