@@ -1,16 +1,12 @@
 """Text of a checkpoint is printed as it is, except for characters that would control the terminal."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 
-from shardconv import __version__
 from shardconv.console import Console, show_error
 from shardconv.errors import SourceError
-from tests.support.command import ENVIRONMENT
 
 HOSTILE = "a\x1b[2Jb\u202ec\x9bd\u2028e"
 ESCAPED = r"a\u{1b}[2Jb\u{202e}c\u{9b}d\u{2028}e"
@@ -55,16 +51,3 @@ def test_json_has_the_text_itself(capsys):
 def test_redirected_document_is_not_changed(capsys):
     Console(as_json=False, quiet=False).document("a\u202eb\n", json.loads)
     assert capsys.readouterr().out == "a\u202eb\n"
-
-
-def test_what_a_library_writes_to_stdout_of_a_rank_is_not_in_its_result():
-    """A rank's stdout is a new descriptor, and what libraries know as stdout is stderr: gloo and NCCL print there."""
-    code = "import os, shardconv.cli as cli; cli.ignore_signals = lambda: os.write(1, b'library'); cli.main()"
-    for environment, out, err in (({"RANK": "0"}, "", "library"), ({}, "library", "")):
-        found = subprocess.run(
-            [sys.executable, "-c", code, "--version"],
-            env={name: value for name, value in ENVIRONMENT.items() if name != "RANK"} | environment,
-            capture_output=True, text=True, timeout=60, check=True,
-        )  # fmt: skip
-        assert found.stdout.replace(f"shardconv {__version__}\n", "") == out
-        assert found.stderr == err

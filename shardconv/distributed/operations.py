@@ -136,8 +136,9 @@ def _no_gradient(_: Tensor) -> Tensor:
 
 
 def _all_reduce(input: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if op in _LOCAL_REDUCTIONS and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
-        return _LOCAL_REDUCTIONS[op](gathered).to(input.dtype)
+    local = None if torch.compiler.is_compiling() else _LOCAL_REDUCTIONS.get(op)  # torch 2.12 cannot trace a hash of it
+    if local is not None and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
+        return local(gathered).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=op, group=axis.group)
     return output
