@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis
+from shardconv.distributed.operations import ALL_GATHER, REDUCE_SCATTER
 
 Box = tuple[slice, ...]
 
@@ -116,7 +117,7 @@ def _gather(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
     length = math.prod(grid.block_shape(0))
     chunks = block.new_empty(axis.size * length)
-    dist.all_gather_single(chunks, _flat_padded(block, length), group=axis.group)
+    getattr(dist, ALL_GATHER)(chunks, _flat_padded(block, length), group=axis.group)
     full = block.new_empty(grid.shape)
     for box, chunk in zip(boxes, chunks.view(axis.size, length), strict=True):
         shape = _shape(box)
@@ -128,9 +129,8 @@ def _reduce_scatter(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
     length, shape = math.prod(grid.block_shape(0)), grid.block_shape(axis.rank)
     total = summand.new_empty(length)
-    dist.reduce_scatter_single(
-        total, torch.cat([_flat_padded(summand[box], length) for box in boxes]), group=axis.group
-    )
+    blocks = torch.cat([_flat_padded(summand[box], length) for box in boxes])
+    getattr(dist, REDUCE_SCATTER)(total, blocks, group=axis.group)
     return total[: math.prod(shape)].view(shape).clone()
 
 

@@ -25,6 +25,12 @@ from torch import Tensor
 from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis, GroupLike, as_axis
 
+#: torch's names of the collectives whose input and output are one tensor each. Since 2.13, the older names warn.
+ALL_GATHER, REDUCE_SCATTER = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 _SUM = dist.ReduceOp.SUM
 #: Local reductions over dim 0 of the gathered tensors, for the shared-memory channel.
 _LOCAL_REDUCTIONS = {
@@ -72,7 +78,7 @@ def reduce_from_tp(
     axis = as_axis(group)
     if axis.size == 1:
         return input
-    gradient = partial(copy_to_tp, group=axis) if op == _SUM else _no_gradient
+    gradient = partial(copy_to_tp, group=axis) if op is _SUM else _no_gradient
     return with_gradient(input, partial(_all_reduce, axis=axis, op=op), gradient)
 
 
@@ -130,8 +136,9 @@ def _no_gradient(_: Tensor) -> Tensor:
 
 
 def _all_reduce(input: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if op in _LOCAL_REDUCTIONS and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
-        return _LOCAL_REDUCTIONS[op](gathered).to(input.dtype)
+    local = None if torch.compiler.is_compiling() else _LOCAL_REDUCTIONS.get(op)  # torch 2.12 cannot trace a hash of it
+    if local is not None and (gathered := _gather_in_memory(input, axis, str(op))) is not None:
+        return local(gathered).to(input.dtype)
     output = input.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, op=op, group=axis.group)
     return output
@@ -147,5 +154,5 @@ def _all_gather(input: Tensor, axis: Axis, dim: int) -> Tensor:
     if (gathered := _gather_in_memory(input, axis, "gather")) is not None:
         return torch.cat(gathered.unbind(), dim)
     chunks = input.new_empty(axis.size * input.numel())
-    dist.all_gather_single(chunks, input.contiguous().view(-1), group=axis.group)
+    getattr(dist, ALL_GATHER)(chunks, input.contiguous().view(-1), group=axis.group)
     return chunks.view(axis.size, *input.shape).movedim(0, dim).flatten(dim, dim + 1).contiguous()

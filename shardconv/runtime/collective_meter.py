@@ -60,6 +60,8 @@ class CountingGroup(dist.ProcessGroup):
         """Count an all-gather; leave the output as it is."""
         self._count("all_gather", output)
 
+    _allgather_base = all_gather_single  # what torch.distributed calls before torch 2.13
+
 
 def _refused(name: str) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:

@@ -34,8 +34,9 @@ from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import cases
+from tests.support.models import model_class
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
-from tools.model_matrix.trial import model_class, small
+from tools.model_matrix.trial import small
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -24,7 +24,8 @@ from shardconv.hf.inputs import example_inputs
 from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
 from tests.support.matrix import MATRIX, cases
-from tools.model_matrix.trial import model_class, small
+from tests.support.models import model_class
+from tools.model_matrix.trial import small
 
 #: Model types that use each mechanism of a conversion.
 TYPES = {

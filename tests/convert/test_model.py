@@ -31,8 +31,8 @@ from shardconv.plan.request import PlanRequest
 from shardconv.plan.units import Unit, shard_dim
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.matrix import cases
-from tests.support.models import GQA, MODELS
-from tools.model_matrix.trial import model_class, small
+from tests.support.models import GQA, MODELS, model_class
+from tools.model_matrix.trial import small
 
 #: Models that can be built from their config and weights.
 NAMES = [name for name, model in MODELS.items() if not model.rewrite and not model.extra]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardconv.hf.inputs import example_inputs, special
-from tools.model_matrix.trial import model_class, small
+from tests.support.models import model_class
+from tools.model_matrix.trial import small
 
 TABLES = tomllib.loads((Path(special.__file__).parent / "special.toml").read_text("utf-8"))
 SAME = TABLES.pop("same_inputs")

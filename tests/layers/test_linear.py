@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardconv import gather_state_dict, load_full_state_dict
+from shardconv.distributed.operations import ALL_GATHER
 from shardconv.layers import (
     ColumnParallelLinear,
     LoRALinear,
@@ -162,7 +163,7 @@ def check_pair(axis):
         row.weight.copy_(second.weight[:, mine])
         row.bias.copy_(second.bias)
     counts = {"all_reduce": 0, "other": 0}
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_single", "broadcast", "scatter")}
+    originals = {name: getattr(dist, name) for name in ("all_reduce", ALL_GATHER, "broadcast", "scatter")}
 
     def counting(name):
         def call(*arguments, **options):

@@ -18,7 +18,8 @@ from shardconv.proof.small_models import REFERENCE
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases
-from tools.model_matrix.trial import check, model_class, small
+from tests.support.models import model_class
+from tools.model_matrix.trial import check, small
 
 #: A row of the table of a plan.
 EXPERT_ROW = re.compile(r"layers\.0\..*experts\.(\d)\.w1\.weight .* expert on rank (\d) ")

@@ -37,9 +37,9 @@ from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import cases
-from tests.support.models import GQA, MODELS, MOE, T5, Model
+from tests.support.models import GQA, MODELS, MOE, T5, Model, model_class
 from tests.support.ranks import ranks_in
-from tools.model_matrix.trial import check, model_class, small, worst
+from tools.model_matrix.trial import check, small, worst
 
 SCALE = 0.3  # so that attention is neither uniform nor on one token
 LAYOUTS = {2: "first", 3: "three", 4: "four", 5: "five", 6: "six", 12: "twelve"}

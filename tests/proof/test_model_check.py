@@ -18,9 +18,9 @@ from shardconv.plan.unused import known_unused
 from shardconv.proof.model_check import check_model
 from tests.support.command import call
 from tests.support.matrix import each_once
-from tests.support.models import MODELS, change_config, pack_experts, read
+from tests.support.models import MODELS, change_config, model_class, pack_experts, read
 from tests.support.mtp import HUB, KIND_OF, with_mtp
-from tools.model_matrix.trial import KINDS, model_class, small
+from tools.model_matrix.trial import KINDS, small
 
 #: Types with special differences between names on disk and in memory.
 RENAMED = [

@@ -20,7 +20,7 @@ from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.small_models import REFERENCE
 from tests.support.matrix import MATRIX
-from tests.support.models import MODELS
+from tests.support.models import MODELS, model_class
 from tests.support.ranks import ranks_in
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools import torchvision as vision
@@ -31,7 +31,6 @@ from tools.model_matrix.trial import (
     Row,
     check,
     check_disguised,
-    model_class,
     small,
     try_type,
     worst,

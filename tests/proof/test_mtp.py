@@ -20,8 +20,9 @@ from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
 from tests.support.matrix import MATRIX
+from tests.support.models import model_class
 from tests.support.mtp import HUB, KIND_OF, with_mtp
-from tools.model_matrix.trial import check, model_class, small, worst
+from tools.model_matrix.trial import check, small, worst
 
 pytestmark = MATRIX
 

@@ -28,8 +28,8 @@ from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run
 from tests.support.matrix import MATRIX, cases
-from tests.support.models import MODELS
-from tools.model_matrix.trial import check, model_class, small, worst
+from tests.support.models import MODELS, model_class
+from tools.model_matrix.trial import check, small, worst
 
 CAUSAL = "text generation"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]

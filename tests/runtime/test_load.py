@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.distributed.operations import ALL_GATHER
 from shardconv.errors import PeerError, UsageError, WorldSizeError
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
@@ -150,7 +151,7 @@ def check_collectives(axis, split, layers, expected):
     channel = type(model.get_input_embeddings().axis.channel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channel, "all_gather", counted(channel.all_gather, "shared", 1))
-        for kind, source in (("all_reduce", 0), ("all_gather_single", 1)):
+        for kind, source in (("all_reduce", 0), (ALL_GATHER, 1)):
             patch.setattr(dist, kind, counted(getattr(dist, kind), kind, source))
         times = []
         ids = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from shardconv.distributed import gather_from_tp, reduce_from_tp
+from shardconv.distributed.operations import REDUCE_SCATTER
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime import memory_meter
 from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
@@ -85,12 +86,12 @@ def test_sum_of_values_over_counted_ranks_is_an_error():
     "collective",
     [
         lambda x, group: dist.broadcast(x, group_src=0, group=group),
-        lambda x, group: dist.reduce_scatter_single(x[:2], x, group=group),
+        lambda x, group: getattr(dist, REDUCE_SCATTER)(x[:2], x, group=group),
         lambda x, group: dist.all_to_all_single(x, x, group=group),
         lambda x, group: dist.all_gather([x, x], x, group=group),
         lambda _, group: group.barrier(),
     ],
-    ids=["broadcast", "reduce_scatter_single", "all_to_all_single", "all_gather", "barrier"],
+    ids=["broadcast", REDUCE_SCATTER, "all_to_all_single", "all_gather", "barrier"],
 )
 def test_collectives_that_cannot_be_counted_are_errors(collective):
     with pytest.raises(NotImplementedError, match="is a collective that is not counted"):

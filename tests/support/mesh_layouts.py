@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from shardconv.distributed.operations import ALL_GATHER, REDUCE_SCATTER
+
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 ALL = (R, P, S0, S1)
 #: torch's name of a collective to shardconv's; :func:`spied` forbids all others.
 COLLECTIVES = {
-    "all_gather_single": "all_gather",
+    ALL_GATHER: "all_gather",
     "all_reduce": "all_reduce",
-    "reduce_scatter_single": "reduce_scatter",
+    REDUCE_SCATTER: "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
 OTHERS = ("all_gather", "all_gather_object", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter")

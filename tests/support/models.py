@@ -6,14 +6,18 @@ values in all tensors, including norms and biases.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.family_file import family_names, load_family
 
 Tensors = dict[str, torch.Tensor]
 
@@ -99,6 +103,7 @@ class Model:
     def build(self, scale: float = 1.0) -> transformers.PreTrainedModel:
         """Build the model; all values are random with this standard deviation."""
         torch.manual_seed(0)
+        require_type(self.model_type, transformers.CONFIG_MAPPING)
         config = transformers.AutoConfig.for_model(self.model_type, **{**COMMON, **self.config})
         make = getattr(transformers, self.auto)
         model = make.from_config(config) if self.auto.startswith("Auto") else make(config)
@@ -115,6 +120,24 @@ class Model:
         if self.extra:
             change_config(folder, self.extra)
         return folder
+
+
+def require_type(model_type: str, types: Container[str]) -> None:
+    """Skip the test of a type of a family that the installed transformers does not have yet."""
+    if model_type not in types:
+        known = [
+            name for name in family_names() if name != NAMES_FAMILY and model_type in load_family(name).model_types
+        ]
+        assert known, f"{model_type} is not a model type"
+        pytest.skip(f"transformers {transformers.__version__} does not have {model_type}")
+
+
+def model_class(kind: str, model_type: str) -> Any:
+    """The model class of a type, for one of the tasks of tools/model_matrix."""
+    from tools.model_matrix import trial  # noqa: PLC0415 - takes long to import, and few tests need it
+
+    require_type(model_type, trial.KINDS[kind])
+    return trial.model_class(kind, model_type)
 
 
 def read(folder: Path) -> Tensors:

@@ -16,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 LAYOUTS = {
     "pair": ((2, 3),),
     "pairs": ((0, 1), (2, 3)),
@@ -62,11 +64,13 @@ class Ranks:
         end = time.monotonic() + _PATIENCE
         results = [pipe.recv() if pipe.poll(max(end - time.monotonic(), 0)) else (False, _NO_ANSWER) for pipe in pipes]
         found = zip(ranks, results, strict=True)
-        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in found if not is_right]
+        failures = [f"rank {rank}: {result}" for rank, (is_right, result) in found if is_right is False]
         if any(result == (False, _NO_ANSWER) for result in results):
             self.stop()
         if failures:
             raise AssertionError("\n".join(failures))
+        for reason in [result for is_right, result in results if is_right is None]:
+            pytest.skip(reason)
         return [result for _, result in results]
 
     @property
@@ -132,5 +136,7 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
             with on_device():
                 torch.manual_seed(0)
                 pipe.send((True, check(axes[layout], *arguments)))
+        except pytest.skip.Exception as skipped:
+            pipe.send((None, skipped.msg))
         except BaseException:  # noqa: BLE001 - the test reports it
             pipe.send((False, traceback.format_exc()))

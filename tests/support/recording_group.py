@@ -32,6 +32,8 @@ class RecordingGroup(dist.ProcessGroup):
         gather = self._gloo._allgather_base
         self._thread.submit(_on_copies, lambda *own: gather(*own, opts), gathered, chunk).result()
 
+    _allgather_base = all_gather_single  # what torch.distributed calls before torch 2.13
+
     def broadcast(self, tensors, opts):
         return self._gloo.broadcast(tensors, opts)  # seeds, at the start of generation
 
