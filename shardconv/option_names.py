@@ -45,7 +45,8 @@ _SUBJECT = r"\A(?!-)(?:(?!: ).)*: "
 _PATTERN = re.compile(f"{_SUBJECT}|{_COMMAND}|{_OPTION}|{_QUOTED}")
 
 
-#: The text between an option and the commands that have it, and the most of them in a message.
+#: The text between an option and the commands that have it, and the most of them that are named; an option of more
+#: commands is one that each user knows.
 _OF_COMMANDS, _MOST_COMMANDS = " (of shardconv ", 2
 
 
@@ -55,7 +56,7 @@ def in_python(message: str) -> str:
 
 
 def in_command(message: str, command: str, commands_with: Mapping[str, Sequence[str]]) -> str:
-    """A message of a command, in which each option that it does not have is followed by commands that have it.
+    """A message of a command, in which each option that it does not have is followed by those that have it, if few do.
 
     Args:
         message: the message; one that this function returned stays as it is.
@@ -67,11 +68,11 @@ def in_command(message: str, command: str, commands_with: Mapping[str, Sequence[
     def with_commands(match: re.Match[str]) -> str:
         option = match["option"] or ""
         commands = commands_with.get(option, ())
-        if not commands or command in commands or option in named:
+        if not 0 < len(commands) <= _MOST_COMMANDS or command in commands or option in named:
             return match[0]
         named.add(option)
         is_done = message.startswith(_OF_COMMANDS, match.end())
-        return match[0] if is_done else f"{match[0]}{_OF_COMMANDS}{' and '.join(commands[:_MOST_COMMANDS])})"
+        return match[0] if is_done else f"{match[0]}{_OF_COMMANDS}{' and '.join(commands)})"
 
     return _PATTERN.sub(with_commands, message)
 

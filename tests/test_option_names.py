@@ -79,11 +79,14 @@ def test_the_same_error_in_both_forms(tmp_path):
 
 
 def test_options_of_other_commands_are_followed_by_these_commands():
-    commands_with = {"--rules": ["plan", "split", "run"], "--config": ["plan", "split"], "--tp": ["merge"]}
-    message = "x --rules: y: pass --rules FILE, --config or other --rules, --tp 2, or run shardconv split --config"
+    both = ["plan", "split"]
+    commands_with = {"--rules": both, "--config": both, "--tp": ["reshard"], "--resume": [*both, "reshard"]}
+    message = (
+        "x --rules: y: pass --rules FILE, --config or other --rules, --tp 2, --resume, or run shardconv split --config"
+    )
     expected = (
         "x --rules: y: pass --rules FILE (of shardconv plan and split), --config (of shardconv plan and split) or "
-        "other --rules, --tp 2, or run shardconv split --config"
+        "other --rules, --tp 2 (of shardconv reshard), --resume, or run shardconv split --config"
     )
     assert in_command(message, "merge", commands_with) == expected
     assert in_command(expected, "merge", commands_with) == expected

@@ -60,7 +60,8 @@ class CountingGroup(dist.ProcessGroup):
         """Count an all-gather; leave the output as it is."""
         self._count("all_gather", output)
 
-    _allgather_base = all_gather_single  # what torch.distributed calls before torch 2.13
+    # what torch.distributed calls before torch 2.13
+    _allgather_base = all_gather_single  # type: ignore[assignment]
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

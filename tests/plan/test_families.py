@@ -711,7 +711,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
     ("text", "message"),
     [
         ('[rules]\n"model.nothing" = { style = "replicate" }', "'model.nothing' matches no tensor"),
-        ('[rules]\n"lm_head" = { style = "replicate", rows = 1 }', "key 'rows' is unknown"),
+        ('[rules]\n"lm_head" = { style = "replicate", columns = 1 }', "key 'columns' is unknown"),
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
         ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
