@@ -18,12 +18,13 @@ import pytest
 
 pytest.register_assert_rewrite("tests.support")  # before its import, for detailed assertion messages
 
-#: Tests in vLLM run in a separate environment: make test-vllm.
-collect_ignore = [] if find_spec("vllm") else ["engines/vllm"]
+#: Tests in vLLM run in a separate environment: make test-vllm. The pages of these tests have costs, which torch counts.
+collect_ignore = [name for package, name in (("vllm", "engines/vllm"), ("torch", "html")) if not find_spec(package)]
 
 #: Packages of extras: without them, tests that import them are skipped, and the others run (make test-core).
 _EXTRAS = ("torch", "transformers", "safetensors", "tokenizers", "peft", "playwright")
-_MISSING = re.compile(rf"No module named '(?:{'|'.join(name for name in _EXTRAS if not find_spec(name)) or '(?!)'})")
+_NAMES = "|".join(name for name in _EXTRAS if not find_spec(name)) or "(?!)"
+_MISSING = re.compile(rf"No module named '(?:{_NAMES})|this command needs (?:{_NAMES}), which is not installed")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,7 +33,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 def _skip(report: pytest.CollectReport | pytest.TestReport) -> None:
     """Report a failure as skipped if its reason is a missing package of an extra."""
     if report.failed and (missing := _MISSING.search(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {missing[0]}'")
+        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {missing[0]}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -78,6 +78,7 @@ def test_page_of_a_failed_verification(made, tmp_path):
 
 @pytest.mark.parametrize("tp", [pytest.param([], marks=MATRIX), ["--tp", "2"]], ids=["all", "tp 2"])
 def test_page_of_the_cost_has_all_sizes(tmp_path, tp):
+    pytest.importorskip("transformers")
     result = call("plan", DEMO, "--cost", *tp, "--html", tmp_path / "page.html", "--json")
     printed, found = json.loads(result.out), data_of(tmp_path / "page.html")
     counted = {cost["tp"]: cost for cost in found["cost"]["costs"]}
