@@ -4,7 +4,6 @@ import gc
 import os
 import sys
 import time
-from functools import cache
 from typing import NoReturn
 
 import click
@@ -22,7 +21,6 @@ from shardconv.console import discard_unwritten, open_streams, show_error
 from shardconv.error_messages import describe
 from shardconv.errors import PeerError, ShardconvError, command_line, is_connection_error
 from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
-from shardconv.option_names import in_command
 from shardconv.parent import PARENT, exit_with_parent
 from shardconv.rank_failures import is_launched, write_failure
 
@@ -83,28 +81,10 @@ def main() -> NoReturn:
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
-    with command_line(_show):
+    with command_line():
         code = _run()
     ignore_signals()
     sys.exit(code)
-
-
-def _show(message: str) -> str:
-    """A message for the command of the arguments; that of a rank is completed by the command that started it."""
-    command = cli.commands.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    is_own = command is not None and not command.hidden
-    return in_command(message, sys.argv[1], _commands_with()) if is_own else message
-
-
-@cache
-def _commands_with() -> dict[str, list[str]]:
-    """Option to the names of the commands that have it."""
-    found: dict[str, list[str]] = {}
-    for name, command in cli.commands.items():
-        for option in () if command.hidden else command.params:
-            for text in (*option.opts, *option.secondary_opts):
-                found.setdefault(text, []).append(name)
-    return found
 
 
 def _run() -> str | int | None:

@@ -19,28 +19,24 @@ names options as the command line has them; in Python, exceptions show arguments
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardconv.option_names import in_python
 
-#: How this process shows the options that a message names.
-_show: Callable[[str], str] = in_python
+#: Whether this process is the command line.
+_is_command_line = False
 
 
 @contextmanager
-def command_line(show: Callable[[str], str] = str) -> Iterator[None]:
-    """Show options instead of arguments in messages, while this process is the command line.
-
-    Args:
-        show: completes a message for the command in use.
-    """
-    global _show  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
-    before, _show = _show, show
+def command_line() -> Iterator[None]:
+    """Show options instead of arguments in messages, while this process is the command line."""
+    global _is_command_line  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
+    before, _is_command_line = _is_command_line, True
     try:
         yield
     finally:
-        _show = before
+        _is_command_line = before
 
 
 class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warning
@@ -48,7 +44,8 @@ class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warn
 
     def __str__(self) -> str:
         """The message, in Python with arguments in place of options. It is the arguments, joined by colons."""
-        return _show(": ".join(map(str, self.args)))
+        text = ": ".join(map(str, self.args))
+        return text if _is_command_line else in_python(text)
 
 
 class ShardconvError(_NamesOptions):
@@ -82,7 +79,7 @@ class ConfigError(PlanError):
 
 
 class ShapeError(PlanError):
-    """The shape of a tensor contradicts the config."""
+    """The shape of a tensor contradicts the config. Its arguments are the problem and the remedy."""
 
 
 class SplitCheckpointError(ShardconvError):

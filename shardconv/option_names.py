@@ -1,4 +1,4 @@
-"""The options that a message names, as arguments of the Python functions, or as options of other commands.
+"""The options that a message names, as arguments of the Python functions.
 
 Messages name options as the command line has them. In Python, exceptions show ``head_dim=N`` for ``--head-dim N``.
 Shell commands in a message (``shardconv split SRC --tp N``) stay as they are, and so do options without an argument in
@@ -7,7 +7,6 @@ Python. So does text of the user: what is quoted, and the subject before the fir
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 
 #: Option to the argument that has its value.
 VALUES = {
@@ -45,36 +44,9 @@ _SUBJECT = r"\A(?!-)(?:(?!: ).)*: "
 _PATTERN = re.compile(f"{_SUBJECT}|{_COMMAND}|{_OPTION}|{_QUOTED}")
 
 
-#: The text between an option and the commands that have it, and the most of them that are named; an option of more
-#: commands is one that each user knows.
-_OF_COMMANDS, _MOST_COMMANDS = " (of shardconv ", 2
-
-
 def in_python(message: str) -> str:
     """A message with arguments in place of options."""
     return _PATTERN.sub(_argument, message)
-
-
-def in_command(message: str, command: str, commands_with: Mapping[str, Sequence[str]]) -> str:
-    """A message of a command, in which each option that it does not have is followed by those that have it, if few do.
-
-    Args:
-        message: the message; one that this function returned stays as it is.
-        command: the name of the command.
-        commands_with: option to the names of the commands that have it.
-    """
-    named = set[str]()
-
-    def with_commands(match: re.Match[str]) -> str:
-        option = match["option"] or ""
-        commands = commands_with.get(option, ())
-        if not 0 < len(commands) <= _MOST_COMMANDS or command in commands or option in named:
-            return match[0]
-        named.add(option)
-        is_done = message.startswith(_OF_COMMANDS, match.end())
-        return match[0] if is_done else f"{match[0]}{_OF_COMMANDS}{' and '.join(commands)})"
-
-    return _PATTERN.sub(with_commands, message)
 
 
 def _argument(match: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ import shardconv
 from shardconv import option_names
 from shardconv.cli import cli
 from shardconv.errors import UsageError, command_line
-from shardconv.option_names import FLAGS, LISTS, VALUES, in_command, in_python
+from shardconv.option_names import FLAGS, LISTS, VALUES, in_python
 from tests.support.checkpoints import DEMO
 from tests.support.command import call
 
@@ -76,21 +76,6 @@ def test_the_same_error_in_both_forms(tmp_path):
         shardconv.split(DEMO, tmp_path / "x", tp=2)
     result = call("split", DEMO, "-o", tmp_path / "x", "--tp", 2)
     assert result.err.endswith("choose another path with -o, or pass --overwrite\n")
-
-
-def test_options_of_other_commands_are_followed_by_these_commands():
-    both = ["plan", "split"]
-    commands_with = {"--rules": both, "--config": both, "--tp": ["reshard"], "--resume": [*both, "reshard"]}
-    message = (
-        "x --rules: y: pass --rules FILE, --config or other --rules, --tp 2, --resume, or run shardconv split --config"
-    )
-    expected = (
-        "x --rules: y: pass --rules FILE (of shardconv plan and split), --config (of shardconv plan and split) or "
-        "other --rules, --tp 2 (of shardconv reshard), --resume, or run shardconv split --config"
-    )
-    assert in_command(message, "merge", commands_with) == expected
-    assert in_command(expected, "merge", commands_with) == expected
-    assert in_command(message, "split", commands_with).count("(of ") == 1
 
 
 #: Messages with an argument as Python code has it: calls, and arguments of functions that are not commands.

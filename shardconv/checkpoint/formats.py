@@ -56,7 +56,7 @@ PYTORCH = WeightFormat((".bin", ".pt", ".pth", ".ckpt"), ".bin.index.json", "pyt
 #: The first of these in a folder is its checkpoint, as in transformers.
 SOURCE_FORMATS = (SAFETENSORS, PYTORCH)
 #: A variant of a checkpoint, such as fp16, in the names of its files.
-_VARIANT = r"[A-Za-z]\w*"
+_VARIANT = r"(?=[^.]*[A-Za-z])[\w-]+"
 #: The name of one of several files of a checkpoint; transformers and older versions of diffusers place variants in it.
 NUMBERED_NAME = re.compile(rf".+-\d{{5}}-of-(?P<count>\d{{5}})(\.{_VARIANT})?\.(safetensors|bin|pt|pth|ckpt)")
 #: The name of an index.
@@ -106,6 +106,13 @@ def single_name(index: str) -> str:
     assert match is not None
     base, _, suffix = match["single"].rpartition(".")
     return ".".join(filter(None, (base, match["variant"], suffix)))
+
+
+def index_parts(index: str) -> tuple[str, str]:
+    """The name of the file in whose place an index is, without its variant, and the rest of the name of the index."""
+    match = _INDEX.fullmatch(index)
+    assert match is not None
+    return match["single"], index.removeprefix(match["single"])
 
 
 def variants(names: Iterable[str]) -> Iterator[list[str]]:

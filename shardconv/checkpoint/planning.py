@@ -177,7 +177,9 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     try:
         resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
     except ShapeError as error:
-        raise SourceError(f"{source.path}: {error}") from error
+        raise SourceError(
+            f"{source.path}: {error.args[0]}: correct {CONFIG_NAME}, or remove it to merge without this comparison"
+        ) from error
     except PlanError as error:
         return (f"shapes are not compared with the config: {error}",)
     return ()

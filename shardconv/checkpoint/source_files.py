@@ -5,7 +5,7 @@ File names in an index are untrusted input, and no link is followed out of the f
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -104,7 +104,8 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
     refuse_sharded_state(folder, top_level)
     weight_format = _find_format([given_index] if given_index else top_level)
     if given_index is None:
-        _refuse_variants(folder, top_level, weight_format)
+        listed = _listed(folder, top_level, weight_format, follow_links=follow_links)
+        _refuse_variants(folder, top_level.keys() - set(listed), weight_format)
     index_name = given_index or _find_index(folder, top_level, weight_format)
     if index_name is None:
         return WeightFiles([_find_single(folder, files.kept, weight_format)], None, {}, weight_format)
@@ -128,9 +129,16 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
+def _listed(folder: Path, names: Iterable[str], weight_format: WeightFormat, *, follow_links: bool) -> Iterator[str]:
+    """Yield the files that the indexes of a folder list."""
+    for path in (folder / name for name in names if weight_format.lists(name)):
+        check_link(path, folder, follow_links=follow_links)
+        yield from _weight_map(path, read_text(path), weight_format).values()
+
+
 def _refuse_variants(folder: Path, names: Collection[str], weight_format: WeightFormat) -> None:
     """Refuse several variants of a checkpoint: the default one is not always the one that a user wants."""
-    found = [name for name in names if weight_format.has_or_lists(name) and not NUMBERED_NAME.fullmatch(name)]
+    found = [name for name in sorted(names) if weight_format.has_or_lists(name) and not NUMBERED_NAME.fullmatch(name)]
     if held := next(variants(found), None):
         raise SourceError(
             f"{folder}: holds {counted(len(held), 'variant')} of a checkpoint ({', '.join(held)}): pass one of these "

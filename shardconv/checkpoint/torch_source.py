@@ -10,7 +10,7 @@ from pathlib import Path
 from shardconv.checkpoint import arrays
 from shardconv.checkpoint.copy import Shards
 from shardconv.checkpoint.file_state import FileState, file_states
-from shardconv.checkpoint.formats import single_name
+from shardconv.checkpoint.formats import index_parts
 from shardconv.checkpoint.geometry import unsharded
 from shardconv.checkpoint.header import Header, build_header
 from shardconv.checkpoint.json_files import parse_object
@@ -85,8 +85,8 @@ def _index(
     total = {"total_size": sum(file.header.data_bytes for file in files)}
     weight_map = {tensor: names[file] for tensor, file in found.weight_map.items()}
     index |= {"metadata": {**(metadata if isinstance(metadata, dict) else {}), **total}, "weight_map": weight_map}
-    (single,) = _new_names(folder, [single_name(name)]).values()
-    return f"{single}.index.json", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    single, rest = index_parts(name)
+    return f"{_new_names(folder, [single])[single]}{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _stored(paths: Sequence[Path], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:

@@ -267,7 +267,8 @@ class Layer:
     def _error(self, name: str, problem: str) -> ShapeError:
         return ShapeError(
             f"{name} {problem}: quantization_config ({', '.join([self.scheme.format.name, *self._settings()])}) "
-            f"does not fit the tensors: pass --config FILE with that of this checkpoint"
+            f"does not fit the tensors",
+            "pass --config FILE with that of this checkpoint",
         )
 
     def _settings(self) -> Iterator[str]:

@@ -73,9 +73,15 @@ class Fields:
         Raises:
             PlanError: as :meth:`evaluate`.
         """
-        if expression is None or any(lookup(self._config, name) is None for name in fields_in(expression)):
+        if expression is None or not all(map(self._is_known, fields_in(expression))):
             return None
         return self.evaluate(expression)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether the config has a field, or the fields of its default."""
+        if lookup(self._config, name) is not None:
+            return True
+        return name in self._defaults and all(map(self._is_known, fields_in(self._defaults[name])))
 
     def _value(self, node: ast.expr) -> int:
         match node:

@@ -215,8 +215,8 @@ class GroupPlanner:
         cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
         raise ShapeError(
             f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
-            f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}: pass "
-            f"{'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
+            f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}",
+            f"pass {'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
             f"{group.rule.pattern!r})"
         )
 

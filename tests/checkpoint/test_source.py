@@ -493,9 +493,18 @@ def test_the_only_variant_of_a_folder_is_read_and_merged_with_its_names(tmp_path
     assert contents(source).keys() == {*names, "config.json"}
 
 
+def test_files_that_the_index_lists_are_not_variants(tmp_path):
+    """As in checkpoints with multi-token prediction."""
+    names = ["model-00001-of-00001.safetensors", "model.mtp.safetensors", "model.text.safetensors"]
+    for number, name in enumerate(names):
+        write_weights(tmp_path / name, {f"x{number}": ("F16", (2,))})
+    write_index(tmp_path, {f"x{number}": name for number, name in enumerate(names)})
+    assert [path.name for path in open_source(tmp_path).paths] == names
+
+
 @pytest.mark.parametrize("index", [False, True])
 @pytest.mark.parametrize("other_index", [False, True])
-@pytest.mark.parametrize("other", ["", ".bf16"])
+@pytest.mark.parametrize("other", ["", ".bf16", ".8bit", ".fp8-e4m3"])
 def test_several_variants_are_listed_and_each_can_be_chosen(tmp_path, index, other_index, other):
     found = [write_variant(tmp_path, ".fp16", index=index), write_variant(tmp_path, other, index=other_index)]
     entries = sorted(names[-1] for names in found)
