@@ -18,7 +18,7 @@ from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.gradient_check import check_first_gradients
-from shardconv.convert.layer_specs import plan_conversions
+from shardconv.convert.layer_specs import check_partial_products, plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
 from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
@@ -218,6 +218,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
+    check_partial_products(prepared.conversions, overrides)
     if policies is not None:
         policies.check_counts(examine_forwards(model, replacements, overrides))
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
