@@ -2,14 +2,16 @@
 
 import copy
 import re
+import sys
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import shardconv
+from shardconv.convert import versions
 from shardconv.distributed import Axis
 
 UNITS = """
@@ -314,3 +316,18 @@ def test_own_row_parallel_matrices_need_an_override(ranks, tmp_path):
     """Without one, the output would be the partial sum of each rank."""
     ranks("pair", check_partial_mlps, plan_of_mlps(tmp_path))
     ranks("pair", check_mlps, "mlps", plan_of_mlps(tmp_path, f"[modules]\n{ALL_REDUCED}"))
+
+
+@pytest.mark.parametrize(("package", "old"), [("torch", "2.11.0+cu130"), ("transformers", "4.57.3")])
+def test_old_packages_are_refused(monkeypatch, tmp_path, package, old):
+    found = {"torch": "2.12.0", "transformers": "5.10.1", package: old}
+    needed = ["click>=8.2", 'torch>=2.12; extra == "torch"', 'transformers>=5.0; extra == "transformers"']
+    monkeypatch.setattr(versions, "version", found.__getitem__)
+    monkeypatch.setattr(versions, "_bounds", versions._bounds.__wrapped__)
+    monkeypatch.setattr(versions, "requires", {"shardconv": needed}.__getitem__)
+    monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
+    (tmp_path / "net.toml").write_text(PLAN_FILE)
+    with pytest.raises(shardconv.ShardconvError, match=rf"^{package} {re.escape(old)} is not supported \(expected "):
+        shardconv.convert_model(Net(), str(tmp_path / "net.toml"), group=Axis("tensor", 0, 1, (0,), None))
+    found[package] = "11.0rc1"
+    versions.check_versions()
