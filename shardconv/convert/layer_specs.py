@@ -3,7 +3,7 @@
 Owns which classes of modules are supported, and refuses others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -17,8 +17,10 @@ from shardconv.convert.modules import (
 )
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
+from shardconv.convert.overrides import Overrides
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
+from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement
@@ -146,7 +148,7 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
         return ParallelDepthwise
     if kind.endswith("RMSNormGated") and hasattr(module, "group_size"):
         return GroupedRMSNorm
-    if 3 in dims and "Expert" in kind:
+    if 3 in dims and ("Expert" in kind or name.rpartition(".")[2] == "experts"):
         return ParallelExpertLinear if set(sharded) == {"weight"} else ParallelExperts
     if "weight" in sharded and dims - {1, 2}:
         raise ValueError(f"{name}: a {kind} with sharded parameters of {max(dims)} dims is not supported")
@@ -157,6 +159,25 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
             raise _unsupported(name, module, sharded, "replicate them, or use the style gathered")
         return Sharded
     return _norm_kind(name, module, sharded)
+
+
+def check_partial_products(conversions: Sequence[Conversion], overrides: Sequence[Overrides]) -> None:
+    """Check that products with own row parallel matrices of 3 dims are all-reduced.
+
+    Raises:
+        PlanError: if a module is not one of experts, and no override says that its output is right.
+    """
+    known = {one.module for one in overrides if one.is_checked or one.changes_code()}
+    for name, module, replacement in conversions:
+        if module in known or not isinstance(replacement, Sharded) or replacement.output_is_full:
+            continue
+        found = [own for own in replacement.placements if replacement.styles[own] in ("rowwise", "packed_rowwise")]
+        if found := [own for own in found if module.get_parameter(own).dim() == 3]:
+            raise PlanError(
+                f"{name}: a {type(module).__name__} multiplies by shards of {', '.join(found)}, and its output is not "
+                f"all-reduced: add {name!r} = {{ allreduce_input_grad = true, allreduce_output = true }} to [modules] "
+                f"of a plan file"
+            )
 
 
 def _check_norm_dims(name: str, module: nn.Module) -> None:

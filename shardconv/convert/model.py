@@ -18,10 +18,11 @@ from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.gradient_check import check_first_gradients
-from shardconv.convert.layer_specs import plan_conversions
+from shardconv.convert.layer_specs import check_partial_products, plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
 from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
+from shardconv.convert.versions import check_versions
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.errors import ConfigError, PlanError
 from shardconv.plan.family import NAMES_FAMILY
@@ -86,6 +87,7 @@ def convert_model(
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` is none of those.
+        RunError: if torch or transformers is older than shardconv supports.
 
     Warns:
         PlanWarning: if such a forward only reads a number of units that no module override changes; on the first rank.
@@ -178,6 +180,7 @@ def convert_with_request(
     Returns:
         ``model``.
     """
+    check_versions()
     tensors = [
         (label, name, tensor if has_values else tensor.to("meta"))
         for label, module in model.named_modules()
@@ -218,6 +221,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else policies.overrides
+    check_partial_products(prepared.conversions, overrides)
     if policies is not None:
         policies.check_counts(examine_forwards(model, replacements, overrides))
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs

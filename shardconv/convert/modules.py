@@ -36,9 +36,11 @@ class Sharded(Substitutable, ParallelModule):
 
     Attributes:
         styles: the style in the plan of each of its parameters.
+        output_is_full: whether its forward all-reduces what it computes with row parallel parameters.
     """
 
     styles: Mapping[str, str]
+    output_is_full = False
 
     def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
         """See :meth:`ParallelModule.set_up`."""
@@ -108,6 +110,8 @@ class ParallelDepthwise(Sharded):
 class ParallelExpertLinear(Sharded):
     """A linear layer for each expert, with all weights in one tensor [experts, out_features, in_features]."""
 
+    output_is_full = True
+
     def forward(self, inputs: Tensor, *others: object) -> Tensor:
         """Map [tokens of all experts, in_features] to local (column parallel) or all (row parallel) out_features."""
         if self.placements["weight"].dim == 2:
@@ -136,6 +140,8 @@ class AllReducedOutput(Sharded):
 
     Its replicated parameters are added to the output, as a bias is: only the first rank adds them.
     """
+
+    output_is_full = True
 
     def forward(self, *inputs: object, **options: object) -> object:
         """Run the module's own forward; all-reduce the floating-point tensors of its output."""

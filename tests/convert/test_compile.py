@@ -60,7 +60,8 @@ def assert_same(found, expected):
     assert all(map(torch.equal, found[0], expected[0]))
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        assert gradient is found[1][name] is None or torch.equal(found[1][name], gradient), name
+        if gradient is not found[1][name]:  # the compiler may sum in another order, also of unsharded models
+            assert (found[1][name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
 
 
 def check_type(axis, model_type, backend):

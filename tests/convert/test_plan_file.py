@@ -2,14 +2,16 @@
 
 import copy
 import re
+import sys
 import warnings
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import shardconv
+from shardconv.convert import versions
 from shardconv.distributed import Axis
 
 UNITS = """
@@ -262,3 +264,70 @@ def check_other_library(axis, path):
 def test_model_of_another_library(ranks, tmp_path):
     (tmp_path / "unet.toml").write_text(CONFIG_RULES)
     ranks("pair", check_other_library, tmp_path / "unet.toml")
+
+
+class Mlps(nn.Module):
+    """Four MLPs in two tensors, of which each token uses one; nothing in the name of the class says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 24, 8)), nn.Parameter(torch.randn(4, 8, 24))
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("ti,toi->to", x, self.up[numbers]).tanh()
+        return torch.einsum("ti,toi->to", hidden, self.down[numbers])
+
+
+def plan_of_mlps(folder, modules=""):
+    rules = {"up": "colwise", "down": "rowwise"}
+    lines = [f'"*.{name}" = {{ style = "{style}", unit = "hidden" }}' for name, style in rules.items()]
+    path = folder / "mlps.toml"
+    path.write_text("\n".join(["[units]", "hidden = { count = 24 }", "[rules]", *lines, modules]))
+    return str(path)
+
+
+def check_mlps(axis, name, path):
+    torch.manual_seed(0)
+    before, x, numbers = nn.ModuleDict({name: Mlps()}), torch.randn(6, 8), torch.tensor([0, 3, 1, 1, 2, 0])
+    after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    found, expected = (one[name](given, numbers) for one, given in zip((after, before), inputs, strict=True))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)  # sums of 24 products in another order
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-5, rtol=1e-5)
+
+
+def test_modules_called_experts_are_packed_experts(ranks, tmp_path):
+    ranks("pair", check_mlps, "experts", plan_of_mlps(tmp_path))
+
+
+#: The line that the error names.
+ALL_REDUCED = '"mlps" = { allreduce_input_grad = true, allreduce_output = true }'
+
+
+def check_partial_mlps(axis, path):
+    advice = f"mlps: a Mlps multiplies by shards of down, .* add {re.escape(ALL_REDUCED)} to "
+    with pytest.raises(shardconv.PlanError, match=advice.replace('"', "'")):
+        shardconv.convert_model(nn.ModuleDict({"mlps": Mlps()}), rules=path, group=axis)
+
+
+def test_own_row_parallel_matrices_need_an_override(ranks, tmp_path):
+    """Without one, the output would be the partial sum of each rank."""
+    ranks("pair", check_partial_mlps, plan_of_mlps(tmp_path))
+    ranks("pair", check_mlps, "mlps", plan_of_mlps(tmp_path, f"[modules]\n{ALL_REDUCED}"))
+
+
+@pytest.mark.parametrize(("package", "old"), [("torch", "2.11.0+cu130"), ("transformers", "4.57.3")])
+def test_old_packages_are_refused(monkeypatch, tmp_path, package, old):
+    found = {"torch": "2.12.0", "transformers": "5.10.1", package: old}
+    needed = ["click>=8.2", 'torch>=2.12; extra == "torch"', 'transformers>=5.0; extra == "transformers"']
+    monkeypatch.setattr(versions, "version", found.__getitem__)
+    monkeypatch.setattr(versions, "_bounds", versions._bounds.__wrapped__)
+    monkeypatch.setattr(versions, "requires", {"shardconv": needed}.__getitem__)
+    monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
+    (tmp_path / "net.toml").write_text(PLAN_FILE)
+    with pytest.raises(shardconv.ShardconvError, match=rf"^{package} {re.escape(old)} is not supported \(expected "):
+        shardconv.convert_model(Net(), str(tmp_path / "net.toml"), group=Axis("tensor", 0, 1, (0,), None))
+    found[package] = "11.0rc1"
+    versions.check_versions()
