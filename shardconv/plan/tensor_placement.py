@@ -217,7 +217,7 @@ class GroupPlanner:
             f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
             f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}",
             f"pass {'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
-            f"{group.rule.pattern!r})"
+            f"{group.rule.pattern!r})",
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
