@@ -21,32 +21,36 @@ pytest.register_assert_rewrite("tests.support")  # before its import, for detail
 #: Tests in vLLM run in a separate environment: make test-vllm. The pages of these tests have costs, which torch counts.
 collect_ignore = [name for package, name in (("vllm", "engines/vllm"), ("torch", "html")) if not find_spec(package)]
 
-#: Packages of extras: without them, tests that import them are skipped, and the others run (make test-core).
-_EXTRAS = ("torch", "transformers", "safetensors", "tokenizers", "peft", "playwright")
-_NAMES = "|".join(name for name in _EXTRAS if not find_spec(name)) or "(?!)"
-_MISSING = re.compile(rf"No module named '(?:{_NAMES})|this command needs (?:{_NAMES}), which is not installed")
+#: Packages of extras that are not installed: tests that import them are skipped, and the others run (make test-core).
+_MISSING = {
+    name for name in ("torch", "transformers", "safetensors", "tokenizers", "peft", "playwright") if not find_spec(name)
+}
+#: The packages of shardconv that work without extras: a missing package there is a failure.
+_WITHOUT_EXTRAS = {"storage", "plan", "layouts", "formats", "checkpoint", "html"}
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _skip(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Report a failure as skipped if its reason is a missing package of an extra."""
-    if report.failed and (missing := _MISSING.search(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {missing[0]}")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a module of tests that imports a missing package; test_layering.py shows which modules may."""
     report = yield
-    _skip(report)
+    missing = re.search(r"No module named '(\w+)'", str(report.longrepr)) if report.failed else None
+    if missing and missing[1] in _MISSING:
+        report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {missing[0]}")
     return report
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that imports a missing package, or calls a function that may."""
     report = yield
-    _skip(report)
+    error = call.excinfo.value if call.excinfo else None
+    if isinstance(error, ModuleNotFoundError) and error.name in _MISSING:
+        _, *folders = call.excinfo.traceback[-1].path.as_posix().rpartition("/shardconv/")[2].split("/")[::-1]
+        if _WITHOUT_EXTRAS.isdisjoint(folders):
+            report.outcome, report.longrepr = "skipped", (__file__, 0, f"Skipped: {error}")
     return report
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import shardconv
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
-from tests.support.matrix import cases
+from tests.support.matrix import cases, needs_torch
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo-model"
 PACKAGE = str(Path(shardconv.__file__).parents[1])
@@ -137,12 +137,12 @@ def test_files_have_the_same_bytes(environment, folder):
 WITHOUT_TORCH = {"warnings are errors", "development mode", "Latin-1 streams", "C locale, ASCII"}
 
 
+@needs_torch
 @pytest.mark.parametrize(
     "environment",
     cases(sorted(ENVIRONMENTS.keys() - WITHOUT_TORCH), lambda name: name in {"clean", "a user without a name"}),
 )
 def test_generated_text_is_the_same(environment, folder):
-    pytest.importorskip("transformers")
     shardconv.split(DEMO, folder / "split", tp=2)
     options = ("--prompt", "An exception is", "--max-new-tokens", 4, "--dtype", "fp32", "-q")
     out = run(environment, "run", folder / "split", *options, folder=folder)

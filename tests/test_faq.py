@@ -13,6 +13,7 @@ import pytest
 import shardconv
 from tests.support.checkpoints import DEMO
 from tests.support.command import call, run
+from tests.support.matrix import needs_torch
 
 QUANTIZED = Path(__file__).parent / "data" / "quantized" / "gptq-3"
 PAGE = Path(__file__).parents[1] / "docs" / "faq.md"
@@ -121,6 +122,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     assert "the disk has too little free space" in result.err
 
 
+@needs_torch
 def test_quantized_layers_are_not_dequantized_silently(tmp_path):
     shardconv.split(QUANTIZED, tmp_path / "split", tp=2)
     result = call("run", tmp_path / "split", "--token-ids", "1", "--device", "cpu", "-q")

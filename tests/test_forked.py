@@ -5,16 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from tests.support import forked
 from tests.support.command import ENVIRONMENT
+from tests.support.matrix import needs_torch
 
 pytestmark = [
     pytest.mark.skipif(forked.Popen is subprocess.Popen, reason="forks on Linux only"),
-    pytest.mark.skipif(not find_spec("torch"), reason="forks a process that has imported torch"),
+    needs_torch,
 ]
 
 #: Prints the state of a process; for state that differs between any two processes, whether it is as expected.

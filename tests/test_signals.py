@@ -15,7 +15,7 @@ import pytest
 import shardconv
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, finish, start
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, needs_torch
 
 LINE = "shardconv: interrupted; nothing was left behind"
 #: For a signal during the removal of files.
@@ -101,6 +101,7 @@ def test_sigint_before_an_import_of_a_light_command(made, step):
     check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", made / "tiny", "--tp", 2]))
 
 
+@needs_torch
 @pytest.mark.parametrize("step", [100, 500, 1100])
 def test_sigint_before_an_import_of_run(made, step):
     arguments = ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 2]
@@ -119,6 +120,7 @@ def test_sigint_before_an_import_of_other_plans(options):
     check(interrupted(BEFORE_IMPORT.format(step=1500), ["plan", DEMO, *options]))
 
 
+@needs_torch
 def test_sigint_at_any_moment(made, tmp_path):
     """For commands that write, that start processes, and that prove."""
     moments = random.Random(0)
@@ -138,6 +140,7 @@ def test_sigint_with_json(made):
     assert (result.code, result.out) == (130, f'{{"error": "{LINE.removeprefix("shardconv: ")}", "exit_code": 130}}\n')
 
 
+@needs_torch
 def test_sigint_while_ranks_start(made):
     """Processes that were already started are terminated."""
     patch = """

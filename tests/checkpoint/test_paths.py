@@ -11,7 +11,7 @@ from shardconv.checkpoint.paths import local_path
 from shardconv.errors import UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, write_checkpoint
 from tests.support.command import call, finish, start
-from tests.support.matrix import each_once
+from tests.support.matrix import each_once, needs_torch
 
 URLS = {
     "s3://bucket/out": "aws s3 cp --recursive",
@@ -148,7 +148,7 @@ def test_other_paths_are_not_taken_for_names_of_the_hub(tmp_path, monkeypatch, p
     [
         ("split", "tiyn", "--tp", "2"), ("plan", "tiyn"), ("run", "tiyn", "--tp", "2"),
         ("split", "tiny", "--adapter", "tiyn", "--tp", "2"), ("verify", "tiny-tp2", "--against", "tiyn"),
-        ("run", "tiny-tp2", "--token-ids", "1", "--check", "tiyn"),
+        pytest.param(("run", "tiny-tp2", "--token-ids", "1", "--check", "tiyn"), marks=needs_torch),
     ],
 )  # fmt: skip
 def test_similar_path_is_suggested_for_one_that_does_not_exist(made, arguments):

@@ -27,7 +27,7 @@ from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs,
 from tests.support.command import call
 from tests.support.faults import failing
 from tests.support.manifests import change_manifest
-from tests.support.matrix import cases
+from tests.support.matrix import cases, needs_torch
 
 TP = 4
 
@@ -242,6 +242,7 @@ def test_file_of_another_rank_is_named(source, tmp_path):
     assert shardconv.verify(first).other_weights == ("rank-2-of-4.safetensors",)
 
 
+@needs_torch
 def test_run_of_a_folder_without_all_ranks(source, tmp_path):
     (folder,) = split(source, tmp_path, "1-2")
     result = call("run", folder, "--token-ids", "1 2")

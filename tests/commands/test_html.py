@@ -8,7 +8,7 @@ import shardconv
 from shardconv.html.page import MARK
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, needs_torch
 from tests.support.pages import Parsed
 
 
@@ -76,9 +76,9 @@ def test_page_of_a_failed_verification(made, tmp_path):
     assert found["remedy"].startswith("pass the source that was split to --against; if you did, split the source again")
 
 
+@needs_torch
 @pytest.mark.parametrize("tp", [pytest.param([], marks=MATRIX), ["--tp", "2"]], ids=["all", "tp 2"])
 def test_page_of_the_cost_has_all_sizes(tmp_path, tp):
-    pytest.importorskip("transformers")
     result = call("plan", DEMO, "--cost", *tp, "--html", tmp_path / "page.html", "--json")
     printed, found = json.loads(result.out), data_of(tmp_path / "page.html")
     counted = {cost["tp"]: cost for cost in found["cost"]["costs"]}

@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 MATRIX = pytest.mark.matrix
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="runs a command that needs torch")
 
 
 def cases(values: Iterable[Any], default: Callable[..., bool]) -> list[Any]:
