@@ -76,9 +76,9 @@ def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[Pre
 
 def _unknown(config: Mapping[str, object], folder: Path | None) -> RunError:
     """The error if transformers does not have the class or the model type."""
-    remedy = (
-        "pass one that does with --config FILE" if folder is None else "correct it in the source and split it again"
-    )
+    remedy = "correct it; for a split checkpoint, correct that of the source, and split it again"
+    if folder is None:
+        remedy = "pass one that does with --config FILE"
     return RunError(
         f"{_prefix(folder)}config.json does not name a model class of transformers {import_transformers().__version__} "
         f"(got model_type {config.get('model_type')!r} and architectures {config.get('architectures')!r}, expected for "
