@@ -21,7 +21,7 @@ from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.distributed.agreement import digest, same_on_all_ranks
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.sharding import take_shard
+from shardconv.layers.sharding import bytes_of, take_shard
 
 
 class LayerSpec(NamedTuple):
@@ -166,9 +166,7 @@ def check_same_on_all_ranks(
 
 
 def _digest_of(tensor: Tensor) -> int:
-    values = tensor.detach().cpu().contiguous()
-    flat = values.as_strided((values.numel(),), (1,))  # view(-1) of one element keeps its stride
-    return digest(flat.view(torch.uint8).numpy().data)
+    return digest(bytes_of(tensor.cpu()).numpy().data)
 
 
 class _Shards(NamedTuple):

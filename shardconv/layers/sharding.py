@@ -36,6 +36,12 @@ def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = Fal
         raise ValueError(f"{what}: {error} (tp)") from error
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """View the bytes of a tensor in one dim; if it is not contiguous, those of a copy that is."""
+    values = tensor.detach().contiguous()
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # view(-1) of one element keeps its stride
+
+
 def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
     """Return a rank's shard of a full tensor: the rank's intervals and padding, concatenated along the placement's dim.
 

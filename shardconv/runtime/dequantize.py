@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardconv.layers.sharding import bytes_of
 from shardconv.plan.grid import (
     DIVISOR,
     FACTOR,
@@ -169,14 +170,14 @@ def _unpacked(stored: Stored) -> tuple[Tensor, tuple[GridDim, ...]]:
 
 def _codes(tensor: Tensor, at: int, dim: GridDim) -> tuple[Tensor, int]:
     """Unpack the integers of a dim, the first in the lowest bits; return them as int16, and the bits of each."""
-    # a contiguous tensor may have any stride along a dim of one word, and only a copy has the stride that a view needs
-    octets = tensor.movedim(at, -1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    octets = octets.unflatten(-1, (-1, dim.entries * tensor.element_size())).short()
+    words = tensor.movedim(at, -1)
+    grid = (*words.shape[:-1], words.shape[-1] // dim.entries, dim.entries * words.element_size())
+    octets = bytes_of(words).view(grid).short()
     bits = 8 * octets.shape[-1] // dim.elements
     starts = torch.arange(dim.elements) * bits
     first, shift = starts // 8, (starts % 8).short()
-    words = octets[..., first] | octets[..., (first + 1).clamp_(max=octets.shape[-1] - 1)] << 8
-    return (words >> shift & (1 << bits) - 1).flatten(-2).movedim(-1, at), bits
+    pairs = octets[..., first] | octets[..., (first + 1).clamp_(max=octets.shape[-1] - 1)] << 8
+    return (pairs >> shift & (1 << bits) - 1).flatten(-2).movedim(-1, at), bits
 
 
 def _awq(codes: Tensor, at: int, _bits: int) -> Tensor:

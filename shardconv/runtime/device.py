@@ -6,12 +6,13 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from shardconv.checkpoint.header import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
 from shardconv.errors import RunError, UsageError
 from shardconv.formatting import counted, size
+from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
 
 Progress = Callable[[int, int], None]
@@ -138,15 +139,9 @@ def move(module: nn.Module, device: torch.device, progress: Progress | None = No
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
     for tensor in tensors.values():
         moved = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        pieces = zip(_pieces(moved), _pieces(tensor.detach().contiguous()), strict=True)
-        for target, values in pieces:
+        for target, values in zip(*(bytes_of(one).split(PIECE_BYTES) for one in (moved, tensor)), strict=True):
             target.copy_(values)
             done += len(values)
             if progress is not None:
                 progress(done, total)
         tensor.data = moved.detach()
-
-
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of the bytes of a contiguous tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)

@@ -20,6 +20,7 @@ def tied_model():
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 7, bias=False))
     model[3].weight = model[0].weight
     model.register_buffer("empty", torch.zeros(0, 3))
+    model.register_buffer("strided", torch.arange(10.0)[::5][:1])
     return model.bfloat16()
 
 
