@@ -31,6 +31,7 @@ _ELEMENTWISE = (
 _ELEMENTWISE_FORWARDS = {kind.forward for kind in _ELEMENTWISE}
 #: A module of transformers all of whose classes compute each element by itself, some with parameters.
 _ACTIVATIONS = "transformers.activations"
+_NOT_KNOWN = "is not known to compute each feature by itself"
 
 
 def check_chains(
@@ -59,12 +60,15 @@ def check_chains(
 
 def _describe(first: _Producer, second: _Step, tp: int) -> str:
     (producer, layer), (name, consumer) = first, second
-    size = layer.out_features
-    other = f", convert {name} with dim=0 in another call" if isinstance(consumer, nn.Linear) else ""
+    size, is_linear = layer.out_features, isinstance(consumer, nn.Linear)
+    # the caller's code does not have the name of a parallel layer
+    kind = "Linear" if isinstance(consumer, ParallelLinear) else type(consumer).__name__
+    needs = "needs all features" if is_linear or _num_features(consumer) else _NOT_KNOWN
+    other = f", convert {name} with dim=0 in another call" if is_linear else ""
+    unless = f"{name} does not read them" if is_linear else "all operations between linear layers are elementwise"
     return (
-        f"{name}: the input of this {type(consumer).__name__} is sharded (got {-(-size // tp)} features per rank from "
-        f"column parallel {producer}, expected all {size}, as it is not known to compute each feature by itself): pass "
-        f"gather_output=True{other}, or pass layers that are not called one after the other in an nn.ModuleList"
+        f"{name}: this {kind} {needs}, and column parallel {producer} shards them (got {-(-size // tp)} per rank, "
+        f"expected {size}): pass gather_output=True{other}, or, if {unless}, pass the linear layers in an nn.ModuleList"
     )
 
 
@@ -137,13 +141,16 @@ def is_elementwise(layer: nn.Module) -> bool:
 
 
 def _is_elementwise_function(function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function gives for two halves of the features of an example what it gives for all of them."""
-    example = torch.linspace(-4, 4, 16, device="cpu").view(2, 8)
+    """Whether a function gives for two halves of the features of an example what it gives for all of them.
+
+    A function that raises, such as one for another device, is not known to.
+    """
+    example = torch.linspace(-4, 4, 16, device="cpu").view(1, 2, 8)
     try:
         halves = torch.cat([function(half) for half in example.chunk(2, -1)], -1)
         return torch.allclose(halves, function(example), atol=1e-4)
-    except Exception:  # noqa: BLE001 - any error of the caller's code: it may be for another device
-        return True
+    except Exception:  # noqa: BLE001 - any error of the caller's code
+        return False
 
 
 def _computes_with_shards(layer: nn.Module) -> bool:
