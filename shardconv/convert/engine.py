@@ -10,7 +10,6 @@ parameters stay tied. Nothing is changed before all ranks have passed all checks
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardconv.convert.classes import converted_class

@@ -72,7 +72,11 @@ def check_chains(axis):
         nn.LogSoftmax(),
         nn.GLU(),
     ):  # these would compute wrong values without an error
-        refused(Mlp(nn.Linear(8, 16), last), r"mlp\.1: .* not known .*expected 16.* if all operations .* elementwise, ", axis)
+        refused(
+            Mlp(nn.Linear(8, 16), last),
+            r"mlp\.1: .* not known .*expected 16.* if all operations .* elementwise, ",
+            axis,
+        )
     half = Mlp(*linears(8, 16, 8))
     convert_parallel_linear(nn.ModuleList([half.mlp[0]]), -1, group=axis)
     refused(half, two, axis)

@@ -146,7 +146,7 @@ def test_class_behind_a_column_parallel_layer_is_refused(name):
         layers = chain(name, **options)
         column = Conversion.prepare("0", layers[0], LayerSpec(ColumnParallelLinear, {}), TWO).replacement
         for is_planned in (False, True):
-            with pytest.raises(ValueError, match=rf"^1: this {name} (needs all features|is not known to .*), and .*expected 8\): pass gather_output"):
+            with pytest.raises(ValueError, match=rf"^1: this {name} (needs|is not known) .*expected 8\): pass "):
                 check_chains(layers, {layers[0]: column}, 2, is_planned=is_planned)
 
 
