@@ -1,6 +1,7 @@
 """The devices of ranks: the CPU, and the accelerators that torch can send tensors between."""
 
 import os
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -29,18 +30,26 @@ def device_types() -> dict[str, int]:
 
 
 def local_device(device_type: str) -> torch.device:
-    """Return the device of this rank: with the local rank as its index, or without a launcher the current one."""
+    """Return the device of this rank: the current one of torch, unless a launcher started the rank and it is the first.
+
+    Then nothing shows that the program has selected it, and the index is the local rank.
+    """
     if device_type == "cpu":
         return torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device(device_type, torch.accelerator.current_device_index())
-    return torch.device(device_type, int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
+    index = torch.accelerator.current_device_index()
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    return torch.device(device_type, index or local_rank % torch.accelerator.device_count())
 
 
 def device_module(device: torch.device) -> ModuleType | None:
     """Return torch's module for an accelerator, such as ``torch.cuda``; None for other devices."""
+    return None if device.type == "cpu" else _module_of(device.type)
+
+
+@cache
+def _module_of(device_type: str) -> ModuleType | None:
     found = accelerator()
-    return torch.get_device_module(device) if found is not None and found.type == device.type else None
+    return torch.get_device_module(found) if found is not None and found.type == device_type else None
 
 
 def backends_for(ranks: int) -> str:

@@ -33,6 +33,8 @@ def rank_device(device: Device) -> torch.device:
     counts = device_types()
     requested = next(iter(counts)) if device is None else str(device)
     device_type, _, index = requested.partition(":")
+    if not _is_known(device_type):
+        raise UsageError(f"device {requested!r} is unknown (expected cpu, cuda or xpu): use --device cpu")
     if device_type not in counts:
         raise UsageError(f"device {requested} cannot be used here (expected {' or '.join(counts)}): use --device cpu")
     count = counts[device_type]
@@ -42,6 +44,14 @@ def rank_device(device: Device) -> torch.device:
     if device_type not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
         raise UsageError(f"{ranks} ranks cannot share {found}: use --tp {count}, or --device cpu")
     return torch.device(requested) if index else local_device(device_type)
+
+
+def _is_known(device_type: str) -> bool:
+    """Whether torch has a device type of this name, on some machine."""
+    try:
+        return bool(torch.device(device_type))
+    except RuntimeError:
+        return False
 
 
 def check_room(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardconv.checkpoint.header import build_header
+from shardconv.distributed import devices
 from shardconv.distributed.devices import backends_for
 from shardconv.errors import RunError, UsageError
 from shardconv.runtime import device
@@ -69,13 +70,16 @@ def test_progress_increases_to_the_bytes_of_the_model(moved):
 def found(monkeypatch):
     """Let torch find a number of accelerators of a type."""
 
-    def find(kind, count, free=10**9):
+    def find(kind, count, free=10**9, current=0):
         module = SimpleNamespace(mem_get_info=lambda _: (free, 10**9))
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current)
         monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+        devices._module_of.cache_clear()
 
-    return find
+    yield find
+    devices._module_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -101,10 +105,24 @@ def test_device_of_local_rank_3(monkeypatch, found, kind, count, requested, expe
 
 def test_device_of_a_rank_without_a_launcher(monkeypatch, found):
     """The current one, which the caller has chosen."""
-    found("xpu", 8)
+    found("xpu", 8, current=5)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
     assert device.rank_device("xpu") == torch.device("xpu", 5)
+
+
+def test_device_that_the_program_has_selected(monkeypatch, found):
+    """As ``torch.cuda.set_device(2)`` does; the local rank is that of the launcher."""
+    found("cuda", 4, current=2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert device.rank_device(None) == torch.device("cuda", 2)
+
+
+def test_accelerator_is_probed_once(monkeypatch, found):
+    found("cuda", 1)
+    expected = devices.device_module(CUDA)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", pytest.fail)
+    assert devices.device_module(CUDA) is expected is not None
+    assert devices.device_module(CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -113,7 +131,9 @@ def test_device_of_a_rank_without_a_launcher(monkeypatch, found):
         ("cuda", 0, "cuda", r'device cuda cannot be used here \(expected cpu\): use device="cpu"'),
         ("cuda", 2, "xpu:1", r'device xpu:1 cannot be used here \(expected cuda or cpu\): use device="cpu"'),
         ("cuda", 2, "meta", r"device meta cannot be used here \(expected cuda or cpu\)"),
-        ("cuda", 2, "a gpu", r"device a gpu cannot be used here"),
+        ("cuda", 2, "gpu", r"device 'gpu' is unknown \(expected cpu, cuda or xpu\): use device=\"cpu\""),
+        ("cuda", 0, "a gpu:1", r"device 'a gpu:1' is unknown"),
+        ("cuda", 0, "", r"device '' is unknown"),
         ("mps", 1, "mps", r"device mps cannot be used here \(expected cpu\)"),
         ("cuda", 2, "cuda:2", r'device cuda:2 does not exist \(found 2 cuda devices\): use device="cuda"'),
         ("xpu", 1, "xpu:-1", r'device xpu:-1 does not exist \(found 1 xpu device\): use device="xpu"'),
