@@ -113,7 +113,9 @@ def _invoke() -> str | int | None:
 
 def _report(error: BaseException) -> int:
     """Print the message of an exception; returns its exit code."""
-    discard_unwritten()
+    unwritten = discard_unwritten()
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = next(iter(unwritten), None)
     code = show_error(error, as_json="--json" in sys.argv)
     discard_unwritten()
     return code

@@ -40,13 +40,20 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
-def discard_unwritten() -> None:
-    """Discard the output of a stream that cannot be written, which Python would try to write again at exit."""
-    for stream in (sys.stdout, sys.stderr):
+def discard_unwritten() -> list[str]:
+    """Discard the output of streams that cannot be written, which Python would try to write again at exit.
+
+    Returns:
+        The names of these streams.
+    """
+    names = []
+    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
         try:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            names.append(name)
+    return names
 
 
 class Console:

@@ -9,7 +9,6 @@ name become records that hold its values, and any other name is refused, so noth
 import json
 import pickle
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Self
 
@@ -30,6 +29,8 @@ ENUMS = {
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
 }
+#: The names of their members.
+MEMORY_FORMATS = frozenset({"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"})
 _NOT_EXECUTED = "and nothing in it is executed: save the checkpoint again"
 #: Maximum bytes of the file, which is read into memory.
 MAX_BYTES = 2**28
@@ -64,23 +65,20 @@ class Record:
         return self.state.get(key) if isinstance(self.state, dict) else None
 
 
-class MemoryFormat(Enum):
-    """The memory format of a tensor, with torch's names and values. All tensors of a checkpoint are contiguous."""
-
-    TORCH_CONTIGUOUS_FORMAT = 0
-    TORCH_CHANNELS_LAST = 1
-    TORCH_PRESERVE_FORMAT = 2
+def memory_format(value: object) -> str:
+    """A text in place of the memory format with a value. All tensors of a checkpoint are contiguous."""
+    return f"memory format {value!r:.20}"
 
 
-def enum_member(enum: object, name: str) -> MemoryFormat:
-    """The member that ``getattr(enum, name)`` stands for: Python before 3.11.4 pickles members of enums as this call.
+def enum_member(enum: object, name: object) -> str:
+    """The name in ``getattr(enum, name)``: Python before 3.11.4 pickles members of enums as this call.
 
     Raises:
         RefusedError: for any other call of ``getattr``.
     """
-    if enum is not MemoryFormat or name not in MemoryFormat.__members__:
+    if enum is not memory_format or type(name) is not str or name not in MEMORY_FORMATS:
         raise RefusedError(f"asks for builtins.getattr of {name!r:.60}, {_NOT_EXECUTED}")
-    return MemoryFormat[name]
+    return name
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -95,7 +93,7 @@ class MetadataUnpickler(pickle.Unpickler):
         if (module, name) in ALLOWED:
             return Record
         if (module, name) in ENUMS:
-            return MemoryFormat
+            return memory_format
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         if (module, name) == ("torch", "Size"):

@@ -532,7 +532,7 @@ def test_closed_stream(commands, tmp_path, command, number):
 def test_result_that_cannot_be_written(commands, options):
     with Path("/dev/full").open("w") as full:
         result = run(*commands["verify"], *options, stdout=full)
-    assert (result.code, result.err) == (1, "shardconv: No space left on device\n")
+    assert (result.code, result.err) == (1, "shardconv: standard output: No space left on device\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="requires /dev/full")

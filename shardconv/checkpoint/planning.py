@@ -156,10 +156,7 @@ def plan_source(
 def _without_class(config: Mapping[str, object]) -> Iterator[str]:
     """The assumption about a config of transformers that does not name the model class."""
     if isinstance(config.get("model_type"), str) and not config.get("architectures"):
-        yield (
-            "the model class is given to shardconv.load(DIR, model=...), because config.json does not have "
-            "architectures, without which shardconv run fails: add it, or pass --config FILE with it"
-        )
+        yield ("config.json does not have architectures: shardconv run fails. Add it, or pass --config FILE")
 
 
 def check_shapes(source: Source) -> tuple[str, ...]:

@@ -183,6 +183,17 @@ def test_getattr_of_anything_but_a_member_of_an_enum_is_refused(nested, tmp_path
         open_source(source)
 
 
+def test_enum_in_metadata_cannot_be_changed(nested, tmp_path):
+    """The pickle sets the members of the enum, and then asks for one of them that torch does not have."""
+    enum = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    members = b"N}X\x0c\x00\x00\x00_member_map_}X\x03\x00\x00\x00mroK\x01ss"
+    path = tmp_path / ".metadata"
+    path.write_bytes(
+        b"\x80\x02" + enum + members + b"\x86b0cbuiltins\ngetattr\n" + enum + b"X\x03\x00\x00\x00mro\x86R."
+    )
+    assert dcp_listing.list_metadata(path)["error"].startswith("asks for builtins.getattr of 'mro', and nothing")
+
+
 def drop_chunk(metadata) -> None:
     metadata.state_dict_metadata["model.model.layers.0.self_attn.q_proj.weight"].chunks.pop()
 
