@@ -168,7 +168,7 @@ def show_cost(
     gc.enable()
     with ImportPhase():
         from shardconv.html.page import write_page
-        from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, estimate_cost
+        from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
     planned, no_plan = (None, None) if page is None else plan_for_page(src, tp, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
     with console.progress("count", counts=True) as progress:
@@ -184,7 +184,7 @@ def show_cost(
     if page is not None:
         page.write(console, write_page(planned, no_plan=no_plan, cost=report))
     report = replace(report, costs=tuple(cost for cost in report.costs if tp in (None, cost.tp)))
-    padded = f" and those that need padding up to {MAX_PADDED_TP}" if options["pad"] else ""
+    padded = f", and the {NUM_PADDED} up to {MAX_PADDED_TP} with the least padding" if options["pad"] else ""
     bound = [] if tp else [f"tp: the supported sizes up to {MAX_TP}{padded}; --tp N counts another"]
     gaps = _gaps(report)
     console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])

@@ -39,8 +39,8 @@ from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
 MAX_TP = 64
-#: The largest tp size with padding that is counted by default.
-MAX_PADDED_TP = 16
+#: The largest tp size with padding that is counted by default, and how many of these are.
+MAX_PADDED_TP, NUM_PADDED = 16, 3
 #: The default number of tokens per prompt, unless the model supports fewer.
 SEQ = 2048
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
@@ -69,8 +69,8 @@ def estimate_cost(
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
             transformers; or such a config alone, or a folder with a config and without weights: weights are then those
             of the class.
-        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also those up to
-            :data:`MAX_PADDED_TP` that need padding.
+        tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
+            to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
         link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
@@ -120,19 +120,26 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *made, *notes, *_padding_notes(resolver, sizes)),
+        notes=(*assumed, *made, *notes, *_size_notes(resolver, sizes)),
     )
 
 
 def _default_sizes(resolver: Resolver) -> list[int]:
     """The tensor parallel sizes that are counted by default."""
     sizes = resolver.tp_sizes()
-    padded = [one.tp for one in sizes.padded if resolver.rules.pad and one.tp <= MAX_PADDED_TP]
-    return sorted([*padded, *(size for size in sizes.supported if size <= MAX_TP)])
+    padded = [one for one in sizes.padded if resolver.rules.pad and one.tp <= MAX_PADDED_TP]
+    cheapest = sorted(padded, key=lambda one: one.memory)[:NUM_PADDED]
+    return sorted([*(one.tp for one in cheapest), *(size for size in sizes.supported if size <= MAX_TP)])
 
 
-def _padding_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
-    costs = {size: padding.memory for size in sizes if (padding := resolver.padding(size)).units}
+def _size_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
+    """The reason if only one rank is supported, and the cost of sizes that need padding."""
+    if list(sizes) == [1]:
+        _, error = attempt(partial(resolver.plan, 2))
+        if error is not None:
+            yield str(error)
+    unpadded = resolver.padded(0)
+    costs = {size: resolver.padding(size).memory for size in sizes if unpadded.blocked(size) is not None}
     if costs:
         listed = ", ".join(f"tp {tp} ({cost:.1%})" for tp, cost in costs.items())
         yield f"padded with zeros (additional memory): {listed}"
@@ -147,13 +154,15 @@ def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tup
     model, disk = _on_disk(path, config)
     specs = {name: TensorSpec(DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in disk.tensors.items()}
     origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
-    notes = [f"no weights found: the weights of {model.name} are counted in {_name(model.dtype)} ({origin})"]
+    written = f"no weights found: those of {model.name} are counted as save_pretrained writes them"
+    dtype = f"in {_name(model.dtype)} ({origin})"
+    notes = []
     if fields := [name for name in _MTP_LAYERS if config.get(name)]:
         notes.append(f"MTP layers ({fields[0]}) are not counted: {model.name} does not have them")
     source = _source(path, config, specs)
     settings = config_with_quantization(source) or {}
     if settings.get(SETTINGS_KEY) is None:
-        return source, tuple(notes)
+        return source, (f"{written}, {dtype}", *notes)
     kind = describe_settings(settings)
     try:
         quantized = stored_tensors(specs, settings, disk.matrices)
@@ -162,11 +171,18 @@ def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tup
             f"the config asks for quantized weights ({kind}), and unquantized ones are counted, as the config alone "
             f"does not determine the others: they are smaller, and may support fewer tp sizes ({error})"
         )
-        return source, tuple(notes)
-    notes.append(
-        f"weights of linear layers, except for the output head, are counted as quantized by the config ({kind})"
-    )
-    return _source(path, config, quantized), tuple(notes)
+        return _source(path, _unquantized(config), specs), (f"{written}, {dtype}", *notes)
+    by_config = f"linear layers and experts as quantized by the config ({kind}), the others {dtype}"
+    return _source(path, config, quantized), (f"{written}, {by_config}", *notes)
+
+
+def _unquantized(config: Mapping[str, object]) -> dict[str, object]:
+    """The config, and those of its submodels, without quantization settings."""
+    return {
+        key: _unquantized(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != SETTINGS_KEY
+    }
 
 
 def _on_disk(path: Path, config: Mapping[str, object]) -> tuple[MetaModel, DiskTensors]:

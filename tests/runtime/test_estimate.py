@@ -221,16 +221,19 @@ def test_defaults(tiny):
 
 
 def test_sizes_that_need_padding(tiny):
-    """With ``pad``, also the sizes up to 16 that need padding, with the bytes of their plans and a note."""
+    """With ``pad``, also the 3 sizes up to 16 with the least padding, with the bytes of their plans and a note."""
     report = estimate_cost(tiny, pad=True, seq=1)
     sizes = shardconv.report_plan(tiny)
-    padded = [one.tp for one in sizes.padded_tp if one.tp <= 16]
+    padded = [one.tp for one in sorted(sizes.padded_tp, key=lambda one: one.memory) if one.tp <= 16][:3]
     assert [cost.tp for cost in report.costs] == sorted([*sizes.supported_tp, *padded])
     plans = {cost.tp: shardconv.report_plan(tiny, tp=cost.tp, pad=True) for cost in report.costs}
     assert [cost.weight_bytes for cost in report.costs] == [max(plan.rank_bytes) for plan in plans.values()]
-    costs = ", ".join(f"tp {tp} ({plan.padding.memory:.1%})" for tp, plan in plans.items() if plan.padding.units)
+    costs = ", ".join(f"tp {tp} ({plan.padding.memory:.1%})" for tp, plan in plans.items() if tp in padded)
     assert report.notes == (f"padded with zeros (additional memory): {costs}",)
-    assert "those that need padding up to 16" in call("plan", tiny, "--cost", "--pad", "--seq", "1").out
+    assert (
+        "the 3 up to 16 with the least padding; --tp N counts another"
+        in call("plan", tiny, "--cost", "--pad", "--seq", "1").out
+    )
 
 
 def changed(source, folder, *, without_weights=False, **fields):
@@ -324,7 +327,7 @@ def test_config_without_weights(tiny, checkpoint, tmp_path, name):
     for source in (tmp_path, tmp_path / "config.json"):
         report = estimate_cost(source, batch=BATCH, seq=SEQ)
         assert report.costs == expected.costs
-        assert report.notes[0].startswith(f"no weights found: the weights of {report.model} are counted in ")
+        assert report.notes[0].startswith(f"no weights found: those of {report.model} are counted as save_pretrained")
 
 
 def test_assumed_dtype_of_a_config_without_weights(tiny, tmp_path):
@@ -337,10 +340,12 @@ def test_assumed_dtype_of_a_config_without_weights(tiny, tmp_path):
     ("settings", "reason"),
     [
         ({"quant_method": "torchao"}, "needs a block size"),
+        ({"quant_method": "aqlm"}, "'aqlm' is not supported"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes with 4 bits is not supported"),
         ({"quant_method": "mxfp4"}, "no layer of the model has a weight that mxfp4"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down": {}}}, "dynamic selects layers"),
     ],
-    ids=["metadata", "experts", "layers"],
+    ids=["metadata", "not supported", "4 bits", "experts", "layers"],
 )
 def test_quantized_tensors_that_a_config_does_not_determine(tiny, tmp_path, settings, reason):
     """The weights are counted without quantization, and a note says so."""
@@ -351,10 +356,16 @@ def test_quantized_tensors_that_a_config_does_not_determine(tiny, tmp_path, sett
     assert "unquantized ones are counted" in call("plan", folder, "--cost", "--tp", "2", "-q").err
 
 
-def test_quantization_that_is_not_supported_is_refused_for_a_config_alone(tiny, tmp_path):
-    folder = changed(tiny, tmp_path / "config", without_weights=True, quantization_config={"quant_method": "aqlm"})
-    with pytest.raises(PlanError, match="'aqlm' is not supported"):
-        estimate_cost(folder)
+def test_reason_where_only_one_rank_is_supported(tiny, tmp_path):
+    """The error of two ranks, whose shards would have parts of blocks of 128."""
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = changed(tiny, tmp_path / "config", without_weights=True, quantization_config=settings, head_dim=24)
+    report = estimate_cost(folder, seq=1)
+    assert [cost.tp for cost in report.costs] == [1]
+    with pytest.raises(PlanError) as error:
+        estimate_cost(folder, tps=[2])
+    assert report.notes[-1] == str(error.value)
+    assert "\n--tp 2 is unsupported" in call("plan", folder, "--cost", "--seq", "1").out
 
 
 #: Fields of Qwen3-235B-A22B-FP8 and DeepSeek-V3 with two layers and four experts, and their supported sizes.
@@ -450,7 +461,7 @@ def test_config_alone_of_fp8_has_the_sizes_and_bytes_of_headers(tmp_path, config
     assert list(expected.supported_tp) == supported
     found = {cost.tp: cost.weight_bytes for cost in alone.costs}
     assert found == dict(zip(supported, expected.supported_bytes, strict=True))
-    assert any("counted as quantized by the config (fp8 e4m3)" in note for note in alone.notes)
+    assert "experts as quantized by the config (fp8 e4m3), the others in bfloat16 (" in alone.notes[0]
     assert any("MTP layers" in note for note in alone.notes) == (config is DEEPSEEK)
 
 
