@@ -66,7 +66,12 @@ def module_overrides(
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             replacement = replacements.get(module, module)
             overrides = _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
-            yield replace(overrides, is_checked=any(rule.is_empty() for rule in found))
+            yield replace(overrides, is_checked=any(map(_is_checked, found)))
+
+
+def _is_checked(rule: ModuleRule) -> bool:
+    """Whether a rule says that code is right on each rank, or gives the module other code for that of its heads."""
+    return rule.is_empty() or bool(rule.locals or rule.unsharded or rule.products or rule.functional)
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -162,7 +167,7 @@ def _extensions_of_attention(
     if rule.products:
         yield with_parallel_products(original, tuple(rule.products.items())), {}
     if rule.full_width is not None:
-        yield FullWidth, {"full_width": model_rules.fields(**_output_sizes(module)).evaluate(rule.full_width)}
+        yield FullWidth, {"full_width": model_rules.on_rank(rule.full_width, 1, **_output_sizes(module))}
     if rule.functional:
         yield FunctionalAttention, {"heads": model_rules.units(rule.functional, axis.size)}
     if rule.output is not None and _is_sharded(rule.output, model_rules, axis):
