@@ -294,8 +294,7 @@ class UnitCounts:
         pattern = self._pattern(examined.module)
         none = f"{pattern} = {{}} to [modules] of the plan file"
         if problem is None:
-            heads = f'{pattern} = {{ attributes = {{ num_heads = "head" }} }}'
-            return f"add the number of heads per rank, as {heads}, or, if no number has to be changed, {none}"
+            return f"{self._heads(examined)}, or, if no number has to be changed, {none}"
         count = problem.divisor
         if count is None:
             return f"{IN_CODE}; or, if it is right on each rank, add {none}"
@@ -308,6 +307,16 @@ class UnitCounts:
         unit = self._unit(examined.path, count)
         new = self._line(examined.module, count, str(count.value // self._tp) if unit is None else f'"{unit}"')
         return f"add {new} to [modules] of the plan file; or, if it is right on each rank, {none}"
+
+    def _heads(self, examined: Examined) -> str:
+        """What to add for a module whose code is not understood: the line for an attribute that counts its heads."""
+        numbers = vars(examined.module).items()
+        counts = (Count(examined.module, *one) for one in numbers if "head" in one[0] and type(one[1]) is int)
+        found = ((one, self._unit(examined.path, one)) for one in counts if not re.search("dim|size", one.attribute))
+        lines = [self._line(examined.module, one, f'"{unit}"') for one, unit in found if unit is not None]
+        if lines:
+            return f"add the number of heads per rank, as {lines[0]}"
+        return f"add the attributes with its numbers of heads, if it has any, to {self._pattern(examined.module)}"
 
     def _pattern(self, module: object) -> str:
         return f'"{pattern_for(self._names[id(module)])}"'
