@@ -511,8 +511,8 @@ def test_overrides_of_other_things_do_not_turn_the_check_off(ranks, tmp_path, ki
     ranks("pair", check_plan, kind, path, modules, message)
 
 
-def examined_reads(number):
-    """How often attributes of modules are read to examine many modules."""
+def seconds_to_examine(number):
+    """How long it takes to examine many modules."""
     module = nn.ModuleList(Fused() for _ in range(number))
     start = time.perf_counter()
     assert len(list(examine_forwards(module, {one.down: parallel_down() for one in module}, ()))) == number
@@ -524,8 +524,8 @@ def parallel_down():
 
 
 def test_time_to_examine_modules_is_linear():
-    few = min(examined_reads(100) for _ in range(3))
-    assert examined_reads(1600) < 5 * 16 * few  # quadratic: 16 times as much
+    few = min(seconds_to_examine(100) for _ in range(3))
+    assert seconds_to_examine(1600) < 5 * 16 * few  # quadratic: 16 times as much
 
 
 NANO = """
