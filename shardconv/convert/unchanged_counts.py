@@ -1,6 +1,6 @@
 """Checks that the code of modules does not read the number of units of the full model.
 
-Owns which modules are examined, and the texts of errors and warnings. An attention that reshapes its local features to
+Owns which modules are examined, and the texts of errors. An attention that reshapes its local features to
 the heads of the full model computes wrong numbers, and no shape shows it.
 """
 
