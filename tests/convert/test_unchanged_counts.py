@@ -6,7 +6,6 @@ module; the check has to refuse exactly the forms whose outputs differ, or that 
 
 import copy
 import re
-import time
 import warnings
 
 import pytest
@@ -16,6 +15,8 @@ from torch.nn import functional
 
 import shardconv
 from shardconv import convert_parallel_linear
+from shardconv.convert import unchanged_counts
+from shardconv.convert.forward_reader import ForwardReader
 from shardconv.convert.unchanged_counts import examine_forwards
 from shardconv.distributed import Axis
 from shardconv.layers import ColumnParallelLinear, RowParallelLinear
@@ -511,21 +512,17 @@ def test_overrides_of_other_things_do_not_turn_the_check_off(ranks, tmp_path, ki
     ranks("pair", check_plan, kind, path, modules, message)
 
 
-def seconds_to_examine(number):
-    """How long it takes to examine many modules."""
-    module = nn.ModuleList(Fused() for _ in range(number))
-    start = time.perf_counter()
-    assert len(list(examine_forwards(module, {one.down: parallel_down() for one in module}, ()))) == number
-    return time.perf_counter() - start
-
-
 def parallel_down():
     return RowParallelLinear(16, WIDTH, group=Axis("tensor", 0, 1, (0,), None))
 
 
-def test_time_to_examine_modules_is_linear():
-    few = min(seconds_to_examine(200) for _ in range(3))
-    assert seconds_to_examine(3200) < 3 * 16 * few  # quadratic: 16 times as much
+def test_the_set_of_modules_is_made_once(monkeypatch):
+    """A set for each module would take quadratic time."""
+    made = []
+    monkeypatch.setattr(unchanged_counts, "ForwardReader", lambda *args: made.append(1) or ForwardReader(*args))
+    module = nn.ModuleList(Fused() for _ in range(20))
+    assert len(list(examine_forwards(module, {one.down: parallel_down() for one in module}, ()))) == 20
+    assert len(made) == 1
 
 
 NANO = """
