@@ -12,7 +12,7 @@ from torch import nn
 from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.forward_reader import Problem
-from shardconv.convert.overrides import Overrides
+from shardconv.convert.overrides import Overrides, is_read_only
 from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
 from shardconv.convert.unchanged_counts import (
     IN_CODE,
@@ -20,8 +20,9 @@ from shardconv.convert.unchanged_counts import (
     check_counts,
     count_overrides,
     examine_forwards,
-    layers_in,
+    named_layers,
     owners_outside,
+    right_counts,
 )
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers import (
@@ -66,13 +67,14 @@ def convert_parallel_linear(
             ``dim`` selects, or a class derived from it.
         counts: the names of attributes of the modules that contain the layers, such as "num_heads", which count units
             of the features that are sharded. Each is divided by the tensor parallel size, once. ``()`` if none has to
-            be changed; without it, the code of these modules is examined.
+            be changed for the features of these layers; without it, the code of these modules is examined.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
         ``module``, whose layers have the same parameters as before, now shards.
 
     Raises:
+        TypeError: if ``counts`` is a str.
         ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
             is tied to a layer that is not in ``module`` or cannot be sharded with it; if an nn.Sequential would pass a
             shard to a layer that needs all features; if the forward of a module that contains the layers divides their
@@ -83,6 +85,8 @@ def convert_parallel_linear(
         >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
         ColumnParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
     """
+    if isinstance(counts, str):
+        raise TypeError(f"counts is {counts!r} (expected a list of names): pass a list, counts=[{counts!r}]")
     spec = LayerSpec(layer_class.class_for(dim), {"gather_output": gather_output})
     return _convert_layers(module, spec, as_axis(group), counts)
 
@@ -145,12 +149,12 @@ def _overrides(
     layers = (one for one in replacements.values() if isinstance(one, ParallelLinear))
     if axis.size == 1 or all(one.dim is None for one in layers):
         return []
+    if counts is not None and not counts:
+        return right_counts(replacements)
     outside = owners_outside(module, replacements)
-    owners = [*outside, *(one for one in module.modules() if not replacements.keys().isdisjoint(layers_in(one)))]
-    overrides = [] if counts is None else count_overrides(owners, counts, axis.size)
-    if counts is None or counts:
-        examined = examine_forwards(module, replacements, overrides, outside)
-        check_counts(examined, partial(_remedy, axis.size), ValueError)
+    inside = (one for one in module.modules() if any(layer in replacements for _, layer in named_layers(one)))
+    overrides = count_overrides([*outside, *inside], counts or (), axis.size)
+    check_counts(examine_forwards(module, replacements, overrides, outside), partial(_remedy, axis.size), ValueError)
     return overrides
 
 
@@ -158,10 +162,13 @@ def _remedy(tp: int, examined: Examined, problem: Problem | None) -> str:
     if problem is None:
         return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
     count = problem.divisor
-    if count is not None and count.owner is not examined.module:
+    if count is None:
+        return f"{IN_CODE}; or, if it is right on each rank, counts=()"
+    if count.owner is not examined.module:
         return f"set it to {count.value // tp} where only this module reads it, and pass counts=()"
-    change = IN_CODE if count is None else f'pass counts=["{count.attribute}"], which sets it to {count.value // tp}'
-    return f"{change}; or, if it is right on each rank, counts=()"
+    if is_read_only(type(count.owner), count.attribute):
+        return f"pass the attributes that property {count.attribute} reads as counts=; or, if it is per rank, counts=()"
+    return f'pass counts=["{count.attribute}"] to divide it by {tp}; or, if it already is per rank, counts=()'
 
 
 def _specs(module: nn.Module, spec: LayerSpec, tp: int) -> dict[str, tuple[nn.Module, LayerSpec]]:

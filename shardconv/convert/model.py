@@ -89,9 +89,6 @@ def convert_model(
         TypeError: if ``rules`` is none of those.
         RunError: if torch or transformers is older than shardconv supports.
 
-    Warns:
-        PlanWarning: if such a forward only reads a number of units that no module override changes; on the first rank.
-
     Example:
         >>> from shardconv import Layer, Policy
         >>> class MlpPolicy(Policy):
@@ -226,10 +223,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         policies.check_counts(examine_forwards(model, replacements, overrides))
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
         counts = UnitCounts(model, resolver.rules.models[0], plan)
-        examined = list(examine_forwards(model, replacements, overrides))
-        check_counts(examined, counts.remedy, PlanError)
-        if axis.rank == 0:
-            counts.warn(examined, overrides)
+        check_counts(examine_forwards(model, replacements, overrides), counts.remedy, PlanError)
     rules = json.dumps(resolver.rules.to_json(), default=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 

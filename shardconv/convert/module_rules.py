@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from shardconv.distributed import Axis, copy_to_tp
 from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
+from shardconv.plan.config_fields import fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.placement import Placement
@@ -61,12 +63,18 @@ def module_overrides(
     for regex, rule in rules:
         if rule.by_user:
             _check_matches(rule, [module for name, module in named if regex.fullmatch(name)])
+            _check_names(rule, model_rules, [module for name, module in named if regex.fullmatch(name)])
             _check_gathers(rule, model_rules, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             replacement = replacements.get(module, module)
             overrides = _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
-            yield replace(overrides, is_checked=any(rule.is_empty() for rule in found))
+            yield replace(overrides, is_checked=any(map(_is_checked, found)))
+
+
+def _is_checked(rule: ModuleRule) -> bool:
+    """Whether a rule says that code is right on each rank, or gives the module other code for that of its heads."""
+    return rule.is_empty() or bool(rule.locals or rule.unsharded or rule.products or rule.functional)
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -81,6 +89,21 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     for name in rule.inputs:
         if not any(name in inspect.signature(module.forward).parameters for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
+
+
+def _check_names(rule: ModuleRule, model_rules: ModelRules, modules: list[nn.Module]) -> None:
+    """Refuse expressions with names that are neither units nor config fields."""
+    family = model_rules.family
+    units = {*(family.units or {})}
+    known = {*units, *(family.config or {}), "rows"}.union(*map(_output_sizes, modules))
+    for name in sorted(set().union(*map(fields_in, rule.expressions()))):
+        if name not in known and lookup(model_rules.config or {}, name) is None:
+            shown = sorted(units - set(family.numbered))
+            remedy = " or ".join(get_close_matches(name, shown, n=2, cutoff=0.5)) or "one of these"
+            raise PlanError(
+                f"{rule.origin}: modules {rule.pattern!r}: unit {name!r} is unknown (expected "
+                f"{', '.join([*shown, 'or a field of the config'])}): write {remedy}, or set it in [config]"
+            )
 
 
 def _has_attribute(module: nn.Module, name: str) -> bool:
@@ -162,7 +185,7 @@ def _extensions_of_attention(
     if rule.products:
         yield with_parallel_products(original, tuple(rule.products.items())), {}
     if rule.full_width is not None:
-        yield FullWidth, {"full_width": model_rules.fields(**_output_sizes(module)).evaluate(rule.full_width)}
+        yield FullWidth, {"full_width": model_rules.on_rank(rule.full_width, 1, **_output_sizes(module))}
     if rule.functional:
         yield FunctionalAttention, {"heads": model_rules.units(rule.functional, axis.size)}
     if rule.output is not None and _is_sharded(rule.output, model_rules, axis):

@@ -16,6 +16,7 @@ from shardconv.convert.modules import GatherOnUse
 from shardconv.convert.rank_config import RankConfig
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
+from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 
 #: A class that extends a module's own class, and the attributes that it needs.
@@ -52,13 +53,38 @@ class Overrides:
     gathers: Sequence[re.Pattern[str]] = ()
     is_checked: bool = False
 
-    def changes_numbers(self) -> bool:
-        """Whether numbers or inputs of the module are those of this rank."""
-        return any((self.attributes, self.config_fields, self.limits, self.inputs))
+    def __post_init__(self) -> None:
+        """Check that the attributes can be set.
+
+        Raises:
+            PlanError: if one is a property without a setter.
+        """
+        kind = self.new_class or type(self.module)
+        if fixed := [name for name in (*self.attributes, *self.limits) if is_read_only(kind, name)]:
+            raise PlanError(
+                f"{kind.__name__}: {fixed[0]!r} is a property without a setter (expected an attribute that can be "
+                f"set): override the attributes that it reads"
+            )
+
+    def changes_counts(self) -> bool:
+        """Whether a number of the module is divided, or its inputs are sliced."""
+        owned = ((self.module, self.attributes), (getattr(self.module, "config", None), self.config_fields))
+        pairs = ((getattr(owner, name, None), value) for owner, own in owned for name, value in own.items())
+        return bool(self.limits or self.inputs) or any(_is_part(value, full) for full, value in pairs)
 
     def changes_code(self) -> bool:
         """Whether the module computes by other code than that of its class."""
         return any((self.new_class is not None, self.extensions, self.gathers))
+
+
+def is_read_only(kind: type, name: str) -> bool:
+    """Whether an attribute of the objects of a class is a property without a setter."""
+    found = inspect.getattr_static(kind, name, None)
+    return isinstance(found, property) and found.fset is None
+
+
+def _is_part(value: object, full: object) -> bool:
+    return isinstance(value, int) and isinstance(full, int) and 0 < value < full and full % value == 0
 
 
 def split_config_fields(values: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:

@@ -1,11 +1,13 @@
 """Checks that the code of modules does not read the number of units of the full model.
 
-Owns which modules are examined, and the texts of errors and warnings. An attention that reshapes its local features to
+Owns which modules are examined, and the texts of errors. An attention that reshapes its local features to
 the heads of the full model computes wrong numbers, and no shape shows it.
 """
 
+import copy
 import gc
-import warnings
+import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,8 +16,8 @@ from torch import nn
 
 from shardconv.convert.code_values import Count, LocalFeatures
 from shardconv.convert.forward_reader import ForwardReader, Problem
-from shardconv.convert.overrides import Overrides
-from shardconv.errors import PlanError, PlanWarning
+from shardconv.convert.overrides import Overrides, is_read_only
+from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.matcher import pattern_for
@@ -26,6 +28,10 @@ from shardconv.plan.units import IndivisibleError
 
 #: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.
 _FULL_COUNTS = "_shardconv_full_counts"
+#: The attribute of a parallel layer for whose features ``counts=()`` said that no number is wrong.
+_RIGHT = "_shardconv_right_counts"
+#: The letters of layers of an attention whose names do not spell them.
+_LETTERS = {"query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v", "attn": "qkv"}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 #: Returns how to change a number, or how to say that no number has to be changed; for a problem, or for none.
@@ -40,14 +46,12 @@ class Examined(NamedTuple):
         module: the module.
         problems: divisions of local features by numbers of the unsharded model.
         is_unknown: whether it has the layers of an attention, and its code does not show how features are divided.
-        reads: the attributes with numbers that it reads.
     """
 
     path: str
     module: nn.Module
     problems: Sequence[Problem]
     is_unknown: bool
-    reads: Sequence[Count]
 
 
 def examine_forwards(
@@ -58,7 +62,7 @@ def examine_forwards(
 ) -> Iterator[Examined]:
     """Read the forwards of the modules that contain layers with shards, or are such layers.
 
-    A module whose code is changed, or is right on each rank by its overrides, is not read.
+    A module that has another class, or is right on each rank by its overrides, is not read.
 
     Args:
         model: the model.
@@ -67,54 +71,58 @@ def examine_forwards(
         owners: modules outside of the model that contain layers with shards.
     """
     overrides = list(overrides)
-    changed = dict(_changed(overrides))
-    checked = {one.module for one in overrides if one.is_checked or one.changes_code()}
-    overridden = {one.module for one in overrides if one.changes_numbers()}
+    checked = {one.module for one in overrides if one.is_checked or one.new_class is not None}
+    overridden = {one.module for one in overrides if one.changes_counts()}
     named = [*model.named_modules(), *(("", owner) for owner in owners)]
-    parallel = {one: replacements.get(one, one) for _, module in named for one in layers_in(module)}
+    names = {layer: f"{path}.{name}" if path else name for path, one in named for name, layer in named_layers(one)}
+    parallel = {layer: replacements.get(layer, layer) for layer in names}
     outputs = {
-        layer: _output(layer, one)
+        layer: _output(names[layer], one)
         for layer, one in parallel.items()
         if isinstance(one, ParallelLinear | ParallelEmbedding)
     }
     modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
+    changed = dict([*_changed(overrides), *_recorded(one for _, one in named)])
+    new = ForwardReader(outputs, [one for _, one in modules], changed)
     for path, module in modules:
-        reader = ForwardReader(outputs, [one for _, one in modules], changed | _recorded(module))
-        if module not in checked and vars(module).get(_FULL_COUNTS) != {}:
+        if module not in checked:
+            reader = copy.copy(new)
+            reader.problems, reader.reads = [], []
             reader.read(module)
             is_known = reader.is_understood or module in overridden or _FULL_COUNTS in vars(module)
-            layers = [parallel[one] for one in layers_in(module) if one in parallel]
-            is_unknown = not is_known and _is_like_attention(layers, [outputs.get(one) for one in layers_in(module)])
-            yield Examined(path, module, reader.problems, is_unknown, reader.reads)
+            yield Examined(
+                path, module, reader.problems, not is_known and _is_unread_attention(module, outputs, parallel)
+            )
 
 
-def layers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a module, also those in its containers."""
-    for child in module.children():
-        yield child
-        if isinstance(child, _CONTAINERS):
-            yield from layers_in(child)
+def named_layers(
+    module: nn.Module, containers: Collection[type[nn.Module]] = _CONTAINERS, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a module, also those in its containers, with their names in it."""
+    for name, child in module.named_children():
+        yield f"{prefix}{name}", child
+        if isinstance(child, tuple(containers)):
+            yield from named_layers(child, containers, f"{prefix}{name}.")
 
 
 def _is_examined(module: nn.Module, parallel: Mapping[nn.Module, nn.Module]) -> bool:
     if type(module).__module__.startswith("torch."):  # converted with its numbers
         return False
-    layers = (module, *layers_in(module))
+    layers = (module, *(layer for _, layer in named_layers(module)))
     return any(isinstance(parallel.get(one), ParallelModule) for one in layers) and not isinstance(
         module, ParallelLinear | ParallelEmbedding
     )
 
 
-def _output(layer: nn.Module, parallel: nn.Module) -> LocalFeatures | None:
-    """The local features in the output of a layer; None if it has all features."""
+def _output(name: str, parallel: nn.Module) -> LocalFeatures | None:
+    """The local features in the output of a layer; None if it has all features, or no count is wrong for them."""
     is_column = isinstance(parallel, ColumnParallelLinear) or getattr(parallel, "dim", None) == -1
-    if not is_column or getattr(parallel, "gather_output", True):
+    if not is_column or getattr(parallel, "gather_output", True) or _RIGHT in vars(parallel):
         return None
     assert isinstance(parallel, ParallelModule)
     placement, rank = parallel.placements["weight"], parallel.axis.rank
     local = placement.local_size(rank)
     is_fused = len(list(intervals(placement.ranks[rank]))) > 1
-    name = parallel.name_in_model or str(layer)
     return LocalFeatures(name, placement.size, local, is_fused) if local != placement.size else None
 
 
@@ -126,16 +134,39 @@ def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], 
         yield from (((id(config), name), value) for name, value in one.config_fields.items())
 
 
-def _recorded(module: nn.Module) -> dict[tuple[int, str], object]:
-    counts: Mapping[str, int] = vars(module).get(_FULL_COUNTS, {})
-    return {(id(module), name): getattr(module, name) for name in counts}
+def _recorded(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[int, str], object]]:
+    """The counts that earlier conversions divided."""
+    for module in modules:
+        yield from (((id(module), name), getattr(module, name)) for name in vars(module).get(_FULL_COUNTS, ()))
 
 
-def _is_like_attention(layers: Collection[nn.Module], outputs: Iterable[LocalFeatures | None]) -> bool:
-    """Whether layers are q, k, v, in three layers or one, and an output projection."""
-    shards = [one for one in outputs if one is not None]
-    is_row = any(isinstance(one, RowParallelLinear) for one in layers)
-    return is_row and (len(shards) > 2 or any(one.is_fused for one in shards))
+def _is_unread_attention(
+    module: nn.Module,
+    outputs: Mapping[nn.Module, LocalFeatures | None],
+    parallel: Mapping[nn.Module, nn.Module],
+) -> bool:
+    """Whether a module has the layers of an attention by their names, or could have, and its code is not available."""
+    if not any(isinstance(parallel.get(layer), RowParallelLinear) for _, layer in named_layers(module)):
+        return False
+    shards = {name: shard for name, layer in named_layers(module) if (shard := outputs.get(layer)) is not None}
+    letters = set().union(*map(_letters, shards))
+    own = {name for name, _ in named_layers(module, (nn.ModuleList, nn.ModuleDict))} & shards.keys()
+    could_be = len(own) > 2 or any(shards[name].is_fused for name in own)
+    return "q" in letters or len(letters) > 1 or (could_be and not _has_source(module))
+
+
+def _letters(name: str) -> set[str]:
+    """Which of q, k and v a layer computes, by its name, such as ``to_q``, ``wq``, ``qkv_proj`` or ``query``."""
+    parts = (_LETTERS.get(part, part.strip("w0123456789")) for part in re.split(r"[._]", name.lower()))
+    return set().union(*(part for part in parts if set(part) <= set("qkv")))
+
+
+def _has_source(module: nn.Module) -> bool:
+    try:
+        inspect.getsource(inspect.unwrap(module.forward))
+    except (OSError, TypeError):
+        return False
+    return True
 
 
 def check_counts(examined: Iterable[Examined], remedy: Remedy, error: type[Exception]) -> None:
@@ -185,7 +216,9 @@ def _name(module: nn.Module, count: Count) -> str:
 def owners_outside(module: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Find the modules outside of ``module`` that contain one of the layers, also in a container.
 
-    Searches all objects if ``module`` does not contain other modules than containers and layers.
+    Searches all objects that Python's garbage collector tracks, if ``module`` does not contain other modules than
+    containers and layers; otherwise its own modules contain them. A module that holds a layer otherwise than as a
+    submodule, such as in a list, is not found.
     """
     inside = {id(one) for one in module.modules()}
     known, pending, found = set(layers), list(layers), dict[int, nn.Module]()
@@ -201,37 +234,49 @@ def owners_outside(module: nn.Module, layers: Collection[nn.Module]) -> list[nn.
     return [one for one in found.values() if not isinstance(one, _CONTAINERS)]
 
 
+def right_counts(layers: Iterable[nn.Module]) -> list[Overrides]:
+    """Make the overrides that remember layers for whose features no number of other modules is wrong."""
+    return [Overrides(layer, attributes={_RIGHT: True}) for layer in layers]
+
+
 def count_overrides(owners: Iterable[nn.Module], names: Collection[str], tp: int) -> list[Overrides]:
     """Make the overrides that divide counts of modules by the tensor parallel size, once.
 
     Args:
         owners: the modules that contain the layers.
-        names: the names of attributes; with none, the counts of the modules are not examined.
+        names: the names of attributes.
         tp: the tensor parallel size.
 
     Raises:
-        ValueError: if no module has one of the attributes, or it does not divide.
+        ValueError: if no module has one of the attributes, it cannot be set, or it does not divide.
     """
     owners = list(owners)
     for name in names:
-        if not any(type(getattr(owner, name, None)) is int for owner in owners):
+        if not any(_has_count(owner, name) for owner in owners):
             kinds = sorted({type(owner).__name__ for owner in owners})
-            raise ValueError(f"counts: {name!r} is not a number of {', '.join(kinds) or 'a module'} with these layers")
-    named = [one for one in owners if not names or any(type(getattr(one, name, None)) is int for name in names)]
+            raise ValueError(f"counts: {name!r} names no integer attribute of {', '.join(kinds) or 'a module'}")
+    named = [one for one in owners if any(_has_count(one, name) for name in names)]
     return [Overrides(owner, attributes=_local_counts(owner, names, tp)) for owner in named]
+
+
+def _has_count(owner: nn.Module, name: str) -> bool:
+    return type(getattr(owner, name, None)) is int
 
 
 def _local_counts(owner: nn.Module, names: Collection[str], tp: int) -> dict[str, object]:
     full: dict[str, int] = dict(vars(owner).get(_FULL_COUNTS, {}))
-    new = {name: getattr(owner, name) for name in names if name not in full and type(getattr(owner, name, 0.0)) is int}
+    new = {name: getattr(owner, name) for name in names if name not in full and _has_count(owner, name)}
     for name, value in new.items():
+        kind = type(owner).__name__
+        if is_read_only(type(owner), name):
+            raise ValueError(f"counts: {name} of {kind} is a property without a setter: name the attributes it reads")
         if value % tp:
-            raise ValueError(f"counts: {name} = {value} of {type(owner).__name__} is not a multiple of {tp} ranks")
+            raise ValueError(f"counts: {name} = {value} of {kind} is not a multiple of {tp} ranks")
     return {_FULL_COUNTS: full | new, **{name: value // tp for name, value in new.items()}}
 
 
 class UnitCounts:
-    """The numbers of units of a model by a plan, and the advice to override attributes with them.
+    """The numbers of units of a model by a plan, which the remedies for attributes name.
 
     Args:
         model: the model.
@@ -249,40 +294,29 @@ class UnitCounts:
         pattern = self._pattern(examined.module)
         none = f"{pattern} = {{}} to [modules] of the plan file"
         if problem is None:
-            heads = f'{pattern} = {{ attributes = {{ num_heads = "head" }} }}'
-            return f"add the number of heads per rank, as {heads}, or, if no number has to be changed, {none}"
+            return f"{self._heads(examined)}, or, if no number has to be changed, {none}"
         count = problem.divisor
         if count is None:
             return f"{IN_CODE}; or, if it is right on each rank, add {none}"
         if id(count.owner) not in self._names and count.owner is not getattr(examined.module, "config", None):
             return f"set it to its number per rank in your code, and add {none}"
+        if is_read_only(type(count.owner), count.attribute):
+            return (
+                f"set the attributes that property {count.attribute} reads; or, if it is right on each rank, add {none}"
+            )
         unit = self._unit(examined.path, count)
         new = self._line(examined.module, count, str(count.value // self._tp) if unit is None else f'"{unit}"')
-        return f"add {new} to [modules] of the plan file; or, if it is right on each rank, add it as {count.value}"
+        return f"add {new} to [modules] of the plan file; or, if it is right on each rank, {none}"
 
-    def warn(self, examined: Iterable[Examined], overrides: Iterable[Overrides]) -> None:
-        """Warn of modules that read a number which equals that of units, once for all layers with the same pattern.
-
-        Warns:
-            PlanWarning: with the module override to add.
-        """
-        changed = {key for key, _ in _changed(overrides)}
-        found = {}
-        for one in examined:
-            for count in one.reads:
-                unit = self._unit(one.path, count)
-                if unit is not None and (id(count.owner), count.attribute) not in changed:
-                    found[self._line(one.module, count, f'"{unit}"')] = one, count, unit
-        for line, (one, count, unit) in found.items():
-            full, local = self._counts(one.path)[unit]
-            name = _name(one.module, count)
-            warnings.warn(
-                f"modules {pattern_for(one.path)!r}: the forward of {type(one.module).__name__} reads {name} = {full}, "
-                f"which equals the number of {unit} units without sharding ({local} per rank). If it is that number, "
-                f"outputs are wrong: add {line} to [modules] of the plan file; if not, {name} = {full}",
-                PlanWarning,
-                stacklevel=2,
-            )
+    def _heads(self, examined: Examined) -> str:
+        """What to add for a module whose code is not understood: the line for an attribute that counts its heads."""
+        numbers = vars(examined.module).items()
+        counts = (Count(examined.module, *one) for one in numbers if "head" in one[0] and type(one[1]) is int)
+        found = ((one, self._unit(examined.path, one)) for one in counts if not re.search("dim|size", one.attribute))
+        lines = [self._line(examined.module, one, f'"{unit}"') for one, unit in found if unit is not None]
+        if lines:
+            return f"add the number of heads per rank, as {lines[0]}"
+        return f"add the attributes with its numbers of heads, if it has any, to {self._pattern(examined.module)}"
 
     def _pattern(self, module: object) -> str:
         return f'"{pattern_for(self._names[id(module)])}"'

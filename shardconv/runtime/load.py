@@ -107,8 +107,7 @@ def load(
             ``model`` is a module, or ranks cannot use the device; on all ranks.
 
     Warns:
-        PlanWarning: if the plan is based on assumptions, or on rules of a plan file, or if the forward of a module of
-            the caller reads a number of units that no module override changes; on the first rank.
+        PlanWarning: if the plan is based on assumptions, or on rules of a plan file; on the first rank.
 
     Example:
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP

@@ -5,6 +5,7 @@ module; the check has to refuse exactly the forms whose outputs differ, or that 
 """
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -14,7 +15,11 @@ from torch.nn import functional
 
 import shardconv
 from shardconv import convert_parallel_linear
-from shardconv.layers import ColumnParallelLinear
+from shardconv.convert import unchanged_counts
+from shardconv.convert.forward_reader import ForwardReader
+from shardconv.convert.unchanged_counts import examine_forwards
+from shardconv.distributed import Axis
+from shardconv.layers import ColumnParallelLinear, RowParallelLinear
 
 HEADS, SIZE, WIDTH = 8, 4, 32
 
@@ -207,7 +212,7 @@ def check_counts(axis):
     module, x = Processed(), torch.randn(1, 3, WIDTH)
     expected = module(x)
     with pytest.raises(
-        ValueError, match=r"divides .* by num_heads = 8, .* counts=\[\"num_heads\"\], which sets it to 4;"
+        ValueError, match=r"divides .* by num_heads = 8, .* counts=\[\"num_heads\"\] to divide it by 2;"
     ):
         converted(module, axis)
     assert (type(module.q), module.num_heads) == (nn.Linear, HEADS)
@@ -230,7 +235,7 @@ def check_lone_layer(axis):
     module = Counts()
     with pytest.raises(ValueError, match=r"^Counts: .* num_heads"):
         convert_parallel_linear(module.q, -1, group=axis)
-    with pytest.raises(ValueError, match="counts: 'heads' is not a number of Counts with these layers"):
+    with pytest.raises(ValueError, match="counts: 'heads' names no integer attribute of Counts"):
         convert_parallel_linear(module.q, -1, counts=["heads"], group=axis)
     module.odd = 3
     with pytest.raises(ValueError, match=r"counts: odd = 3 of Counts is not a multiple of 2 ranks"):
@@ -319,27 +324,6 @@ def test_plan_files(ranks, tmp_path, kind, modules, message):
     ranks("pair", check_plan, kind, tmp_path / "net.toml", modules, message)
 
 
-class Looped(Sizes):
-    """Reads the number of heads, but does not divide features by it."""
-
-    def forward(self, x):
-        return sum(super(Looped, self).forward(x) for _ in range(self.num_heads))
-
-
-def check_likely(axis, path):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        shardconv.convert_model(Net(Looped()), rules=path, group=axis)
-    return [str(one.message) for one in caught if one.category is shardconv.PlanWarning]
-
-
-def test_numbers_that_are_only_read_are_a_warning_of_the_first_rank(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(PLAN)
-    (found,), none = ranks("pair", check_likely, tmp_path / "net.toml")
-    assert "modules 'attn': the forward of Looped reads num_heads = 8, which equals the number of head units" in found
-    assert none == []
-
-
 def hidden():
     """An attention whose source is not available."""
     code = "def forward(self, x):\n    return self.processor(self, x)\n"
@@ -358,3 +342,260 @@ def check_hidden(axis):
 
 def test_attention_without_source_is_refused_until_counts_are_named(ranks):
     ranks("pair", check_hidden)
+
+
+class Named(nn.Module):
+    """Layers by name; the last one is row parallel."""
+
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+
+
+class Experts(Named):
+    columns, rows = ("experts.0.0", "experts.1.0", "experts.2.0"), ("experts.0.2", "experts.1.2", "experts.2.2")
+
+    def __init__(self):
+        super().__init__(gate=nn.Linear(WIDTH, 3), experts=nn.ModuleList(sequential() for _ in range(3)))
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        return sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+class Looping(Experts):
+    def forward(self, x):
+        for one in self.experts:
+            x = x + one(x)
+        return x
+
+
+class Gated(Named):
+    columns, rows = ("w1", "w3", "w4"), ("w2",)
+
+    def __init__(self):
+        super().__init__(**{name: nn.Linear(WIDTH, 16) for name in self.columns}, w2=nn.Linear(16, WIDTH))
+
+    def forward(self, x):
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x) + self.w4(x))
+
+
+def check_ordinary(axis, kind):
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(1, 3, WIDTH)
+    expected = module(x)
+    for names, dim in ((kind.columns, -1), (kind.rows, 0)):
+        convert_parallel_linear(nn.ModuleList(map(module.get_submodule, names)), dim, group=axis)
+    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("kind", [Experts, Looping, Gated])
+def test_modules_with_several_layers_are_not_taken_for_attentions(ranks, kind):
+    ranks("pair", check_ordinary, kind)
+
+
+GATED_PLAN = """
+[units]
+hidden = { count = 16 }
+[rules]
+"gate_up" = { style = "packed_colwise", segments = ["hidden", "hidden"] }
+"down" = { style = "rowwise", unit = "hidden" }
+"""
+
+
+class Fused(Named):
+    def __init__(self):
+        super().__init__(gate_up=nn.Linear(WIDTH, 32), down=nn.Linear(16, WIDTH))
+
+    def forward(self, x):
+        both = self.gate_up(x)
+        half = both.shape[-1] // 2
+        return self.down(functional.silu(both[..., :half]) * both[..., half:])
+
+
+def check_fused(axis, path):
+    torch.manual_seed(0)
+    module, x = Fused(), torch.randn(1, 3, WIDTH)
+    expected = module(x)
+    shardconv.convert_model(module, rules=path, group=axis)
+    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
+
+
+def test_gated_mlp_with_a_fused_projection_is_not_taken_for_an_attention(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(GATED_PLAN)
+    ranks("pair", check_fused, tmp_path / "net.toml")
+
+
+def unavailable(kind):
+    """The same module, whose source is not available."""
+    names = {"functional": functional}
+    exec("def forward(self, x):\n    return self.w2(self.w1(x) * self.w3(x) * self.w4(x))\n", names)
+    return type("Unavailable", (kind,), {"forward": names["forward"]})()
+
+
+def check_unavailable(axis):
+    module = unavailable(Gated)
+    convert_parallel_linear(nn.ModuleList([module.w1, module.w3, module.w4]), -1, group=axis)
+    with pytest.raises(ValueError, match=r"^Unavailable: has the sharded layers of an attention"):
+        convert_parallel_linear(module.w2, 0, group=axis)
+
+
+def test_three_layers_without_source_could_be_an_attention(ranks):
+    ranks("pair", check_unavailable)
+
+
+class Property(Attention):
+    @property
+    def heads_of_all(self):
+        return self.num_heads
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.heads_of_all, -1))
+
+
+def check_property(axis, path):
+    """Check that a property without a setter is refused before anything changes, and is not proposed."""
+    module = Property()
+    with pytest.raises(ValueError, match=r"counts: heads_of_all of Property is a property without a setter"):
+        converted(module, axis, counts=["heads_of_all"])
+    with pytest.raises(ValueError, match=r"pass the attributes that property heads_of_all reads as counts="):
+        converted(module, axis)
+    net = Net(module)
+    with pytest.raises(shardconv.PlanError, match=r"^Property: 'heads_of_all' is a property without a setter \(exp"):
+        shardconv.convert_model(net, rules=path, group=axis)
+    assert {type(one) for one in (module.q, module.k, module.v)} == {nn.Linear}
+
+
+def test_properties_without_a_setter_are_refused_before_anything_changes(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(f'{PLAN}[modules]\n"attn" = {{ attributes = {{ heads_of_all = "head" }} }}\n')
+    ranks("pair", check_property, tmp_path / "net.toml")
+
+
+def check_remembered_layers(axis):
+    """Check that counts=() is remembered for its layers, and not for others of the same module."""
+    module = Counts()
+    convert_parallel_linear(module.q, -1, counts=(), group=axis)
+    with pytest.raises(ValueError, match=r"divides the features of k by num_heads = 8"):
+        convert_parallel_linear(nn.ModuleList([module.k]), -1, group=axis)
+    convert_parallel_linear(nn.ModuleList([module.k, module.v]), -1, counts=(), group=axis)
+    convert_parallel_linear(module.to_out[0], 0, group=axis)
+
+
+def test_that_no_count_is_wrong_is_remembered_for_layers(ranks):
+    ranks("pair", check_remembered_layers)
+
+
+def test_counts_are_a_list():
+    with pytest.raises(TypeError, match=r"counts is 'num_heads' \(expected a list of names\): pass a list"):
+        convert_parallel_linear(Counts(), -1, counts="num_heads")
+
+
+class Widths(Attention):
+    unrelated = 3
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.num_heads, -1))
+
+
+@pytest.mark.parametrize("modules", ["full_width = 32", "attributes = { unrelated = 5 }", "gathered_output = true"])
+@pytest.mark.parametrize("kind", [Widths, OneHead])
+def test_overrides_of_other_things_do_not_turn_the_check_off(ranks, tmp_path, kind, modules):
+    modules = modules.replace("unrelated", "head_dim") if kind is OneHead else modules
+    path = tmp_path / "net.toml"
+    path.write_text(f'{PLAN}[modules]\n"attn" = {{ {modules} }}\n')
+    message = "num_heads = 8" if kind is Widths else "has the sharded layers of an attention"
+    ranks("pair", check_plan, kind, path, modules, message)
+
+
+def parallel_down():
+    return RowParallelLinear(16, WIDTH, group=Axis("tensor", 0, 1, (0,), None))
+
+
+def test_the_set_of_modules_is_made_once(monkeypatch):
+    """A set for each module would take quadratic time."""
+    made = []
+    monkeypatch.setattr(unchanged_counts, "ForwardReader", lambda *args: made.append(1) or ForwardReader(*args))
+    module = nn.ModuleList(Fused() for _ in range(20))
+    assert len(list(examine_forwards(module, {one.down: parallel_down() for one in module}, ()))) == 20
+    assert len(made) == 1
+
+
+NANO = """
+[units]
+head = { count = 8, size = 4 }
+[rules]
+"attn.c_attn" = { style = "packed_colwise", segments = ["head", "head", "head"] }
+"attn.c_proj" = { style = "rowwise", unit = "head" }
+[modules]
+"attn" = { attributes = { n_head = "head", n_embd = "4 * head" }, full_width = "4 * head" }
+"""
+
+
+class NanoAttention(nn.Module):
+    """Fused projections, and reshapes by the width of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_head, self.n_embd = HEADS, WIDTH
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        B, T, C = x.size()  # noqa: N806 - as the field has it
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (one.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for one in (q, k, v))
+        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(found.transpose(1, 2).contiguous().view(B, T, C))
+
+
+def check_nano(axis, path):
+    torch.manual_seed(0)
+    net, x = Net(NanoAttention()), torch.randn(2, 5, WIDTH)
+    before = copy.deepcopy(net)
+    shardconv.convert_model(net, rules=path, group=axis)
+    torch.testing.assert_close(net(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
+    net(x).square().sum().backward()
+    before(x).square().sum().backward()
+    columns = before.attn.c_proj.weight.grad.chunk(axis.size, 1)[axis.rank]
+    torch.testing.assert_close(net.attn.c_proj.weight.grad, columns, atol=1e-5, rtol=1e-4)  # sums in another order
+
+
+def test_reshapes_to_the_width_of_the_input_need_three_overrides(ranks, tmp_path):
+    (tmp_path / "net.toml").write_text(NANO)
+    ranks("pair", check_nano, tmp_path / "net.toml")
+
+
+@pytest.mark.parametrize("key", ["full_width", "attributes.n_head"])
+def test_unknown_units_in_expressions_are_named(ranks, tmp_path, key):
+    path = tmp_path / "net.toml"
+    path.write_text(f'{NANO.partition("[modules]")[0]}[modules]\n"attn" = {{ {key} = "4 * heads" }}\n')
+    message = r"modules 'attn': unit 'heads' is unknown \(expected head, .*or a field of the config\): write head"
+    ranks("pair", check_plan, NanoAttention, path, "", message)
+
+
+class Unnamed(OneHead):
+    def __init__(self):
+        super().__init__()
+        self.heads_of_all = self.__dict__.pop("num_heads")
+
+
+class Countless(OneHead):
+    def __init__(self):
+        super().__init__()
+        del self.num_heads
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        (Unnamed, 'as "attn" = { attributes = { heads_of_all = "head" } }, or'),
+        (Countless, 'add the attributes with its numbers of heads, if it has any, to "attn", or'),
+    ],
+)
+def test_remedies_name_attributes_that_exist(ranks, tmp_path, kind, advice):
+    (tmp_path / "net.toml").write_text(PLAN)
+    ranks("pair", check_plan, kind, tmp_path / "net.toml", "", re.escape(advice))
