@@ -20,7 +20,7 @@ PACKAGE = Path(shardconv.__file__).parent
 #: Options that no function has: of ``shardconv run`` and ``plan``, and of other programs.
 COMMANDS_ONLY = {
     "--chat", "--check", "--cost", "--engine", "--list-families", "--load-format", "--local-dir", "--max-new-tokens",
-    "--multiple-of", "--nproc-per-node", "--prompt", "--prove", "--recursive", "--token-ids",
+    "--multiple-of", "--nproc-per-node", "--prompt", "--prove", "--recursive", "--token-ids", "--upgrade",
 }  # fmt: skip
 FUNCTIONS = [one for one in (getattr(shardconv, name) for name in shardconv.__all__) if inspect.isfunction(one)]
 
