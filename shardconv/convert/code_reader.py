@@ -130,17 +130,12 @@ class CodeReader(ABC):
             case ast.AugAssign(target=target, value=value, op=op):
                 before = self._value(ast.copy_location(_as_load(target), target), names)
                 self._assign(target, calculated(op, before, self._value(value, names)), names)
-            case ast.FunctionDef(name=name):
-                names.values[name] = Value(function=(statement, names))
+            case ast.FunctionDef() | ast.ImportFrom():
+                names.values.update(_defined(statement, names))
             case ast.If(test=test, body=body, orelse=orelse):
                 return self._branch(test, body, orelse, names)
             case ast.For():
                 self._repeat(statement, names)
-            case ast.ImportFrom(module=source, names=imported, level=0):
-                found = sys.modules.get(source or "")
-                names.values.update(
-                    {one.asname or one.name: Value(getattr(found, one.name, UNKNOWN)) for one in imported}
-                )
             case ast.Raise():
                 return True
             case _:
@@ -290,6 +285,16 @@ class CodeReader(ABC):
                 yield from value.items
             else:
                 yield replace(value, is_many=True)
+
+
+def _defined(statement: ast.FunctionDef | ast.ImportFrom, names: Names) -> Iterator[tuple[str, Value]]:
+    """The names that a statement defines."""
+    if isinstance(statement, ast.FunctionDef):
+        yield statement.name, Value(function=(statement, names))
+        return
+    module = None if statement.level else sys.modules.get(statement.module or "")
+    for one in statement.names:
+        yield one.asname or one.name, Value(getattr(module, one.name, UNKNOWN))
 
 
 def _is_kept(node: ast.expr) -> bool:

@@ -108,7 +108,7 @@ class ForwardReader(CodeReader):
     def _attribute(self, base: Value, name: str) -> Value:
         if base.kind:
             return _attribute_of_tensor(base, name)
-        if isinstance(base.object, nn.Module) and base.object in self._outputs:
+        if isinstance(base.object, nn.Module) and base.object in self._outputs and base.object is not self._root:
             return self._attribute_of_layer(base.object, name)
         if (id(base.object), name) in self._changed:
             return Value(self._changed[id(base.object), name], is_local=True)
@@ -117,9 +117,13 @@ class ForwardReader(CodeReader):
         except Exception:  # noqa: BLE001 - a property may raise whatever it wants
             return Value()
         getter = getattr(type(base.object), name, None)
-        if isinstance(getter, property) and getter.fget is not None and id(base.object) in self._modules:
+        if isinstance(getter, property) and id(base.object) in self._modules:
             computed = self._call_function(getter.fget, [base], {})
-            return computed if computed.number is not None or computed.is_local or computed.kind else Value(found)
+            is_known = computed.number is not None or computed.is_local or computed.kind
+            return computed if is_known else Value(found)
+        return self._counted(base, name, found)
+
+    def _counted(self, base: Value, name: str, found: object) -> Value:
         if type(found) is not int or isinstance(base.object, ModuleType):
             return Value(found)
         self.reads.append(Count(base.object, name, found))
@@ -263,26 +267,28 @@ class ForwardReader(CodeReader):
 
     def _operation(self, name: str, base: Value, inputs: list[Value], options: dict[str, Value]) -> Value:
         """Read a method of a tensor, or a function of the same name."""
-        if name == "size" and base.kind in ("weight", "input"):
+        if name == "size" and base.kind in ("weight", "input", "tensor"):
             shape = self._attribute(base, "shape")
             return subscript(shape, None, inputs[0]) if inputs else shape
         if base.kind == "weight":
             return Value() if name in _OF_TYPE else base
         if not base.is_tensor or base.shard is None:
             return joined([base, *inputs])
-        if name == "size":
-            shape = self._attribute(base, "shape")
-            return subscript(shape, None, inputs[0]) if inputs else shape
         if name in _TRANSPOSING:
             return replace(base, is_moved=base.is_moved ^ _moves_last(name, [one.number for one in flat(inputs)]))
+        return self._over_features(name, base, base.shard, inputs, options)
+
+    def _over_features(
+        self, name: str, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]
+    ) -> Value:
         if base.is_last and name in _OVER_DIM and _is_over_last(name, inputs, options):
             return self._found_over(base, name)
         if base.is_last and name == "glu":
-            return self._chunk(base, base.shard, [Value(2), *(inputs or [options.get("dim", Value(-1))])], {})
+            return self._chunk(base, shard, [Value(2), *(inputs or [options.get("dim", Value(-1))])], {})
         if base.is_split or name not in _DIVIDING:
             return Value() if name in ("dim", "numel", "item") else joined([base, *inputs, *options.values()])
         divide = {"rearrange": self._rearrange, "split": self._split, "chunk": self._chunk, "tensor_split": self._chunk}
-        return divide.get(name, partial(self._reshape, name))(base, base.shard, inputs, options)
+        return divide.get(name, partial(self._reshape, name))(base, shard, inputs, options)
 
     def _reshape(
         self, name: str, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]
