@@ -250,7 +250,8 @@ class ForwardReader(CodeReader):
                 value = self._call_module(one, [value], {})
             return value
         is_torch = type(module).__module__.startswith("torch.")
-        if is_torch and inputs and inputs[0].is_last and not is_elementwise(module) and not any(module.parameters()):
+        has_own = next(module.parameters(), None) is not None  # is converted, or checks its input
+        if is_torch and inputs and inputs[0].is_last and not (has_own or is_elementwise(module)):
             return self._call_operation(module, inputs[0])
         is_converted = id(module) in self._modules and not any(module.children())
         is_known = is_torch or is_converted or isinstance(module, ParallelModule)
