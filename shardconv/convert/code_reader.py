@@ -5,12 +5,14 @@ Nothing is executed except reads of attributes. Both branches are read where a c
 
 import ast
 import inspect
+import operator
+import sys
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from shardconv.convert.code_values import (
@@ -26,6 +28,12 @@ from shardconv.convert.code_values import (
 )
 
 _MAX_DEPTH = 16
+#: Functions that are read for one module; what others do is not known.
+_MAX_CALLS = 1000
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
 
 
 @dataclass
@@ -58,6 +66,12 @@ class CodeReader(ABC):
 
     def __init__(self) -> None:
         self._active: list[object] = []
+        self._calls = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there are more calls than are read."""
+        return self._calls > _MAX_CALLS
 
     @abstractmethod
     def _attribute(self, base: Value, name: str) -> Value:
@@ -72,8 +86,9 @@ class CodeReader(ABC):
         if isinstance(function, MethodType):
             inputs, function = [Value(function.__self__), *inputs], function.__func__
         function = inspect.unwrap(function)
-        code = _source(function) if isinstance(function, FunctionType) else None
-        if code is None or code in self._active or len(self._active) > _MAX_DEPTH:
+        code = _source(function.__code__) if isinstance(function, FunctionType) else None
+        self._calls += 1
+        if code is None or code in self._active or len(self._active) > _MAX_DEPTH or self.is_exhausted:
             return joined((*inputs, *options.values()))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         outer = Names({name: Value(_content(cell)) for name, cell in cells}, function.__globals__)
@@ -107,16 +122,16 @@ class CodeReader(ABC):
                 names.returns.append(Value() if value is None else self._value(value, names))
                 return True
             case ast.Assign(targets=targets, value=value):
-                found = self._value(value, names)
+                assigned = self._value(value, names)
                 for target in targets:
-                    self._assign(target, found, names)
+                    self._assign(target, assigned, names)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._assign(target, self._value(value, names), names)
-            case ast.AugAssign(target=target, value=value, op=operator):
+            case ast.AugAssign(target=target, value=value, op=op):
                 before = self._value(ast.copy_location(_as_load(target), target), names)
-                self._assign(target, calculated(operator, before, self._value(value, names)), names)
-            case ast.FunctionDef(name=name):
-                names.values[name] = Value(function=(statement, names))
+                self._assign(target, calculated(op, before, self._value(value, names)), names)
+            case ast.FunctionDef() | ast.ImportFrom():
+                names.values.update(_defined(statement, names))
             case ast.If(test=test, body=body, orelse=orelse):
                 return self._branch(test, body, orelse, names)
             case ast.For():
@@ -148,14 +163,21 @@ class CodeReader(ABC):
         return False
 
     def _truth(self, test: ast.expr, names: Names) -> bool | None:
-        """The value of a comparison with None, which attributes keep; None for all other tests."""
+        """The value of a test of attributes, which keep it; None for all other tests."""
         value = self._value(test, names)
         match test:
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[ast.Constant(value=None)]):
                 value = self._value(left, names)
                 known = value.object is not UNKNOWN and not isinstance(left, ast.Name)
                 return (value.object is None) is isinstance(how, ast.Is) if known else None
-        return None
+            case ast.Compare(left=left, ops=[how], comparators=[right]) if _is_kept(left) and _is_kept(right):
+                numbers = self._value(left, names).number, self._value(right, names).number
+                compare = _COMPARISONS.get(type(how))
+                return compare(*numbers) if compare and None not in numbers else None
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                found = self._truth(operand, names)
+                return None if found is None else not found
+        return value.object if _is_kept(test) and type(value.object) is bool else None
 
     def _run_parts(self, statement: ast.AST, names: Names) -> bool:
         """Read the statements and expressions inside a statement in their order."""
@@ -235,7 +257,8 @@ class CodeReader(ABC):
         return value
 
     def _on_ifexp(self, node: ast.IfExp, names: Names) -> Value:
-        self._value(node.test, names)
+        if (is_true := self._truth(node.test, names)) is not None:
+            return self._value(node.body if is_true else node.orelse, names)
         return either([self._value(node.body, names), self._value(node.orelse, names)])
 
     def _on_boolop(self, node: ast.BoolOp, names: Names) -> Value:
@@ -264,11 +287,25 @@ class CodeReader(ABC):
                 yield replace(value, is_many=True)
 
 
+def _defined(statement: ast.FunctionDef | ast.ImportFrom, names: Names) -> Iterator[tuple[str, Value]]:
+    """The names that a statement defines."""
+    if isinstance(statement, ast.FunctionDef):
+        yield statement.name, Value(function=(statement, names))
+        return
+    module = None if statement.level else sys.modules.get(statement.module or "")
+    for one in statement.names:
+        yield one.asname or one.name, Value(getattr(module, one.name, UNKNOWN))
+
+
+def _is_kept(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute | ast.Constant)
+
+
 @cache
-def _source(function: FunctionType) -> ast.FunctionDef | None:
-    """The code of a function; None where its source is not available."""
+def _source(code: CodeType) -> ast.FunctionDef | None:
+    """The source of a function's code; None where it is not available."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return None
     return tree.body[0] if isinstance(tree.body[0], ast.FunctionDef) else None

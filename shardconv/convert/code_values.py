@@ -12,6 +12,10 @@ from torch import nn
 
 #: A value that is not known.
 UNKNOWN: Any = object()
+#: The last dim of a tensor with a batch and tokens.
+LAST_DIMS = (-1, 2)
+#: The kind of the last size in a shape, by the kind of the shape.
+_LAST_SIZES = {"shape": "size", "input shape": "width"}
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__,
     ast.Div: int.__floordiv__, ast.Mod: int.__mod__,
@@ -57,8 +61,10 @@ class Value:
         counts: the attributes that a number is computed from.
         is_local: whether it is computed from an attribute that has its local value.
         shard: the features of a tensor, of its shape, or of the size of its last dim.
-        kind: which of these: "tensor", "shape" or "size".
+        kind: which of these: "tensor", "shape" or "size"; "weight" for a parameter of a parallel layer; "input",
+            "input shape" and "width" for an input of the forward, its shape, and the size of its last dim.
         is_split: whether the tensor was divided already.
+        is_moved: whether the features are in another dim than the last.
         items: the items of a tuple or list.
         is_many: whether it is a sequence of unknown length among items.
         function: the code of a function inside the function, with the names that it sees.
@@ -70,6 +76,7 @@ class Value:
     shard: LocalFeatures | None = None
     kind: str = ""
     is_split: bool = False
+    is_moved: bool = False
     items: "tuple[Value, ...] | None" = None
     is_many: bool = False
     function: Any = None
@@ -85,8 +92,13 @@ class Value:
         return self.kind == "tensor"
 
     @property
+    def is_last(self) -> bool:
+        """Whether its last dim are all local features of a layer."""
+        return self.is_tensor and not (self.is_split or self.is_moved)
+
+    @property
     def is_raw(self) -> bool:
-        """Whether the last dim are all local features of a layer."""
+        """Whether one dim are all local features of a layer."""
         return (self.is_tensor and not self.is_split) or any(one.is_raw for one in self.items or ())
 
 
@@ -109,15 +121,21 @@ def unpacked(value: Value, number: int) -> list[Value]:
     """The items of a value that is assigned to so many targets."""
     if value.items is not None and len(value.items) == number:
         return list(value.items)
-    if value.kind == "shape":
-        return [*[Value()] * (number - 1), replace(value, kind="size")]
+    if value.kind in _LAST_SIZES:
+        return [*[Value()] * (number - 1), _last_size(value)]
     return [item_of(value)] * number
+
+
+def _last_size(shape: Value) -> Value:
+    known = UNKNOWN if shape.shard is None else shape.shard.local
+    return replace(shape, kind=_LAST_SIZES[shape.kind], object=known)
 
 
 def subscript(base: Value, index: ast.expr | None, value: Value) -> Value:
     """An item, or a slice, of a value."""
-    if base.kind == "shape":
-        return replace(base, kind="size") if value.number in (-1, 2) else Value(is_many=isinstance(index, ast.Slice))
+    if base.kind in _LAST_SIZES:
+        is_last = value.number in LAST_DIMS
+        return _last_size(base) if is_last else Value(is_many=isinstance(index, ast.Slice))
     if base.is_tensor:
         return base
     try:
@@ -138,10 +156,10 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
         return joined([left, right])
     counts, is_local = left.counts + right.counts, left.is_local or right.is_local
     size = next((one for one in (left, right) if one.kind == "size"), None)
-    if size is not None and not is_local:
-        return replace(size, counts=counts)
     calculate = _OPERATORS.get(type(operator))
     number = calculate(left.number, right.number) if calculate and left.number is not None and right.number else UNKNOWN
+    if size is not None and not is_local:
+        return replace(size, counts=counts, object=number)
     return Value(number, counts=counts, is_local=is_local)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardconv.convert.code_values import Count, LocalFeatures
 from shardconv.convert.forward_reader import ForwardReader, Problem
+from shardconv.convert.heads import FullWidth
 from shardconv.convert.overrides import Overrides, is_read_only
 from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
@@ -83,11 +84,12 @@ def examine_forwards(
     }
     modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
     changed = dict([*_changed(overrides), *_recorded(one for _, one in named)])
-    new = ForwardReader(outputs, [one for _, one in modules], changed)
+    local_widths = {one.module for one in overrides if any(kind is FullWidth for kind, _ in one.extensions)}
+    new = ForwardReader(outputs, [one for _, one in modules], changed, local_widths)
     for path, module in modules:
         if module not in checked:
             reader = copy.copy(new)
-            reader.problems, reader.reads = [], []
+            reader.problems = []
             reader.read(module)
             is_known = reader.is_understood or module in overridden or _FULL_COUNTS in vars(module)
             yield Examined(
@@ -191,6 +193,9 @@ def check_counts(examined: Iterable[Examined], remedy: Remedy, error: type[Excep
 
 def _described(module: nn.Module, problem: Problem) -> str:
     shard, count, number = problem
+    if isinstance(number, str):
+        local = f", and one rank has {shard.local} of its {shard.full} features" if shard.full else ""
+        return f"its forward {number} ({shard.layer}{local})"
     divisor = f"{number}, a number in its code" if count is None else f"{_name(module, count)} = {number}"
     return (
         f"its forward divides the features of {shard.layer} by {divisor}, which is right for all {shard.full} features "

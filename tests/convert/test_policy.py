@@ -343,7 +343,7 @@ def changed(policy, **roles):
 
 #: Policies with one mistake, and the error of the conversion or the first pass; None for different outputs.
 WRONG = {
-    "not fused": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]), None),
+    "not fused": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]), r"takes a part of 32 features .*96 of its 192"),
     "fused sizes": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
     "gate and up not fused": (
         "phi3", changed(Phi3Policy, mlp_in=[Layer("mlp.gate_up_proj.weight")]),
@@ -354,7 +354,7 @@ WRONG = {
     "swapped": (
         "bert", changed(BertPolicy, mlp_in=[both("output.dense")], mlp_out=[both("intermediate.dense")]), "must match",
     ),
-    "heads not set": ("gpt2", changed(GPT2Policy, replace_arguments={}), "not enough values"),
+    "heads not set": ("gpt2", changed(GPT2Policy, replace_arguments={}), "by split_size = 64, which is right for"),
     "kv heads not set": (
         "phi3", changed(Phi3Policy, replace_arguments={"self_attn.config.num_attention_heads": 4}), None,
     ),

@@ -5,8 +5,10 @@ module; the check has to refuse exactly the forms whose outputs differ, or that 
 """
 
 import copy
+import gc
 import re
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -463,7 +465,7 @@ def check_property(axis, path):
     module = Property()
     with pytest.raises(ValueError, match=r"counts: heads_of_all of Property is a property without a setter"):
         converted(module, axis, counts=["heads_of_all"])
-    with pytest.raises(ValueError, match=r"pass the attributes that property heads_of_all reads as counts="):
+    with pytest.raises(ValueError, match=r"by num_heads = 8, .*: pass counts=\[\"num_heads\"\] to divide it by 2"):
         converted(module, axis)
     net = Net(module)
     with pytest.raises(shardconv.PlanError, match=r"^Property: 'heads_of_all' is a property without a setter \(exp"):
@@ -599,3 +601,269 @@ class Countless(OneHead):
 def test_remedies_name_attributes_that_exist(ranks, tmp_path, kind, advice):
     (tmp_path / "net.toml").write_text(PLAN)
     ranks("pair", check_plan, kind, tmp_path / "net.toml", "", re.escape(advice))
+
+
+class Mlp(nn.Module):
+    """Two layers, between which derived classes compute with the features of the first."""
+
+    inner = 2 * WIDTH
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(self.inner, WIDTH)
+
+    def forward(self, x):
+        return self.b(self.features(self.a(x)))
+
+
+class Halved(Mlp):
+    inner = WIDTH
+
+
+class Glu(Halved):
+    def features(self, h):
+        return functional.glu(h, dim=-1)
+
+
+class GluModule(Halved):
+    module = nn.GLU(-1)
+
+    def features(self, h):
+        return self.module(h)
+
+
+class Sliced(Halved):
+    def features(self, h):
+        size = h.shape[-1] // 2
+        return functional.silu(h[..., :size]) * h[..., size:]
+
+
+class SplitInHalves(Halved):
+    def features(self, h):
+        first, second = torch.split(h, h.shape[-1] // 2, dim=-1)
+        return functional.silu(first) * second
+
+
+class ViewedAsHalves(Halved):
+    def forward(self, x):
+        h = self.a(x.flatten(0, 1))
+        h = h.view(h.shape[0], 2, -1)
+        return self.b(functional.silu(h[:, 0]) * h[:, 1]).view(x.shape)
+
+
+class OfFeatures(Mlp):
+    def features(self, h):
+        return h.softmax(-1)
+
+
+class OfTokens(Mlp):
+    def features(self, h):
+        return h.softmax(1) + h.transpose(1, 2).softmax(-1).transpose(1, 2) + h.mean(dim=1, keepdim=True)
+
+
+class Mean(Mlp):
+    def features(self, h):
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Normalized(Mlp):
+    def features(self, h):
+        return functional.layer_norm(h, h.shape[-1:]) + functional.normalize(h, dim=-1)
+
+
+class SoftmaxModule(Mlp):
+    module = nn.Softmax(-1)
+
+    def features(self, h):
+        return self.module(h)
+
+
+class Pairs(Mlp):
+    inner = WIDTH
+
+    def features(self, h):
+        return h[..., ::2] * h[..., 1::2]
+
+
+class Weights(Mlp):
+    def forward(self, x):
+        return functional.linear(functional.linear(x, self.a.weight, self.a.bias), self.b.weight, self.b.bias)
+
+
+class RowWeight(Mlp):
+    def forward(self, x):
+        return self.a(x) @ self.b.weight.t()
+
+
+class TypeOfWeight(Mlp):
+    def features(self, h):
+        return h.to(self.b.weight.dtype) if isinstance(self.b.weight, torch.Tensor) else h
+
+
+MLPS = {
+    True: (OfTokens, Pairs, TypeOfWeight),
+    False: (
+        Glu, GluModule, Sliced, SplitInHalves, ViewedAsHalves, OfFeatures, Mean, Normalized, SoftmaxModule, Weights,
+        RowWeight,
+    ),
+}  # fmt: skip
+
+
+def converted_mlp(module, axis, counts=None):
+    convert_parallel_linear(nn.ModuleList([module.a]), -1, counts=counts, group=axis)
+    convert_parallel_linear(nn.ModuleList([module.b]), 0, counts=counts, group=axis)
+    return module
+
+
+def check_mlp(axis, kind):
+    torch.manual_seed(0)
+    module = kind()
+    expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
+    right = is_right(converted_mlp(copy.deepcopy(module), axis, counts=()), expected)
+    assert right is (kind in MLPS[True])
+    if right:
+        assert is_right(converted_mlp(module, axis), expected)
+        return
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: its forward "):
+        converted_mlp(module, axis)
+
+
+@pytest.mark.parametrize("kind", [*MLPS[True], *MLPS[False]])
+def test_layers_between_which_features_of_a_shard_are_computed_with(ranks, kind):
+    ranks("pair", check_mlp, kind)
+
+
+class FusedAttention(nn.Module):
+    """Attention with q, k, v in one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.num_heads, self.head_dim, self.width = HEADS, SIZE, WIDTH
+
+    def forward(self, x):
+        q, k, v = (one.transpose(1, 2) for one in self.heads(self.qkv(x), x))
+        found = functional.scaled_dot_product_attention(q, k, v, scale=self.scale(x))
+        return self.out(found.transpose(1, 2).flatten(2))
+
+    def scale(self, x):
+        return 0.5
+
+
+class FusedView(FusedAttention):
+    def heads(self, h, x):
+        return h.view(*x.shape[:2], 3, self.num_heads, self.head_dim).unbind(2)
+
+
+class FusedSplit(FusedAttention):
+    def heads(self, h, x):
+        return [one.view(*x.shape[:2], self.num_heads, -1) for one in h.split(self.width, dim=-1)]
+
+
+class FusedSizes(FusedAttention):
+    def heads(self, h, x):
+        sizes = [self.width, self.width, self.width]
+        return [one.view(*x.shape[:2], -1, self.head_dim) for one in h.split(sizes, dim=-1)]
+
+
+class Interleaved(FusedAttention):
+    def heads(self, h, x):
+        return h.view(*x.shape[:2], self.num_heads, 3, self.head_dim).unbind(3)
+
+
+class FullScale(Interleaved):
+    def scale(self, x):
+        return (x.shape[-1] // self.num_heads) ** -0.5
+
+
+def check_counted(axis, kind, counts, is_same):
+    """Convert with counts that make it run, and compare: the check refuses it if it computes something else."""
+    torch.manual_seed(0)
+    module, x = kind(), torch.ones(1, 3, WIDTH).cumsum(1)
+    expected, unchecked = module(x), copy.deepcopy(module)
+    for one, dim in ((unchecked.qkv, -1), (unchecked.out, 0)):
+        convert_parallel_linear(nn.ModuleList([one]), dim, counts=(), group=axis)
+    for name in counts:
+        setattr(unchecked, name, getattr(unchecked, name) // 2)
+    assert is_right(unchecked, expected) is is_same
+    if is_same:
+        convert_parallel_linear(nn.ModuleList([module.qkv]), -1, counts=counts, group=axis)
+        return
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: .*: shard the segments of a fused layer by a plan file"):
+        convert_parallel_linear(nn.ModuleList([module.qkv]), -1, counts=counts, group=axis)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "is_same"),
+    [
+        (FusedView, ["num_heads"], False),
+        (FusedSplit, ["num_heads", "width"], False),
+        (FusedSizes, ["width"], False),
+        (Interleaved, ["num_heads"], True),
+        (FullScale, ["num_heads"], False),
+    ],
+)
+def test_counts_that_only_make_it_run_are_refused(ranks, kind, counts, is_same):
+    ranks("pair", check_counted, kind, counts, is_same)
+
+
+class Flag(Sizes):
+    fused = False
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.num_heads, -1)) if self.fused else super().heads(x)
+
+
+class Checkpointed(Sizes):
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint  # noqa: PLC0415 - as some models have it
+
+        found = checkpoint(self.attend, self.q(x), self.k(x), self.v(x), use_reentrant=False)
+        return self.to_out[0](found)
+
+    def attend(self, *parts):
+        q, k, v = (self.heads(one).transpose(1, 2) for one in parts)
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class OfWeight(Attention):
+    @property
+    def count(self):
+        return self.q.weight.shape[0] // self.head_dim
+
+    def heads(self, x):
+        return x.view(*x.shape[:2], self.count, -1)
+
+
+def check_accepted(axis, kind):
+    torch.manual_seed(0)
+    module = kind()
+    expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
+    assert is_right(converted(module, axis), expected)
+
+
+@pytest.mark.parametrize("kind", [Flag, Checkpointed, OfWeight])
+def test_forms_that_are_followed_are_accepted(ranks, kind):
+    ranks("pair", check_accepted, kind)
+
+
+def check_released(axis):
+    """Check that reading a function does not keep what it encloses."""
+    found = enclosed(axis)
+    gc.collect()
+    return found() is None
+
+
+def enclosed(axis):
+    module, captured = Sizes(), nn.Linear(1, 1)
+
+    def forward(x):
+        return Sizes.forward(module, x) + captured.weight
+
+    module.forward = forward
+    converted(module, axis)
+    return weakref.ref(captured)
+
+
+def test_functions_that_were_read_are_released(ranks):
+    assert ranks("pair", check_released) == [True, True]
