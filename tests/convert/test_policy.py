@@ -343,7 +343,10 @@ def changed(policy, **roles):
 
 #: Policies with one mistake, and the error of the conversion or the first pass; None for different outputs.
 WRONG = {
-    "not fused": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]), r"takes a part of 32 features .*96 of its 192"),
+    "not fused": (
+        "gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", reversed=True)]),
+        r"takes a part of 32 features .*96 of its 192",
+    ),
     "fused sizes": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
     "gate and up not fused": (
         "phi3", changed(Phi3Policy, mlp_in=[Layer("mlp.gate_up_proj.weight")]),
