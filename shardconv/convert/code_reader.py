@@ -177,6 +177,8 @@ class CodeReader(ABC):
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 found = self._truth(operand, names)
                 return None if found is None else not found
+            case ast.BoolOp(op=op, values=values):
+                return _combined([self._truth(one, names) for one in values], is_or=isinstance(op, ast.Or))
         return value.object if _is_kept(test) and type(value.object) is bool else None
 
     def _run_parts(self, statement: ast.AST, names: Names) -> bool:
@@ -295,6 +297,13 @@ def _defined(statement: ast.FunctionDef | ast.ImportFrom, names: Names) -> Itera
     module = None if statement.level else sys.modules.get(statement.module or "")
     for one in statement.names:
         yield one.asname or one.name, Value(getattr(module, one.name, UNKNOWN))
+
+
+def _combined(found: Sequence[bool | None], *, is_or: bool) -> bool | None:
+    """The value of tests that ``or``, or else ``and``, combines; None if it is not known."""
+    if is_or in found:
+        return is_or
+    return None if None in found else not is_or
 
 
 def _is_kept(node: ast.expr) -> bool:

@@ -814,6 +814,15 @@ class Flag(Sizes):
         return x.unflatten(-1, (self.num_heads, -1)) if self.fused else super().heads(x)
 
 
+class Flags(Flag):
+    pretraining_tp = 1
+
+    def heads(self, x):
+        if (self.pretraining_tp > 1 and x.ndim > 2) or self.fused:
+            return x.unflatten(-1, (self.num_heads, -1))
+        return super().heads(x)
+
+
 class Checkpointed(Sizes):
     def forward(self, x):
         from torch.utils.checkpoint import checkpoint  # noqa: PLC0415 - as some models have it
@@ -842,7 +851,7 @@ def check_accepted(axis, kind):
     assert is_right(converted(module, axis), expected)
 
 
-@pytest.mark.parametrize("kind", [Flag, Checkpointed, OfWeight])
+@pytest.mark.parametrize("kind", [Flag, Flags, Checkpointed, OfWeight])
 def test_forms_that_are_followed_are_accepted(ranks, kind):
     ranks("pair", check_accepted, kind)
 
