@@ -62,8 +62,8 @@ class Environment:
 
     def run(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         """Run a command in a folder."""
-        package = f"import sys; sys.path.insert(0, {PACKAGE!r}); from shardconv.__main__ import main; main()"
-        return self.python(package, *arguments, folder=folder)
+        path = f"import os, sys; sys.path.insert(0, os.fsdecode({os.fsencode(PACKAGE)!r}))"
+        return self.python(f"{path}; from shardconv.__main__ import main; main()", *arguments, folder=folder)
 
 
 ENVIRONMENTS = {
