@@ -91,9 +91,9 @@ DEFAULT = {"clean", "C locale, ASCII", "closed stdin", "a user without a name", 
 
 
 def starts(environment: Environment) -> bool:
-    """Whether Python itself starts: another user may not read it, and ASCII may not have the letters of its folder."""
+    """Whether Python imports compiled modules: a user may not read it, or ASCII not have the letters of its folder."""
     try:
-        return environment.python("pass", folder=Path("/")).returncode == 0
+        return environment.python("import xxhash", folder=Path("/")).returncode == 0
     except (OSError, subprocess.SubprocessError):
         return False
 
