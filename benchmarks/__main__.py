@@ -20,7 +20,7 @@ from benchmarks import vllm_loading as vllm
 from benchmarks.measure import Command, Pairs, read_bytes, remove, run, run_pairs
 from benchmarks.remote import transfers
 from benchmarks.resuming import compare as compare_resumed
-from shardconv.checkpoint.copy import STRIPE_BYTES
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES
 
 SHARDCONV: Command = (sys.executable, "-m", "shardconv")
 RESULTS = Path(__file__).parent / "RESULTS.md"
@@ -240,7 +240,7 @@ def checksums(place: Place) -> Iterator[Row]:
 def resuming(place: Place) -> Iterator[Row]:
     """Time of a split with its journal, compared with one without; and of a split that was killed at half."""
     main = "from shardconv.cli import main; main()"
-    module = "import shardconv.checkpoint.split_writing as split"
+    module = "import shardconv.checkpoint.operations.split_writing as split"
     with llama(place) as source:
         out = source.parent / "out"
         words = ("split", source, "--tp", "8", "-o", out)

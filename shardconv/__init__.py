@@ -10,14 +10,14 @@ __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # typing takes longer to import than all that follows, and SIGINT is not handled yet
 if TYPE_CHECKING:
-    from shardconv.checkpoint.merge import merge
-    from shardconv.checkpoint.pad import pad
-    from shardconv.checkpoint.plan_report import report_plan
-    from shardconv.checkpoint.planning import PlanOptions, make_plan
-    from shardconv.checkpoint.reshard import reshard
-    from shardconv.checkpoint.split import split
-    from shardconv.checkpoint.unpad import unpad
-    from shardconv.checkpoint.verify import verify
+    from shardconv.checkpoint.operations.merge import merge
+    from shardconv.checkpoint.operations.pad import pad
+    from shardconv.checkpoint.operations.plan_report import report_plan
+    from shardconv.checkpoint.operations.reshard import reshard
+    from shardconv.checkpoint.operations.split import split
+    from shardconv.checkpoint.operations.unpad import unpad
+    from shardconv.checkpoint.operations.verify import verify
+    from shardconv.checkpoint.sources.planning import PlanOptions, make_plan
     from shardconv.convert import (
         convert_model,
         convert_parallel_embedding,
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     )
     from shardconv.distributed import destroy_parallel, init_parallel
     from shardconv.engines.check import check_engine
-    from shardconv.errors import (
-        IntegrityError,
-        PlanError,
-        PlanWarning,
-        ShardconvError,
-        SourceError,
-        SplitCheckpointError,
-    )
     from shardconv.layers import (
         ColumnParallelLinear,
         ParallelCrossEntropyLoss,
@@ -53,16 +45,24 @@ if TYPE_CHECKING:
     from shardconv.proof.prove import prove
     from shardconv.runtime.estimate import estimate_cost
     from shardconv.runtime.load import load
+    from shardconv.support.errors import (
+        IntegrityError,
+        PlanError,
+        PlanWarning,
+        ShardconvError,
+        SourceError,
+        SplitCheckpointError,
+    )
 
 _HOMES = {
-    "shardconv.checkpoint.merge": ("merge",),
-    "shardconv.checkpoint.pad": ("pad",),
-    "shardconv.checkpoint.plan_report": ("report_plan",),
-    "shardconv.checkpoint.planning": ("PlanOptions", "make_plan"),
-    "shardconv.checkpoint.reshard": ("reshard",),
-    "shardconv.checkpoint.split": ("split",),
-    "shardconv.checkpoint.unpad": ("unpad",),
-    "shardconv.checkpoint.verify": ("verify",),
+    "shardconv.checkpoint.operations.merge": ("merge",),
+    "shardconv.checkpoint.operations.pad": ("pad",),
+    "shardconv.checkpoint.operations.plan_report": ("report_plan",),
+    "shardconv.checkpoint.sources.planning": ("PlanOptions", "make_plan"),
+    "shardconv.checkpoint.operations.reshard": ("reshard",),
+    "shardconv.checkpoint.operations.split": ("split",),
+    "shardconv.checkpoint.operations.unpad": ("unpad",),
+    "shardconv.checkpoint.operations.verify": ("verify",),
     "shardconv.convert": (
         "convert_model",
         "convert_parallel_embedding",
@@ -72,7 +72,7 @@ _HOMES = {
     ),
     "shardconv.distributed": ("destroy_parallel", "init_parallel"),
     "shardconv.engines.check": ("check_engine",),
-    "shardconv.errors": (
+    "shardconv.support.errors": (
         "IntegrityError",
         "PlanError",
         "PlanWarning",

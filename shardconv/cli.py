@@ -17,12 +17,12 @@ from shardconv.commands.reshard import reshard
 from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
-from shardconv.console import discard_unwritten, open_streams, show_error
-from shardconv.error_messages import describe
-from shardconv.errors import PeerError, ShardconvError, command_line, is_connection_error
-from shardconv.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
-from shardconv.parent import PARENT, exit_with_parent
-from shardconv.rank_failures import is_launched, write_failure
+from shardconv.support.console import discard_unwritten, open_streams, show_error
+from shardconv.support.error_messages import describe
+from shardconv.support.errors import PeerError, ShardconvError, command_line, is_connection_error
+from shardconv.support.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
+from shardconv.support.parent import PARENT, exit_with_parent
+from shardconv.support.rank_failures import is_launched, write_failure
 
 #: Seconds in which torchrun ends a process that leaves its error to another one. Rank 0 may still be importing torch.
 _END_SECONDS = 60.0

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv import exits, progress
-from shardconv.checkpoint.copy import CopyJob
-from shardconv.checkpoint.merge import MergeReport
-from shardconv.checkpoint.plan_report import PlanReport, TensorReport
-from shardconv.checkpoint.reshard import ReshardReport
-from shardconv.checkpoint.split import SplitReport
-from shardconv.checkpoint.verify import VerifyReport
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.operations.merge import MergeReport
+from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
+from shardconv.checkpoint.operations.reshard import ReshardReport
+from shardconv.checkpoint.operations.split import SplitReport
+from shardconv.checkpoint.operations.verify import VerifyReport
+from shardconv.support import exits, progress
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import ENVIRONMENT, call, finish, run, start
 from tests.support.matrix import cases, each_once
@@ -414,7 +414,7 @@ def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    at_once = "import shardconv.progress; shardconv.progress.BAR_SECONDS = 0"
+    at_once = "import shardconv.support.progress; shardconv.support.progress.BAR_SECONDS = 0"
     done = run(*arguments, stderr=end, patch=at_once, env={"TERM": "xterm-256color", "COLUMNS": "80", **environment})
     os.close(end)
     reader.join()

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardconv.console import Console, show_error
-from shardconv.errors import SourceError
+from shardconv.support.console import Console, show_error
+from shardconv.support.errors import SourceError
 
 HOSTILE = "a\x1b[2Jb\u202ec\x9bd\u2028e"
 ESCAPED = r"a\u{1b}[2Jb\u{202e}c\u{9b}d\u{2028}e"

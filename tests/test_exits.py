@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 
-from shardconv.checkpoint import staging
-from shardconv.error_messages import describe
-from shardconv.exits import Terminated
-from shardconv.storage.mirror import mirror
-from shardconv.temporary import temporary_folder
+from shardconv.checkpoint.output import staging
+from shardconv.files.storage.mirror import mirror
+from shardconv.support.error_messages import describe
+from shardconv.support.exits import Terminated
+from shardconv.support.temporary import temporary_folder
 
 
 def noted(error: BaseException, note: str) -> BaseException:

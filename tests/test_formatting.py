@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardconv.formatting import duration, exact_size, parse_size, size
+from shardconv.support.formatting import duration, exact_size, parse_size, size
 
 
 @pytest.mark.parametrize(

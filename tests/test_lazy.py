@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from shardconv import engines, storage
-from shardconv.checkpoint import arrays
+from shardconv import engines
+from shardconv.checkpoint.engine import arrays
+from shardconv.files import storage
 
 
 @pytest.mark.parametrize("package", [arrays, storage], ids=["arrays", "storage"])

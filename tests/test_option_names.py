@@ -9,10 +9,10 @@ import click
 import pytest
 
 import shardconv
-from shardconv import option_names
 from shardconv.cli import cli
-from shardconv.errors import UsageError, command_line
-from shardconv.option_names import FLAGS, LISTS, VALUES, in_python
+from shardconv.support import option_names
+from shardconv.support.errors import UsageError, command_line
+from shardconv.support.option_names import FLAGS, LISTS, VALUES, in_python
 from tests.support.checkpoints import DEMO
 from tests.support.command import call
 

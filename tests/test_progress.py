@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardconv import progress
-from shardconv.formatting import time_left
-from shardconv.progress import Lines
+from shardconv.support import progress
+from shardconv.support.formatting import time_left
+from shardconv.support.progress import Lines
 
 
 @pytest.fixture

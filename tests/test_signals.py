@@ -42,7 +42,7 @@ import os, signal, sys
 import shardconv.__main__
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def report(event, arguments):
-    if event == "import" and arguments[0] == "shardconv.parent":
+    if event == "import" and arguments[0] == "shardconv.support.parent":
         os.write(1, b"x")
 sys.addaudithook(report)
 shardconv.__main__.main()
@@ -165,12 +165,12 @@ def test_ignored_sigint_stays_ignored(made):
     patch = """
 import atexit, os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-import shardconv.checkpoint.plan_report
-report_plan = shardconv.checkpoint.plan_report.report_plan
+import shardconv.checkpoint.operations.plan_report
+report_plan = shardconv.checkpoint.operations.plan_report.report_plan
 def interrupted(*arguments, **options):
     os.kill(os.getpid(), signal.SIGINT)
     return report_plan(*arguments, **options)
-shardconv.checkpoint.plan_report.report_plan = interrupted
+shardconv.checkpoint.operations.plan_report.report_plan = interrupted
 """
     result = finish(start("plan", made / "tiny", "--tp", 2, patch=patch))
     assert (result.code, result.err) == (0, ""), result

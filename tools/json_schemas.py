@@ -13,13 +13,13 @@ from pydantic import TypeAdapter
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
 #: Name of a schema to the module and class of the report.
 REPORTS = {
-    "split": "shardconv.checkpoint.split.SplitReport",
-    "merge": "shardconv.checkpoint.merge.MergeReport",
-    "reshard": "shardconv.checkpoint.reshard.ReshardReport",
-    "verify": "shardconv.checkpoint.verify.VerifyReport",
-    "pad": "shardconv.checkpoint.pad.PadReport",
-    "unpad": "shardconv.checkpoint.unpad.UnpadReport",
-    "plan": "shardconv.checkpoint.plan_report.PlanReport",
+    "split": "shardconv.checkpoint.operations.split.SplitReport",
+    "merge": "shardconv.checkpoint.operations.merge.MergeReport",
+    "reshard": "shardconv.checkpoint.operations.reshard.ReshardReport",
+    "verify": "shardconv.checkpoint.operations.verify.VerifyReport",
+    "pad": "shardconv.checkpoint.operations.pad.PadReport",
+    "unpad": "shardconv.checkpoint.operations.unpad.UnpadReport",
+    "plan": "shardconv.checkpoint.operations.plan_report.PlanReport",
     "plan-list-families": "shardconv.plan.family_search.FamilyList",
     "plan-prove": "shardconv.proof.report.ProofReport",
     "plan-measure-link": "shardconv.tensor.link.LinkReport",

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from shardconv.checkpoint.planning import make_plan
-from shardconv.errors import PlanError
+from shardconv.checkpoint.sources.planning import make_plan
 from shardconv.plan.placement import Interval, Placement, intervals
+from shardconv.support.errors import PlanError
 from tools.composition import Numbering, pattern
 
 Mask = npt.NDArray[np.bool_]

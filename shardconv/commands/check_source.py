@@ -4,7 +4,7 @@ import gc
 from typing import TYPE_CHECKING
 
 from shardconv.commands.options import SourceFlags, SourcePath
-from shardconv.exits import ImportPhase
+from shardconv.support.exits import ImportPhase
 
 if TYPE_CHECKING:
     from shardconv.proof.model_check import ModelCheck

@@ -11,10 +11,10 @@ from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.numbers import COUNT, Number
 from shardconv.commands.options import PlanFlags, SourcePath
 from shardconv.commands.sections import COST, section
-from shardconv.console import Console
-from shardconv.errors import UsageError
-from shardconv.exits import ImportPhase
-from shardconv.formatting import counted, duration, ranges, size
+from shardconv.support.console import Console
+from shardconv.support.errors import UsageError
+from shardconv.support.exits import ImportPhase
+from shardconv.support.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
     from shardconv.runtime.cost_report import CostReport, TpCost, Traffic

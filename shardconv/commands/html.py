@@ -9,13 +9,13 @@ import click
 
 from shardconv.commands.options import PATH, SourcePath
 from shardconv.commands.sections import REPORT, section
-from shardconv.console import Console
-from shardconv.errors import OutputError, ShardconvError, UsageError
-from shardconv.formatting import size
+from shardconv.support.console import Console
+from shardconv.support.errors import OutputError, ShardconvError, UsageError
+from shardconv.support.formatting import size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.plan_report import PlanReport
-    from shardconv.checkpoint.planning import PlanOptions
+    from shardconv.checkpoint.operations.plan_report import PlanReport
+    from shardconv.checkpoint.sources.planning import PlanOptions
 
 html_options = section(
     REPORT,
@@ -67,7 +67,7 @@ class HtmlFile:
         Raises:
             OutputError: if it cannot be written.
         """
-        from shardconv.checkpoint.staging import staging
+        from shardconv.checkpoint.output.staging import staging
 
         _check_file(self.path, overwrite=self.overwrite)  # again: a command can take hours
         with staging(self.path, is_folder=False, overwrite=self.overwrite, num_bytes=len(page)) as folder:
@@ -94,7 +94,7 @@ def plan_for_page(
     src: SourcePath, tp: int | None, **options: "Unpack[PlanOptions]"
 ) -> "tuple[PlanReport | None, str | None]":
     """The plan to show beside another report, or the reason why there is none."""
-    from shardconv.checkpoint.plan_report import report_plan
+    from shardconv.checkpoint.operations.plan_report import report_plan
 
     try:
         return report_plan(src, tp=tp, **options), None

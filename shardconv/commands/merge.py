@@ -16,8 +16,8 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.sections import OneProcessCommand
 from shardconv.commands.source_progress import source_progress
-from shardconv.console import Console
-from shardconv.formatting import counted, size
+from shardconv.support.console import Console
+from shardconv.support.formatting import counted, size
 
 
 class _MergeFlags(WriteFlags):
@@ -48,7 +48,7 @@ def merge(
     DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
     Several folders have some of the ranks each.
     """
-    from shardconv.checkpoint.merge import merge as run
+    from shardconv.checkpoint.operations.merge import merge as run
 
     console = Console(as_json=as_json, quiet=quiet)
     with source_progress(console, "merge") as progress:

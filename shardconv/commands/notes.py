@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from shardconv.checkpoint.chosen_ranks import name_ranks
-from shardconv.formatting import counted, rate, size, sizes
+from shardconv.checkpoint.split.chosen_ranks import name_ranks
+from shardconv.support.formatting import counted, rate, size, sizes
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.merge import MergeReport
-    from shardconv.checkpoint.pad import PadReport
-    from shardconv.checkpoint.reshard import ReshardReport
-    from shardconv.checkpoint.split import SplitReport
-    from shardconv.checkpoint.unpad import UnpadReport
+    from shardconv.checkpoint.operations.merge import MergeReport
+    from shardconv.checkpoint.operations.pad import PadReport
+    from shardconv.checkpoint.operations.reshard import ReshardReport
+    from shardconv.checkpoint.operations.split import SplitReport
+    from shardconv.checkpoint.operations.unpad import UnpadReport
     from shardconv.plan.tp_sizes import PaddingReport
     from shardconv.proof.model_check import ModelCheck
 

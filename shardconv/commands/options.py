@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypedDict
 
 import click
 
-from shardconv.checkpoint.header import TARGET_DTYPES
-from shardconv.checkpoint.paths import local_path
 from shardconv.commands.numbers import COUNT, TP
 from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
+from shardconv.files.header import TARGET_DTYPES
+from shardconv.files.paths import local_path
+from shardconv.files.storage.url import is_url
 from shardconv.layouts.choice import LAYOUTS
 from shardconv.layouts.external import SOURCE_LAYOUTS
 from shardconv.plan.engines import ENGINES, SHARDCONV
-from shardconv.storage.url import is_url
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

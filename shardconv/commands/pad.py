@@ -19,12 +19,12 @@ from shardconv.commands.options import (
     write_options,
 )
 from shardconv.commands.sections import CHECKS, PLAN, OneProcessCommand, section
-from shardconv.console import Console
-from shardconv.exits import ImportPhase
-from shardconv.formatting import size
+from shardconv.support.console import Console
+from shardconv.support.exits import ImportPhase
+from shardconv.support.formatting import size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.pad import Check
+    from shardconv.checkpoint.operations.pad import Check
 
 _MULTIPLE = re.compile(r"tp=([1-9]\d{0,3})(?:,vocab=([1-9]\d{0,4}))?")
 
@@ -77,7 +77,7 @@ def pad(
     Writes a Hugging Face checkpoint with a larger config, for engines that need sizes that divide. Outputs stay
     equal. shardconv unpad restores SRC, byte for byte.
     """
-    from shardconv.checkpoint.pad import pad as run
+    from shardconv.checkpoint.operations.pad import pad as run
 
     check = _check() if check_model else None
     console = Console(as_json=as_json, quiet=quiet)
@@ -129,7 +129,7 @@ def unpad(
     src: SourcePath, output: SourcePath | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]
 ) -> None:
     """Restore the source of the padded checkpoint DIR, byte for byte."""
-    from shardconv.checkpoint.unpad import unpad as run
+    from shardconv.checkpoint.operations.unpad import unpad as run
 
     console = Console(as_json=as_json, quiet=quiet)
     with console.progress("unpad") as progress:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 from click.core import ParameterSource
 
-from shardconv.checkpoint.chosen_ranks import name_ranks
+from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.html import HtmlFile, html_options
@@ -29,13 +29,13 @@ from shardconv.commands.options import (
     plan_options,
 )
 from shardconv.commands.sections import CHECKS, PLAN, REPORT, Command, section
-from shardconv.console import Console
-from shardconv.errors import UsageError
-from shardconv.exits import ImportPhase
-from shardconv.formatting import counted, ranges, size, sizes
+from shardconv.support.console import Console
+from shardconv.support.errors import UsageError
+from shardconv.support.exits import ImportPhase
+from shardconv.support.formatting import counted, ranges, size, sizes
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.plan_report import PlanReport, TensorReport
+    from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
     from shardconv.plan.tp_sizes import BlockedTp
     from shardconv.proof.report import ProofReport
 
@@ -131,8 +131,8 @@ def plan(
     .safetensors or PyTorch file, an index, a folder, or the URL of one; or a split checkpoint, whose stored plan is
     shown.
     """
-    from shardconv.checkpoint.plan_report import report_plan
-    from shardconv.checkpoint.remote import header_progress
+    from shardconv.checkpoint.operations.plan_report import report_plan
+    from shardconv.checkpoint.sources.remote import header_progress
 
     console = Console(as_json=as_json, quiet=quiet)
     page = HtmlFile.of(

@@ -30,8 +30,8 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.sections import OneProcessCommand
 from shardconv.commands.source_progress import source_progress
-from shardconv.console import Console
-from shardconv.formatting import counted, size
+from shardconv.support.console import Console
+from shardconv.support.formatting import counted, size
 
 
 class _ReshardFlags(WriteFlags):
@@ -74,7 +74,7 @@ def reshard(
     DIR may also be a folder with rank files of another tool, or a URL.
     Several folders have some of the ranks each.
     """
-    from shardconv.checkpoint.reshard import reshard as run
+    from shardconv.checkpoint.operations.reshard import reshard as run
 
     console = Console(as_json=as_json, quiet=quiet)
     with source_progress(console, "reshard") as progress:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from shardconv.checkpoint.header import TARGET_DTYPES
 from shardconv.commands.numbers import COUNT, Number
 from shardconv.commands.options import (
     PATH,
@@ -24,14 +23,15 @@ from shardconv.commands.options import (
     source_tp_option,
 )
 from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
-from shardconv.console import Console
-from shardconv.errors import UsageError
-from shardconv.exits import ImportPhase, default_signals
-from shardconv.formatting import counted, size
+from shardconv.files.header import TARGET_DTYPES
+from shardconv.support.console import Console
+from shardconv.support.errors import UsageError
+from shardconv.support.exits import ImportPhase, default_signals
+from shardconv.support.formatting import counted, size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.loadable import Loadable
-    from shardconv.checkpoint.planning import PlanOptions
+    from shardconv.checkpoint.sources.planning import PlanOptions
+    from shardconv.checkpoint.split.loadable import Loadable
     from shardconv.runtime.run_options import RunOptions, RunReport
 
 
@@ -161,7 +161,7 @@ def run(
     if options["check"] is not None and options["dtype"] not in {None, "fp32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
     with ImportPhase():
-        from shardconv.checkpoint.remote import reads_remote
+        from shardconv.checkpoint.sources.remote import reads_remote
     reads = reads_remote("src", contents=True)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         reads(_run_rank)(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
@@ -184,8 +184,8 @@ def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, .
 
 def _open(path: Path, options: _RunFlags) -> "Loadable":
     """Open the checkpoint, and check the adapter, without torch: errors of paths do not wait for its import."""
-    from shardconv.checkpoint.loadable import open_loadable
-    from shardconv.checkpoint.split_adapter import SplitAdapter
+    from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+    from shardconv.checkpoint.split.loadable import open_loadable
 
     checkpoint = open_loadable(path, tp=options["tp"], options=options["plan"])
     if options["adapter"] is not None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import click
 
-from shardconv.errors import WorldSizeError
+from shardconv.support.errors import WorldSizeError
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

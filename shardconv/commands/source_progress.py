@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardconv.console import Console
-from shardconv.progress import Progress
+from shardconv.support.console import Console
+from shardconv.support.progress import Progress
 
 
 @contextmanager
@@ -15,7 +15,7 @@ def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
         console: of the command.
         what: name of the activity.
     """
-    from shardconv.checkpoint.remote import header_progress
+    from shardconv.checkpoint.sources.remote import header_progress
 
     with (
         console.progress("read headers", counts=True) as headers,

@@ -38,12 +38,12 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.sections import ADAPTERS, CHECKS, OUTPUT, Command, section
 from shardconv.commands.source_progress import source_progress
-from shardconv.console import Console
-from shardconv.exits import ImportPhase
-from shardconv.formatting import counted, size
+from shardconv.support.console import Console
+from shardconv.support.exits import ImportPhase
+from shardconv.support.formatting import counted, size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.team import Team
+    from shardconv.checkpoint.output.team import Team
 
 
 class _SplitFlags(PlanFlags, WriteFlags):
@@ -112,7 +112,7 @@ def split(
 
     SRC is a .safetensors or PyTorch file, an index, a folder, or the URL of one.
     """
-    from shardconv.checkpoint.split import split as run
+    from shardconv.checkpoint.operations.split import split as run
 
     with _team() as team:
         console = Console(as_json=as_json, quiet=quiet or not team.is_first)
@@ -148,7 +148,7 @@ def split(
 def _team() -> "AbstractContextManager[Team]":
     """The processes that torchrun started for this split; this process alone without torchrun."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
-        from shardconv.checkpoint.team import Team
+        from shardconv.checkpoint.output.team import Team
 
         return nullcontext(Team())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of lost connections have a page each

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from shardconv.checkpoint.chosen_ranks import name_ranks
-from shardconv.checkpoint.paths import local_path
+from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.html import HtmlFile, html_options, plan_for_page
 from shardconv.commands.notes import layout_note, notes
 from shardconv.commands.numbers import COUNT
@@ -22,13 +21,14 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.sections import CHECKS, OneProcessCommand, section
 from shardconv.commands.source_progress import source_progress
-from shardconv.console import Console
-from shardconv.errors import UsageError
-from shardconv.formatting import counted, size
+from shardconv.files.paths import local_path
 from shardconv.plan.engines import ENGINES
+from shardconv.support.console import Console
+from shardconv.support.errors import UsageError
+from shardconv.support.formatting import counted, size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.verify import VerifyReport
+    from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.engines.check import EngineReport
 
 #: The most differences that are printed.
@@ -86,7 +86,7 @@ def verify(
     Several folders have some of the ranks each. With --against, also with its source, and with --engine, with the
     model of an engine. Exits 3 on a difference.
     """
-    from shardconv.checkpoint.verify import verify as run
+    from shardconv.checkpoint.operations.verify import verify as run
 
     console = Console(as_json=as_json, quiet=quiet)
     page = HtmlFile.of(html, overwrite=overwrite, sources=(*src, options["against"]))

@@ -11,12 +11,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from shardconv.convert.classes import converted_class
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.convert.state import gather_state_dict
 from shardconv.distributed import Axis
 from shardconv.layers.dropout import SeedCheck, share_seeds
 from shardconv.layers.lora import LoRALayer
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.protocols import PretrainedModel
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")

@@ -19,11 +19,11 @@ from shardconv.convert.classes import Recompiled, class_factory, new_class
 from shardconv.convert.recompile import recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, substitutable_attribute
 from shardconv.distributed import copy_to_tp, gather_from_tp
-from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import gather_shards, take_shard
 from shardconv.plan.placement import Placement
+from shardconv.support.errors import PlanError
 
 _RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape)
 

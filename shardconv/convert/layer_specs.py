@@ -20,11 +20,11 @@ from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNo
 from shardconv.convert.overrides import Overrides
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
-from shardconv.errors import PlanError
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan
+from shardconv.support.errors import PlanError
 
 #: The style of an embedding that is embedding-dim-parallel with gathered output.
 _GATHERED_EMBEDDING = "embedding_colwise_gather_output"

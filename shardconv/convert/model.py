@@ -24,7 +24,6 @@ from shardconv.convert.policy import CompiledPolicies, as_policies, compile_poli
 from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
 from shardconv.convert.versions import check_versions
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.errors import ConfigError, PlanError
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.policy import Policy
@@ -34,6 +33,7 @@ from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
+from shardconv.support.errors import ConfigError, PlanError
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {

@@ -34,7 +34,6 @@ from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_
 from shardconv.convert.products import with_parallel_products
 from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
-from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.config_fields import fields_in, lookup
@@ -42,6 +41,7 @@ from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.units import shard_dim
+from shardconv.support.errors import PlanError
 
 
 def module_overrides(

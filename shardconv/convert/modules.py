@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
-from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.row_linear import num_replicas
 from shardconv.plan.placement import Placement, intervals
+from shardconv.support.errors import PlanError
 
 
 class ShardedOptions(TypedDict, total=False):

@@ -16,8 +16,8 @@ from shardconv.convert.modules import GatherOnUse
 from shardconv.convert.rank_config import RankConfig
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis
-from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
+from shardconv.support.errors import PlanError
 
 #: A class that extends a module's own class, and the attributes that it needs.
 Extension = tuple[type[ParallelModule], Mapping[str, object]]

@@ -13,11 +13,11 @@ from shardconv.convert.forward_reader import Problem
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.policy_paths import MatchedModule, ParameterTarget
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, check_counts
-from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.plan.family import Family
 from shardconv.plan.policy import REPLICATE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
+from shardconv.support.errors import PlanError
 
 
 class CompiledPolicies(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.errors import PlanError
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.policy import STYLE_OF, Layer, Policy
+from shardconv.support.errors import PlanError
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
 _PATH = re.compile(rf"(?:{_STEP.pattern})(?:\.[^.\[\]]+|\[-?\d+\])*")

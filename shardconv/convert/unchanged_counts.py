@@ -18,7 +18,6 @@ from shardconv.convert.code_values import Count, LocalFeatures
 from shardconv.convert.forward_reader import ForwardReader, Problem
 from shardconv.convert.heads import FullWidth
 from shardconv.convert.overrides import Overrides, is_read_only
-from shardconv.errors import PlanError
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.matcher import pattern_for
@@ -26,6 +25,7 @@ from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import intervals
 from shardconv.plan.plan import Plan
 from shardconv.plan.units import IndivisibleError
+from shardconv.support.errors import PlanError
 
 #: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.
 _FULL_COUNTS = "_shardconv_full_counts"

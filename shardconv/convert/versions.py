@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from shardconv.errors import RunError
+from shardconv.support.errors import RunError
 
 _BOUND = re.compile(r"(torch|transformers)>=([\d.]+)")
 

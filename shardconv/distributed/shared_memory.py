@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardconv.errors import PeerError
+from shardconv.support.errors import PeerError
 
 #: Maximum bytes of a message. The latency of a socket matters little for longer ones.
 SLOT_BYTES = 1 << 18

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.checkpoint.header import TensorInfo
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath
-from shardconv.checkpoint.vllm_folder import read_split
+from shardconv.checkpoint.sources.planning import StrPath
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
-from shardconv.errors import NotHeldError, RunError, UsageError, one_line
+from shardconv.files.header import TensorInfo
+from shardconv.files.paths import local_path
+from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

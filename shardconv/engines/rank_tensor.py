@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, select, span_of
-from shardconv.errors import NotHeldError
+from shardconv.support.errors import NotHeldError
 
 #: Positional and keyword arguments of an operation, of any type.
 _Arguments: TypeAlias = tuple[Any, ...]
@@ -44,7 +44,7 @@ class RankTensor(Tensor):
     """A read-only tensor of the full shape that has the elements of one rank's shard.
 
     Views of it are rank tensors. Other operations read the elements that they use, or raise
-    :class:`~shardconv.errors.NotHeldError`.
+    :class:`~shardconv.support.errors.NotHeldError`.
 
     Args:
         shard: this rank's shard.

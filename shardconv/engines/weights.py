@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.planning import plan_source
-from shardconv.checkpoint.rank_reader import RankFileReader, RankReader, SourceReader
+from shardconv.checkpoint.sources.planning import plan_source
+from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
-from shardconv.errors import PlanError, WorldSizeError
 from shardconv.plan.plan import TensorSpec
 from shardconv.runtime.model_config import check_config
 from shardconv.runtime.rank_tensors import DTYPES, shard_tensor
+from shardconv.support.errors import PlanError, WorldSizeError
 
 #: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
 #: for one that was, and for a source. Commands are complete, as an engine shows arguments in place of other options.

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from shardconv.errors import PlanError
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors
+from shardconv.support.errors import PlanError
 
 #: A scale or zero point of keys or values.
 _SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_point)")

@@ -8,7 +8,6 @@ only quantized layers have. What does not fit is an error.
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
-from shardconv.errors import PlanError
 from shardconv.formats.cache_scales import cache_grids
 from shardconv.formats.layer import Layer, LayerKey
 from shardconv.formats.scheme import Scheme, Settings
@@ -16,6 +15,7 @@ from shardconv.formats.settings import read_settings
 from shardconv.plan.grid import NO_DIM, Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
+from shardconv.support.errors import PlanError
 
 _OTHER_SETTINGS = "pass --config FILE with the quantization_config of this checkpoint"
 

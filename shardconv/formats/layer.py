@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from shardconv.errors import PlanError, ShapeError
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.scheme import Block, Scheme
 from shardconv.formats.setting_values import WORD_BITS
@@ -25,6 +24,7 @@ from shardconv.plan.grid import (
     GridDim,
 )
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import PlanError, ShapeError
 
 #: What the axes are called in messages, and the kinds of blocks.
 _AXES = {"out": "output", "in": "input"}

@@ -4,7 +4,7 @@ import re
 from fnmatch import fnmatchcase
 from time import monotonic
 
-from shardconv.errors import PlanError
+from shardconv.support.errors import PlanError
 
 #: The most repetitions in a pattern, and characters in a name that it is compared with. Each repetition may match at
 #: every character, so a match takes time that grows with their power: about 3 seconds at most.

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from shardconv.errors import PlanError
 from shardconv.formats.patterns import check_pattern
 from shardconv.formats.scheme import Block
+from shardconv.support.errors import PlanError
 
 _Value = TypeVar("_Value", int, str)
 #: Bits of a word that holds packed values.

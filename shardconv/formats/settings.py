@@ -1,12 +1,12 @@
 """Quantization settings: which format a checkpoint has, and the sizes of its groups, blocks and words.
 
-Settings are ``quantization_config`` of config.json, or of a file beside it (``checkpoint/quantization_files.py``).
-Settings that are not understood are refused: a layer that is read with other sizes has wrong values.
+Settings are ``quantization_config`` of config.json, or of a file beside it
+(``checkpoint/sources/quantization_files.py``). Settings that are not understood are refused: a layer that is read with
+other sizes has wrong values.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 
-from shardconv.errors import PlanError
 from shardconv.formats.format import formats
 from shardconv.formats.scheme import Block, Scheme, Settings
 from shardconv.formats.setting_values import (
@@ -19,6 +19,7 @@ from shardconv.formats.setting_values import (
 )
 from shardconv.formats.torchao import FORMATS, read_metadata
 from shardconv.plan.quantization import METADATA_KEY
+from shardconv.support.errors import PlanError
 
 
 def read_settings(table: Mapping[str, object]) -> Settings:

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardconv.errors import PlanError
 from shardconv.plan.plan import Plan
+from shardconv.support.errors import PlanError
 
 #: Class of a quantized tensor to the format that stores it.
 FORMATS = {

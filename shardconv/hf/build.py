@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardconv.errors import RunError
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes, merge_fields, real_counts, real_heads, with_heads
 from shardconv.hf.isolation import isolated
 from shardconv.hf.small import SAME, small_fields
-from shardconv.protocols import ModelConfig, PretrainedModel
+from shardconv.support.errors import RunError
 
 #: The most parameters of a small model. A larger one has a config field that small.toml does not cover.
 MAX_NUMEL = 20_000_000

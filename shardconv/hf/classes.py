@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.errors import RunError, one_line
+from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.package import import_transformers
-from shardconv.temporary import temporary_folder
+from shardconv.support.errors import RunError, one_line
+from shardconv.support.temporary import temporary_folder
 
 if TYPE_CHECKING:
-    from shardconv.protocols import ModelConfig, PretrainedModel
+    from shardconv.convert.protocols import ModelConfig, PretrainedModel
 
 
 class ModelClass(NamedTuple):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from shardconv.errors import RunError
+from shardconv.support.errors import RunError
 
 
 def import_transformers(submodule: str = "") -> Any:

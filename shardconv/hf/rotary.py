@@ -12,9 +12,9 @@ from unittest.mock import patch
 from torch import Tensor, nn
 
 from shardconv.convert.rank_config import RankConfig
-from shardconv.errors import RunError
 from shardconv.hf.package import import_transformers
 from shardconv.layers.parallel_module import ParallelModule
+from shardconv.support.errors import RunError
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardconv.protocols import ModelConfig
+    from shardconv.convert.protocols import ModelConfig
 
 #: The number of heads of most small models.
 HEADS = 4

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardconv.errors import RunError, one_line
 from shardconv.hf.package import import_transformers
+from shardconv.support.errors import RunError, one_line
 
 #: Files from which a tokenizer of any kind is read.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.model", "*.tiktoken", "vocab*", "*vocab.*")

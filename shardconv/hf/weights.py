@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.classes import new_class
-from shardconv.errors import RunError, one_line
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
-from shardconv.protocols import ModelConfig, PretrainedModel
+from shardconv.support.errors import RunError, one_line
 
 #: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
 _NO_ADAPTER = {"subfolder": ".no-adapter"}

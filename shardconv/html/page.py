@@ -14,12 +14,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from shardconv import __version__
-from shardconv.formatting import json_text, visible
 from shardconv.html.tensors import TensorTable, tensor_table
+from shardconv.support.formatting import json_text, visible
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.plan_report import PlanReport
-    from shardconv.checkpoint.verify import VerifyReport
+    from shardconv.checkpoint.operations.plan_report import PlanReport
+    from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.runtime.cost_report import CostReport
 
 #: The beginning of every page, by which a page is known before it is replaced.

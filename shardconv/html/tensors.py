@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeVar
 
-from shardconv.checkpoint.header import num_bytes
-from shardconv.checkpoint.plan_report import PlanReport, TensorReport
+from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
+from shardconv.files.header import num_bytes
 from shardconv.html.names import Ranges, layer_of, number_ranges, parse_name
 from shardconv.plan.placement import IntervalOrPadding, Padding
 

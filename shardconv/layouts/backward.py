@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from shardconv.errors import PlanError
 from shardconv.layouts.choice import ChosenRules, rules_for
 from shardconv.layouts.rules import Rule
 from shardconv.plan.plan import Plan, TensorSpec
@@ -16,6 +15,7 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import ShardedDim
+from shardconv.support.errors import PlanError
 
 #: The index of a layer in a name.
 _LAYER = re.compile(r"\.(\d{1,6})\.")

@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
 
-from shardconv.errors import PlanError, UsageError
-from shardconv.formatting import parse_size
 from shardconv.layouts.external import META
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
 from shardconv.layouts.quantized import Quantized, QuantizedTable, joined_by_grids, with_vectors
 from shardconv.layouts.rules import Group, GroupTable, Rule, file_tensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.formatting import parse_size
 
 FOLDER = Path(__file__).parent
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}

@@ -28,10 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
 
-from shardconv.errors import PlanError, UsageError
-from shardconv.formatting import counted
 from shardconv.layouts.rules import Pattern, patterns, without_choices
 from shardconv.plan.placement import Interval, Placement
+from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.formatting import counted
 
 _FOLDER = Path(__file__).parent
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, Self
 
-from shardconv.errors import PlanError
 from shardconv.layouts.dcp import first_unreadable, why_unreadable
 from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.support.errors import PlanError
 
 #: ``struct`` formats of constants, by dtype. BF16 is the upper half of F32.
 _PACKED = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Required, Self, TypedDict
 
-from shardconv.errors import PlanError
 from shardconv.layouts.layout import REMEDY, FileTensor
 from shardconv.layouts.rules import WEIGHT, ConstantRule, ConstantTable, Pattern, Rule, constant_rules, patterns
 from shardconv.plan.grid import Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.support.errors import PlanError
 
 
 class RefusedTable(TypedDict, total=False):

@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import product
 from typing import NamedTuple, Required, Self, TypedDict
 
-from shardconv.errors import PlanError
 from shardconv.layouts.layout import REMEDY, Constant, FileTensor
+from shardconv.support.errors import PlanError
 
 _CHOICE = re.compile(r"\{([^}]*)\}")
 _WILDCARD = re.compile(r"[*#]")

@@ -9,7 +9,6 @@ A covers the vocabulary. Tensors that replace those of the base model have the s
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from shardconv.errors import PlanError
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.model_rules import ModelRules
@@ -17,6 +16,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
+from shardconv.support.errors import PlanError
 
 #: The beginning of the names of an adapter's tensors, before the name of the module in the base model.
 PREFIX = "base_model.model."

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import NamedTuple
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.family import Block, Mount, fields_read
 from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
+from shardconv.support.errors import PlanError
 
 #: The deepest nesting of blocks.
 _MAX_DEPTH = 6

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from shardconv.errors import ConfigError, PlanError
+from shardconv.support.errors import ConfigError, PlanError
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

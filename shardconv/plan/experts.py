@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from shardconv.errors import UsageError
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import UsageError
 
 #: A tensor of any library.
 Tensor = TypeVar("Tensor")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule, UnitRule
+from shardconv.support.errors import PlanError
 
 #: The family of rules by common names of layers, used where no family serves the model type.
 NAMES_FAMILY = "by_name"

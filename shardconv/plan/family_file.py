@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.errors import PlanError, UsageError
 from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
 from shardconv.plan.family_format import parse_block, parse_family
 from shardconv.plan.family_search import FamilyList, search_families, suggest
+from shardconv.support.errors import PlanError, UsageError
 
 FOLDER = Path(__file__).parent / "families"
 _BLOCKS = Path(__file__).parent / "blocks"

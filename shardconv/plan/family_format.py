@@ -6,11 +6,11 @@ docs/plan-files.md describes the format. Unknown keys are errors. rule_format.py
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import check_expression
 from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
 from shardconv.plan.rule import check_pattern
 from shardconv.plan.rule_format import Keys, check_table, parse_module, parse_rule, parse_unit
+from shardconv.support.errors import PlanError
 
 _FAMILY_KEYS: Keys = {
     "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,

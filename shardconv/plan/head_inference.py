@@ -4,10 +4,10 @@ import re
 from collections.abc import Container, Mapping
 from math import gcd
 
-from shardconv.errors import PlanError, UsageError
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.tensor_placement import HEAD_FIELDS
+from shardconv.support.errors import PlanError, UsageError
 
 #: The largest head size in common use. If tp is a power of two, a boundary between heads of this size is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that is not divisible by a higher power of two. Where the

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, reads_stage
 from shardconv.plan.family import Family
 from shardconv.plan.matcher import name_regex
@@ -14,6 +13,7 @@ from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddin
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule import Rule
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

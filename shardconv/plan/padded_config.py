@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields, fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import PaddedRule
+from shardconv.support.errors import PlanError
 
 #: The config field of the vocabulary size.
 VOCABULARY = "vocab_size"

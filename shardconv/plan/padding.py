@@ -13,9 +13,9 @@ from itertools import product
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.errors import PlanError
 from shardconv.plan.rule import CHOICE, STYLES, Rule
 from shardconv.plan.units import Unit, round_up
+from shardconv.support.errors import PlanError
 
 if TYPE_CHECKING:
     from shardconv.plan.model_rules import ModelRules

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardconv.errors import PlanError
 from shardconv.plan.rule import Rule
+from shardconv.support.errors import PlanError
 
 #: Method of a policy to the style of the layers that it returns.
 STYLE_OF = {

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from shardconv.errors import ConfigError
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import ConfigError
 
 #: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
 SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")

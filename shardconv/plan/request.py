@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NotRequired, Self, TypedDict
 
-from shardconv.errors import PlanError, UsageError
-from shardconv.formatting import counted
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
@@ -25,6 +23,8 @@ from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.plan.transformers_plan import transformers_family
+from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.formatting import counted
 
 
 class PlanRequestJson(TypedDict):

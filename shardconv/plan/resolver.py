@@ -6,8 +6,6 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
-from shardconv.errors import PlanError, UsageError
-from shardconv.formatting import ranges
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.placed_tensors import PlacedTensors, padding_share, rank_bytes
 from shardconv.plan.plan import Plan, TensorSpec
@@ -32,6 +30,8 @@ from shardconv.plan.tp_sizes import (
     PaddingReport,
     TpSizes,
 )
+from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.formatting import ranges
 
 
 class Resolver:

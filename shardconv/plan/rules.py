@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from shardconv.errors import PlanError
 from shardconv.plan.plan import Plan
 from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest
+from shardconv.support.errors import PlanError
 
 #: What ``rules`` accepts:
 #:

@@ -5,12 +5,12 @@ The tensors of a submodel have a common prefix, and its config is nested in that
 
 from collections.abc import Iterator, Mapping
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import lookup
 from shardconv.plan.family import Family, Submodel
 from shardconv.plan.family_file import family_for, load_family
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.rule_set import RuleSet
+from shardconv.support.errors import PlanError
 
 #: The deepest nesting of submodels.
 _MAX_DEPTH = 4

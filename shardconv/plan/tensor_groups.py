@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from shardconv.errors import PlanError
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
 from shardconv.plan.family import NAMES_FAMILY
@@ -18,6 +17,7 @@ from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
+from shardconv.support.errors import PlanError
 
 #: Names of tensors that hold several projections: never sharded without a rule that gives their segments.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)

@@ -9,7 +9,6 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from shardconv.errors import PlanError, ShapeError
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
@@ -21,6 +20,7 @@ from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import PlanError, ShapeError
 
 #: Config fields about attention heads, which are assumed without a config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})

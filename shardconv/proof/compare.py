@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
 from shardconv.hf.isolation import isolated
@@ -20,7 +21,6 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.outputs import cache_bytes, copy_inputs, float_tensors, greedy_tokens
 from shardconv.proof.training import backward_step, set_training
-from shardconv.protocols import PretrainedModel
 from shardconv.runtime.device import move
 from shardconv.runtime.load import load
 

@@ -6,12 +6,12 @@ Owns the comparison and its messages. Reads headers and config only, and allocat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath, as_names
-from shardconv.checkpoint.quantization_files import config_with_quantization
-from shardconv.checkpoint.remote import reads_remote
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import PlanError, RunError, SourceError
+from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
 from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
@@ -21,7 +21,7 @@ from shardconv.hf.names import match_names
 from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused
-from shardconv.storage.table import shown
+from shardconv.support.errors import PlanError, RunError, SourceError
 
 #: How many tensors of each kind a message names.
 _SHOWN = 3

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import PlanError
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.plan.family import PLAN_FILE, Family
 from shardconv.plan.family_file import expand_family
 from shardconv.plan.family_format import parse_family
@@ -24,7 +24,7 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.plan_file import UnitTable
 from shardconv.proof.proposal import Proposal
-from shardconv.protocols import PretrainedModel
+from shardconv.support.errors import PlanError
 
 #: The tensor parallel size of the plans that are compared.
 _TP = 2

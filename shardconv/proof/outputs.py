@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.hf.inputs import can_generate_text
-from shardconv.protocols import PretrainedModel
 
 #: Number of tokens that are generated to compare them.
 NEW_TOKENS = 5

@@ -12,10 +12,10 @@ from itertools import chain, count
 
 from torch import Tensor, nn
 
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.proof.attention import Attention, find_attention
 from shardconv.proof.layer_graph import Features, LayerGraph, trace_layers
 from shardconv.proof.plan_file import MountTable, OverrideTable, RuleTable, UnitTable, merge_rules
-from shardconv.protocols import PretrainedModel
 
 #: A linear layer with fewer outputs is replicated.
 _FEW_OUTPUTS = 16

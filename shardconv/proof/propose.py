@@ -3,10 +3,10 @@
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import StrPath, as_names
-from shardconv.checkpoint.remote import reads_remote
-from shardconv.checkpoint.source import Source, open_source
+from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.files.paths import local_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.family import NAMES_FAMILY, Family, Mount

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
-from shardconv.checkpoint.remote import reads_remote
-from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import PlanError, RunError
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.files.storage.table import shown
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.request import PlanRequest, resolve
@@ -23,8 +23,8 @@ from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import Proof, ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
-from shardconv.storage.table import shown
-from shardconv.temporary import temporary_folder
+from shardconv.support.errors import PlanError, RunError
+from shardconv.support.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -53,7 +53,7 @@ def prove(
         tps: tensor parallel sizes to try; by default 2 and 4, and 8 if the plan of the small model supports it.
         check_model: first compare names and shapes of the source with those of the model that its config names.
         progress: called with the number of tensor parallel sizes that were compared, and of all.
-        options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
+        options: see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 
     Raises:
         SourceError: if the checkpoint cannot be read, or with ``check_model`` does not have the tensors of its model.

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.split_writing import split_by
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.operations.split_writing import split_by
+from shardconv.checkpoint.sources.source import Source
 from shardconv.distributed import Axis, as_axis
-from shardconv.errors import RunError, ShardconvError, is_connection_error
+from shardconv.files.json_files import read_json
+from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
@@ -27,6 +26,7 @@ from shardconv.proof.compare import compare
 from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.launch import launch
+from shardconv.support.errors import RunError, ShardconvError, is_connection_error
 
 #: Names in the folder of a proof: the task of the ranks, the split small model, and the result of a rank.
 TASK, SPLIT, RESULT = "task.json", "tp{tp}", "result-{tp}-{rank}.json"

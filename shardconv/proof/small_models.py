@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardconv.errors import RunError
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
 from shardconv.hf.heads import head_sizes
@@ -16,7 +16,7 @@ from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.compare import write_reference
-from shardconv.protocols import PretrainedModel
+from shardconv.support.errors import RunError
 
 #: The largest number of heads of a small model; a proof starts one process per rank.
 MAX_HEADS = 64

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.checkpoint.split_adapter import SplitAdapter
+from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.split.rank_reader import RankFileReader
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.distributed import Axis
-from shardconv.errors import RunError
 from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
 from shardconv.layers.lora import LoRAEmbedding, LoRALayer
 from shardconv.plan.adapter import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.placement import Placement
 from shardconv.plan.rule_set import RuleSet
 from shardconv.runtime.rank_tensors import read_tensors
+from shardconv.support.errors import RunError
 
 #: Parameters of an adapted layer.
 _PARAMETERS = {A: "lora_a", B: "lora_b", MAGNITUDE: "magnitude", BIAS: "lora_bias"}

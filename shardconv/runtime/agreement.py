@@ -14,11 +14,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardconv.checkpoint.views import View, describe_views, remedy
+from shardconv.checkpoint.split.views import View, describe_views, remedy
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.distributed.agreement import digest, same_on_all_ranks
-from shardconv.errors import PeerError, RunError, ShardconvError
-from shardconv.storage.table import shown
+from shardconv.files.storage.table import shown
+from shardconv.support.errors import PeerError, RunError, ShardconvError
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardconv.errors import RunError, UsageError
+from shardconv.support.errors import RunError, UsageError
 
 
 def check_builder(model: object) -> None:

@@ -12,21 +12,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.merge import merge
-from shardconv.checkpoint.quantization_files import config_with_quantization
-from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split_adapter import SplitAdapter
-from shardconv.errors import RunError, one_line
+from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
-from shardconv.protocols import ModelConfig, PretrainedModel
 from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions
 from shardconv.runtime.source_tensors import load_source
-from shardconv.temporary import temporary_folder
+from shardconv.support.errors import RunError, one_line
+from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4

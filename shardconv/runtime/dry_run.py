@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardconv.convert.model import convert_with_request
-from shardconv.errors import RunError
+from shardconv.convert.protocols import ModelOutput, PretrainedModel
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
-from shardconv.protocols import ModelOutput, PretrainedModel
 from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
 from shardconv.runtime.memory_meter import LiveBytes, held_tensors
+from shardconv.support.errors import RunError
 
 #: The names of caches in outputs, and of the arguments for them.
 _CACHES = ("past_key_values", "cache_params", "state")

@@ -12,18 +12,18 @@ from typing import Unpack
 
 import torch
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.header import Header, TensorInfo, num_bytes
-from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.plan_report import rank_bytes, tensor_reports
-from shardconv.checkpoint.planning import PlanOptions, StrPath, plan_source
-from shardconv.checkpoint.quantization_files import config_with_quantization
-from shardconv.checkpoint.remote import reads_remote
-from shardconv.checkpoint.source import Source, standalone_config
-from shardconv.checkpoint.source_files import SourceFile
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
+from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, standalone_config
+from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import PlanError, RunError, ShardconvError
+from shardconv.files.header import Header, TensorInfo, num_bytes
+from shardconv.files.json_files import read_json
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
 from shardconv.formats.description import describe_settings
 from shardconv.formats.detect import stored_tensors
 from shardconv.hf.names import DiskTensors
@@ -34,7 +34,7 @@ from shardconv.plan.resolver import Resolver
 from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
-from shardconv.storage.table import shown
+from shardconv.support.errors import PlanError, RunError, ShardconvError
 from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
@@ -75,7 +75,7 @@ def estimate_cost(
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
         link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
         progress: called with the number of tp sizes that are done, and with the number of all.
-        options: see :class:`~shardconv.checkpoint.planning.PlanOptions`.
+        options: see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 
     Raises:
         SourceError: if the checkpoint cannot be read.

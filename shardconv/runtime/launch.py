@@ -19,10 +19,10 @@ import torch.distributed.nn  # noqa: F401 - before init_process_group: it keeps 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
 from shardconv.distributed.devices import backends_for
-from shardconv.errors import RunError, UsageError
-from shardconv.parent import PARENT
-from shardconv.rank_failures import RENDEZVOUS, read_failures
-from shardconv.temporary import temporary_folder
+from shardconv.support.errors import RunError, UsageError
+from shardconv.support.parent import PARENT
+from shardconv.support.rank_failures import RENDEZVOUS, read_failures
+from shardconv.support.temporary import temporary_folder
 
 _TERMINATE_SECONDS = 10
 #: Seconds between two calls of a function while ranks run.

@@ -15,21 +15,21 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.header import TensorInfo
-from shardconv.checkpoint.loadable import Loadable, open_loadable
-from shardconv.checkpoint.manifest_json import to_json
-from shardconv.checkpoint.paths import local_path
-from shardconv.checkpoint.planning import PlanOptions, StrPath
-from shardconv.checkpoint.remote import local_folder
-from shardconv.checkpoint.split_adapter import SplitAdapter
-from shardconv.checkpoint.stored_plan import placements_in_memory, runnable_plan
-from shardconv.checkpoint.views import REMOTE_VERSIONS
+from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
+from shardconv.checkpoint.sources.remote import local_folder
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
+from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
 from shardconv.distributed.devices import Device
-from shardconv.errors import PlanWarning
+from shardconv.files.header import TensorInfo
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown, versions
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
@@ -44,7 +44,7 @@ from shardconv.runtime.model_config import find_model_class
 from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
 from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.runtime.ranks import connect_ranks
-from shardconv.storage.table import shown, versions
+from shardconv.support.errors import PlanWarning
 
 
 def load(
@@ -91,7 +91,7 @@ def load(
         trust_remote_code: run code of the checkpoint for its model.
         progress: called with bytes done and total bytes, of verification, reading of a source, dequantization and
             copies to the device.
-        options: how a source is read and planned, see :class:`~shardconv.checkpoint.planning.PlanOptions`.
+        options: how a source is read and planned, see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 
     Returns:
         The converted model, in eval mode; it returns full logits on every rank.

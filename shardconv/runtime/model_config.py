@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from shardconv.checkpoint.adapter_advice import refuse_split_adapter
-from shardconv.checkpoint.formats import CONFIG_NAME
-from shardconv.checkpoint.json_files import read_json
-from shardconv.checkpoint.loadable import Loadable
-from shardconv.errors import RunError, SplitCheckpointError
+from shardconv.checkpoint.sources.adapter_advice import refuse_split_adapter
+from shardconv.checkpoint.split.loadable import Loadable
+from shardconv.files.json_files import read_json
+from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
+from shardconv.support.errors import RunError, SplitCheckpointError
 
 
 def check_config(folder: Path, expected: Mapping[str, object] | None) -> None:

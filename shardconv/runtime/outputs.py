@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.converted_model import ConvertedModel
-from shardconv.errors import RunError, one_line
-from shardconv.protocols import ModelOutput, Streamer, Tokenizer
+from shardconv.convert.protocols import ModelOutput, Streamer, Tokenizer
 from shardconv.runtime.prompts import Codec, no_text_model
 from shardconv.runtime.run_options import RunOptions
+from shardconv.support.errors import RunError, one_line
 
 #: The number of tokens that are reported for a mask.
 _NUM_CANDIDATES = 5

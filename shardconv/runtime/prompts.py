@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from shardconv.errors import RunError, UsageError, one_line
+from shardconv.convert.protocols import PretrainedModel, Tokenizer
 from shardconv.hf.tokenizer import load_tokenizer
-from shardconv.protocols import PretrainedModel, Tokenizer
+from shardconv.support.errors import RunError, UsageError, one_line
 
 #: The number of token ids of the default prompt of a comparison.
 _NUM_IDS = 16

@@ -12,17 +12,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.stored_plan import quantized_tensors
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import RunError, SplitCheckpointError
-from shardconv.formatting import size
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.runtime.dequantize import dequantize_all, is_readable
 from shardconv.runtime.device import num_bytes
+from shardconv.support.errors import RunError, SplitCheckpointError
+from shardconv.support.formatting import size
 
 #: Dtypes of weights, as safetensors names them.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.fileio import Bytes
-from shardconv.checkpoint.header import num_bytes
-from shardconv.checkpoint.rank_reader import RankReader
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import PlanError
+from shardconv.files.fileio import Bytes
+from shardconv.files.header import num_bytes
+from shardconv.support.errors import PlanError
 
 #: torch dtypes by their names in safetensors.
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -7,16 +7,16 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardconv.checkpoint.loadable import Loadable
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.stored_plan import resolver_of
+from shardconv.checkpoint.split.loadable import Loadable
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
-from shardconv.errors import PlanError, WorldSizeError
 from shardconv.runtime.agreement import attempt, check_same, run_on_all
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.versions import versions
+from shardconv.support.errors import PlanError, WorldSizeError
 
 
 def connect_ranks(

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.loadable import Loadable, open_loadable
-from shardconv.checkpoint.verify import auxiliary_differences
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.distributed.devices import device_module
-from shardconv.errors import PlanWarning, RunError, UsageError, is_connection_error
+from shardconv.files.storage.table import shown
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
@@ -39,7 +39,7 @@ from shardconv.runtime.prompts import (
 from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
 from shardconv.runtime.run_options import RunOptions, RunReport
 from shardconv.runtime.unsharded_source import check_unsharded
-from shardconv.storage.table import shown
+from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
 
 #: Opens a progress display; see :func:`~shardconv.load`.
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]

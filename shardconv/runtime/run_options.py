@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardconv.checkpoint.planning import PlanOptions
+from shardconv.checkpoint.sources.planning import PlanOptions
 
 
 @dataclass(frozen=True, slots=True)

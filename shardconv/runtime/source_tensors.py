@@ -3,10 +3,10 @@
 from safetensors.torch import load
 from torch import Tensor
 
-from shardconv.checkpoint.copy import Reader, Scratch, Span, StripeState
-from shardconv.checkpoint.header import Header
-from shardconv.checkpoint.source import Source
-from shardconv.checkpoint.source_reader import open_tensors
+from shardconv.checkpoint.engine.copy import Reader, Scratch, Span, StripeState
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.files.header import Header
 
 
 def load_source(source: Source) -> dict[str, Tensor]:

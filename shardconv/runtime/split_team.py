@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardconv.checkpoint.copy import Progress
-from shardconv.checkpoint.staging import as_output_errors, joined_staging, parent_folders
-from shardconv.checkpoint.team import Rows, Team
-from shardconv.checkpoint.views import View, describe_views, remedy
-from shardconv.checkpoint.write import checksum
-from shardconv.errors import PeerError, RunError, UsageError
-from shardconv.exits import Removal
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.output.staging import as_output_errors, joined_staging, parent_folders
+from shardconv.checkpoint.output.team import Rows, Team
+from shardconv.checkpoint.split.views import View, describe_views, remedy
+from shardconv.files.checksums import checksum
+from shardconv.support.errors import PeerError, RunError, UsageError
+from shardconv.support.exits import Removal
 
 #: Time that a process waits for the slowest one. Processes that have died are detected at once.
 _PATIENCE = timedelta(days=2)

@@ -3,18 +3,18 @@
 from contextlib import suppress
 from pathlib import Path
 
-from shardconv.checkpoint.external_source import detect
-from shardconv.checkpoint.formats import CONFIG_NAME, MERGED, PYTORCH, SAFETENSORS, SOURCE_FORMATS
-from shardconv.checkpoint.manifest import Manifest
-from shardconv.checkpoint.manifest_file import is_split
-from shardconv.checkpoint.padding_manifest import PADDING_NAME
-from shardconv.checkpoint.paths import missing_hint
-from shardconv.checkpoint.quantization_files import config_with_quantization
-from shardconv.checkpoint.source import Source, open_source
-from shardconv.checkpoint.verify_external import is_other_model, tensor_differences
-from shardconv.errors import RunError, SourceError, UsageError
+from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
+from shardconv.checkpoint.sources.external_source import detect
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_file import is_split
+from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
+from shardconv.files.paths import missing_hint
+from shardconv.files.storage.table import shown
+from shardconv.files.weight_formats import CONFIG_NAME, MERGED, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
-from shardconv.storage.table import shown
+from shardconv.support.errors import RunError, SourceError, UsageError
 
 _REMEDY = "pass the source that was split"
 

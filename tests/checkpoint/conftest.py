@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.checkpoint.split import split
+from shardconv.checkpoint.operations.split import split
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.faults import COMMANDS, Job
 from tests.support.matrix import cases

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.arrays import low_rank
-from shardconv.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
+from shardconv.checkpoint.adapters import low_rank
 from shardconv.layouts.layout import NATIVE
+from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
 from tests.support.checkpoints import contents
 from tests.support.command import call

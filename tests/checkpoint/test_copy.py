@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardconv
-from shardconv.checkpoint import copy as engine
-from shardconv.checkpoint import geometry as byte_ranges
-from shardconv.checkpoint.copy import CopyJob, FileRows, Shards, split_into_stripes
-from shardconv.checkpoint.fileio import InputFiles
-from shardconv.checkpoint.geometry import geometry, unsharded
-from shardconv.checkpoint.held import held_stripes
-from shardconv.checkpoint.output_files import LocalOutputFiles
-from shardconv.checkpoint.shards import Comparer, ShardReader, ShardWriter
-from shardconv.errors import IntegrityError
+from shardconv.checkpoint.engine import copy as engine
+from shardconv.checkpoint.engine import geometry as byte_ranges
+from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, split_into_stripes
+from shardconv.checkpoint.engine.geometry import geometry, unsharded
+from shardconv.checkpoint.engine.held import held_stripes
+from shardconv.checkpoint.engine.shards import Comparer, ShardReader, ShardWriter
+from shardconv.files.fileio import InputFiles
+from shardconv.files.output_files import LocalOutputFiles
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
+from shardconv.support.errors import IntegrityError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.matrix import cases
 
@@ -152,7 +152,7 @@ def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
             sizes.append(block_bytes)
 
     monkeypatch.setattr(engine, "Scratch", Recorded)
-    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 128)
+    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 128)
     shardconv.split(write_checkpoint(tmp_path / "source"), tmp_path / "out", tp=2, threads=10_000)
     assert len(sizes) > 8
     assert sum(sizes) <= 12 * 2**20

@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
-from shardconv import dcp_listing
-from shardconv.checkpoint import torch_files
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import ShardconvError, SourceError
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.files import dcp_listing, torch_files
+from shardconv.support.errors import ShardconvError, SourceError
 from tests.support.command import call
 from tests.support.models import GQA, Model
 from tests.support.torch_files import replace_after_listing

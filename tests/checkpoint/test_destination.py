@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from shardconv.checkpoint import staging, write
-from shardconv.checkpoint.copy import CopyJob
-from shardconv.checkpoint.split import split
-from shardconv.errors import OutputError, ShardconvError
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.operations.split import split
+from shardconv.checkpoint.output import staging, write
+from shardconv.support.errors import OutputError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import Result, call, finish, start
 from tests.support.faults import (

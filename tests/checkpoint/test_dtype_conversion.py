@@ -9,9 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.planning import plan_source
-from shardconv.checkpoint.rank_reader import SourceReader
-from shardconv.errors import PlanError, SourceError, UsageError
+from shardconv.checkpoint.sources.planning import plan_source
+from shardconv.checkpoint.split.rank_reader import SourceReader
+from shardconv.support.errors import PlanError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_config, write_index
 from tests.support.command import call
 
@@ -165,7 +165,7 @@ def test_tensor_of_several_blocks(tmp_path, stored, dtype):
     tensors = {"first": torch.ones(1, dtype=torch.uint8), "large": torch.randn(150_001).to(stored)}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardconv.checkpoint.copy._MAX_BLOCKS_BYTES", 70_001)
+        patch.setattr("shardconv.checkpoint.engine.copy._MAX_BLOCKS_BYTES", 70_001)
         options = {"tp": 1, "threads": 1, "replicate": ("*",)}
         shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", dtype=dtype, **options)
     found = load_file(tmp_path / "out" / "rank-0-of-1.safetensors")

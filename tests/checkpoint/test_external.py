@@ -16,13 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint import meta_writer
-from shardconv.checkpoint.meta_params import head_sizes, params_of_config
-from shardconv.checkpoint.source import Source, open_source
-from shardconv.checkpoint.torch_archive import TorchArchive
-from shardconv.checkpoint.write import copy_files
-from shardconv.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError, UsageError
+from shardconv.checkpoint.operations import meta_writer
+from shardconv.checkpoint.output.write import copy_files
+from shardconv.checkpoint.sources.meta_params import head_sizes, params_of_config
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.files.torch_archive import TorchArchive
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.external import (

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from shardconv.checkpoint import fileio, staging, write
-from shardconv.checkpoint.copy import CopyJob
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.output import staging, write
+from shardconv.files import fileio
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, run, start
 from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing
@@ -226,14 +227,14 @@ def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message
 def test_source_file_removed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / part_names(2)[1]
-    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.unlink())
+    monkeypatch.setattr("shardconv.checkpoint.operations.split.check_disjoint", lambda *_: path.unlink())
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
 
 
 def test_config_changed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / "config.json"
-    monkeypatch.setattr("shardconv.checkpoint.split.check_disjoint", lambda *_: path.write_text("{}"))
+    monkeypatch.setattr("shardconv.checkpoint.operations.split.check_disjoint", lambda *_: path.write_text("{}"))
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: changed after the plan was made")
 
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.planning import make_plan, plan_source
-from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
-from shardconv.checkpoint.source import open_source
+from shardconv.checkpoint.sources.planning import make_plan, plan_source
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
-from shardconv.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from shardconv.plan.engines import Engine
 from shardconv.plan.family_file import family_for
 from shardconv.plan.placement import Interval, Padding
@@ -27,6 +26,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run

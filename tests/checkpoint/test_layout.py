@@ -2,7 +2,7 @@
 
 import json
 
-from shardconv.checkpoint.layout import lay_out_ranks
+from shardconv.checkpoint.engine.layout import lay_out_ranks
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 from shardconv.plan.units import Unit, shard_dim

@@ -10,13 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.header import read_header
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checksum
-from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.checkpoint.source_files import NUMBERED_NAME
-from shardconv.errors import PlanError, ShardconvError, SplitCheckpointError, UsageError
-from shardconv.formatting import parse_size
+from shardconv.checkpoint.sources.source_files import NUMBERED_NAME
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checksum
+from shardconv.checkpoint.split.rank_reader import RankFileReader
+from shardconv.files.header import read_header
+from shardconv.support.errors import PlanError, ShardconvError, SplitCheckpointError, UsageError
+from shardconv.support.formatting import parse_size
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call
 
@@ -164,7 +164,7 @@ def test_tiny_limit_gives_each_tensor_a_file(source, tmp_path):
 
 
 def test_too_many_files_are_refused(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardconv.checkpoint.layout._MAX_FILES", 40)
+    monkeypatch.setattr("shardconv.checkpoint.engine.layout._MAX_FILES", 40)
     with pytest.raises(PlanError, match=r"maximum file size is too small \(got 1 bytes.*max_file_size"):
         shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=1)
 

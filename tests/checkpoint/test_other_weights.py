@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint import duplicates
-from shardconv.checkpoint.ignore import matches
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import SourceError, UsageError, command_line
+from shardconv.checkpoint.sources import duplicates
+from shardconv.checkpoint.sources.ignore import matches
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.support.errors import SourceError, UsageError, command_line
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 from tests.support.command import Result, call
 

@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import save_file
 
 import shardconv
-from shardconv.checkpoint.pad import PadReport
-from shardconv.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
+from shardconv.checkpoint.operations.pad import PadReport
 from shardconv.proof.model_check import require_padded
+from shardconv.support.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, write_index
 from tests.support.command import call
 from tests.support.matrix import cases

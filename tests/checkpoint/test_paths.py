@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.checkpoint.paths import local_path
-from shardconv.errors import UsageError
+from shardconv.files.paths import local_path
+from shardconv.support.errors import UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, write_checkpoint
 from tests.support.command import call, finish, start
 from tests.support.matrix import each_once, needs_torch
@@ -198,7 +198,9 @@ def test_similar_path_is_suggested_before_the_hub(made, monkeypatch):
 def killed(made, tmp_path) -> Path:
     """The destination of a split that was killed."""
     target = tmp_path / "tiny-tp2"
-    code = "import os; from shardconv.checkpoint.copy import CopyJob; CopyJob.copy_stripe = lambda *_: os._exit(9)"
+    code = (
+        "import os; from shardconv.checkpoint.engine.copy import CopyJob; CopyJob.copy_stripe = lambda *_: os._exit(9)"
+    )
     assert finish(start("split", made / "tiny", "--tp", 2, "-o", target, patch=code)).code == 9
     return target
 

@@ -20,13 +20,13 @@ import numpy as np
 import pytest
 
 import shardconv
-from shardconv.checkpoint import job as job_module
-from shardconv.checkpoint import staging
-from shardconv.checkpoint.copy import CopyJob
-from shardconv.checkpoint.job_difference import difference
-from shardconv.checkpoint.shards import ShardWriter
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.engine.shards import ShardWriter
+from shardconv.checkpoint.output import job as job_module
+from shardconv.checkpoint.output import staging
+from shardconv.checkpoint.output.job_difference import difference
 from shardconv.commands import notes
-from shardconv.errors import OutputError
+from shardconv.support.errors import OutputError
 from tests.support.checkpoints import (
     contents,
     entries,
@@ -48,9 +48,9 @@ OF_SPLIT = pytest.mark.parametrize("job", ["split"], indirect=True)
 #: A slow disk, small stripes, and a log of the bytes that are copied.
 COUNTING = f"""
 import os, signal, time
-import shardconv.checkpoint.copy as engine
+import shardconv.checkpoint.engine.copy as engine
 engine.STRIPE_BYTES = {STRIPE_BYTES}
-from shardconv.checkpoint.shards import ShardWriter
+from shardconv.checkpoint.engine.shards import ShardWriter
 log = os.open(os.environ["COPIED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 put = ShardWriter.put
 def counted(self, state, span, block, scratch):

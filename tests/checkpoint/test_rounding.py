@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardconv.checkpoint.arrays.rounding import convert
+from shardconv.checkpoint.engine.arrays.rounding import convert
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

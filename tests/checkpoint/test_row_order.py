@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from shardconv.checkpoint.copy import Scratch, Span, StripeState
-from shardconv.checkpoint.dtype_conversion import Conversion
-from shardconv.checkpoint.row_order import JoinedRows, RotaryRows, Rows
-from shardconv.checkpoint.source_reader import TransformedReader
+from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
+from shardconv.checkpoint.sources.dtype_conversion import Conversion
+from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
+from shardconv.checkpoint.sources.source_reader import TransformedReader
 from shardconv.plan.plan import TensorSpec
 
 

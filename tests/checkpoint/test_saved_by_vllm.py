@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.reshard import ReshardReport
-from shardconv.errors import SplitCheckpointError
+from shardconv.checkpoint.operations.reshard import ReshardReport
 from shardconv.layouts import choice
+from shardconv.support.errors import SplitCheckpointError
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.models import GQA, Model, change_config, read

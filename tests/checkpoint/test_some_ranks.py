@@ -14,15 +14,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint import geometry as byte_ranges
-from shardconv.checkpoint.chosen_ranks import choose_ranks
-from shardconv.checkpoint.copy import Scratch
-from shardconv.checkpoint.fileio import LocalFile
-from shardconv.checkpoint.geometry import geometry
-from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.loadable import open_loadable
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.errors import OutputError, SplitCheckpointError, UsageError
+from shardconv.checkpoint.engine import geometry as byte_ranges
+from shardconv.checkpoint.engine.copy import Scratch
+from shardconv.checkpoint.engine.geometry import geometry
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.split.chosen_ranks import choose_ranks
+from shardconv.checkpoint.split.loadable import open_loadable
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.files.fileio import LocalFile
+from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs, write_checkpoint
 from tests.support.command import call
 from tests.support.faults import failing
@@ -35,7 +35,7 @@ TP = 4
 @pytest.fixture(autouse=True)
 def _small_stripes(monkeypatch):
     """Many stripes, and no gap that is read."""
-    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 5000)
+    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 5000)
     monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
     geometry.cache_clear()
     yield
@@ -172,8 +172,8 @@ def test_only_what_ranks_need_is_read(tmp_path, monkeypatch):
         original(file, buffer, offset)
 
     monkeypatch.setattr(LocalFile, "read", counted)
-    monkeypatch.setattr("shardconv.checkpoint.split_writing.sample_checksum", lambda _: "")
-    monkeypatch.setattr("shardconv.checkpoint.job.checksum_of_tensors", lambda *_: "")
+    monkeypatch.setattr("shardconv.checkpoint.operations.split_writing.sample_checksum", lambda _: "")
+    monkeypatch.setattr("shardconv.checkpoint.output.job.checksum_of_tensors", lambda *_: "")
     monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1000)  # less than what other ranks have of a row
     geometry.cache_clear()
     shardconv.split(source, tmp_path / "one", tp=TP, ranks=2)
@@ -437,7 +437,7 @@ def test_hosts_with_different_sources(tmp_path, what):
 )
 def test_hosts_whose_sources_differ_in_a_byte(tmp_path, monkeypatch, stripe_bytes, expected):
     """Where no sample has the byte, checksums of replicated stripes differ, or else replicas."""
-    monkeypatch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", stripe_bytes)
+    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", stripe_bytes)
     config = {**llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1), "head_dim": 1}
     source, other = tmp_path / "source", tmp_path / "other"
     for folder in (source, other):

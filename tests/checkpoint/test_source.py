@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.checkpoint.formats import SAFETENSORS
-from shardconv.checkpoint.source import Source, open_source
-from shardconv.errors import SourceError, SplitCheckpointError
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.files.weight_formats import SAFETENSORS
+from shardconv.support.errors import SourceError, SplitCheckpointError
 from tests.support.checkpoints import (
     contents,
     llama_config,

@@ -17,9 +17,9 @@ import torch
 import transformers
 
 import shardconv
-from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.manifest_format import CHECKSUM_KEY, checked, checksum
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checked, checksum
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan import family_file
 from shardconv.plan.family_file import family_for, family_names, load_family

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from shardconv.checkpoint.arrays import strides
-from shardconv.checkpoint.arrays.strides import StridedTensor
-from shardconv.checkpoint.copy import Scratch
+from shardconv.checkpoint.engine.copy import Scratch
+from shardconv.checkpoint.sources import strides
+from shardconv.checkpoint.sources.strides import StridedTensor
 
 #: Views of an array of 12 x 10 x 14 elements.
 VIEWS = {

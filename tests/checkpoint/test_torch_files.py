@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from shardconv.checkpoint import torch_files
-from shardconv.checkpoint.child_script import run_script
-from shardconv.checkpoint.torch_files import TorchFile, TorchProblem, list_torch_files, read_torch_files
-from shardconv.errors import SourceError
-from shardconv.torch_listing import DTYPES
+from shardconv.files import torch_files
+from shardconv.files.child_script import run_script
+from shardconv.files.torch_files import TorchFile, TorchProblem, list_torch_files, read_torch_files
+from shardconv.files.torch_listing import DTYPES
+from shardconv.support.errors import SourceError
 from tests.support.command import finish, start
 
 Write = Callable[[Path], Any]
@@ -334,7 +334,7 @@ def test_interrupt_ends_the_process(tmp_path, script):
     torch.save({"x": made(3)}, tmp_path / "a.bin")
     script(f"open({str(tmp_path / 'started')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")
     patch = (
-        "from pathlib import Path\nimport shardconv.checkpoint.torch_files as t\n"
+        "from pathlib import Path\nimport shardconv.files.torch_files as t\n"
         f"t.SCRIPT = Path({str(tmp_path / 'script.py')!r})"
     )
     process = start("plan", tmp_path / "a.bin", patch=patch, start_new_session=True)

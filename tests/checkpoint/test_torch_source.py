@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.arrays import strides
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import IntegrityError, SourceError
+from shardconv.checkpoint.sources import strides
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.support.errors import IntegrityError, SourceError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
 from tests.support.command import call
 from tests.support.torch_files import INDEX, SINGLE, read_pytorch, replace_after_listing, write_pytorch
@@ -335,7 +335,7 @@ def test_file_that_is_truncated_after_the_plan_is_refused(single, tmp_path):
     source = open_source(single)
     os.truncate(single / SINGLE, 5000)
     with pytest.raises(SourceError, match="was modified or truncated"):
-        shardconv.checkpoint.source_reader.open_tensors(source, source.specs, None)
+        shardconv.checkpoint.sources.source_reader.open_tensors(source, source.specs, None)
 
 
 def test_file_that_is_replaced_after_it_is_listed_is_refused(single, tmp_path, monkeypatch):

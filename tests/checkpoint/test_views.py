@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardconv.checkpoint.views import View, describe_views
+from shardconv.checkpoint.split.views import View, describe_views
 
 CASES = {
     "checksums on one host": (

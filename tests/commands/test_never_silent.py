@@ -25,19 +25,19 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.copy import CopyJob
-from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.loadable import open_loadable
-from shardconv.checkpoint.planning import PlanOptions
-from shardconv.checkpoint.split_writing import split_by
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.operations.split_writing import split_by
+from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
-from shardconv.errors import ShardconvError, command_line
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
 from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.run import RunOptions, check_run, run_rank
+from shardconv.support.errors import ShardconvError, command_line
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
@@ -1093,7 +1093,7 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
         if case.while_split is not None:
             change_during(patch, lambda: case.while_split(source))
         if case.interrupted is not None:
-            patch.setattr("shardconv.checkpoint.split.STRIPE_BYTES", 4096)
+            patch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 4096)
             arguments += ["--resume", "--threads", 1]
             with pytest.MonkeyPatch.context() as failure:
                 failure.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
@@ -1109,7 +1109,7 @@ def refuse_locks(*_: object) -> None:
 
 def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Change a source during split, after its files are open and before the first byte is copied."""
-    from shardconv.checkpoint import split_writing as module  # noqa: PLC0415 - for this input only
+    from shardconv.checkpoint.operations import split_writing as module  # noqa: PLC0415 - for this input only
 
     copy = module.copy_files
 

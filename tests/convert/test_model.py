@@ -24,11 +24,11 @@ from shardconv.convert.module_rules import slice_features, slice_items, slice_ma
 from shardconv.convert.modules import ParallelExperts, ParallelProducts
 from shardconv.convert.substitution import ForwardWithShards
 from shardconv.distributed import Axis, reduce_from_tp
-from shardconv.errors import PlanError
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.units import Unit, shard_dim
+from shardconv.support.errors import PlanError
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, model_class
@@ -184,7 +184,7 @@ REFUSED = {
         "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
     ),
     "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
-    "unknown family": (lambda _: llama(), "lama", shardconv.errors.UsageError, "family 'lama' is unknown"),
+    "unknown family": (lambda _: llama(), "lama", shardconv.support.errors.UsageError, "family 'lama' is unknown"),
     "by_name": (
         lambda _: llama(), "by_name", shardconv.PlanError,
         "no family is known for model type 'llama'.*Pass rules=FILE with a plan file, for a split checkpoint to",

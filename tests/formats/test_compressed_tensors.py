@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.errors import PlanError, RunError, SplitCheckpointError
 from shardconv.layers.sharding import take_shard
+from shardconv.support.errors import PlanError, RunError, SplitCheckpointError
 from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.gptq import pack, unpack

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardconv
-from shardconv.errors import IntegrityError, PlanError
+from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.models import Tensors, change_config, read

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shardconv.errors import PlanError
 from shardconv.formats.detect import with_grids
 from shardconv.formats.format import formats
 from shardconv.plan.grid import DIVISOR, FACTOR, GROUP_INDEX, PLAIN, SCALE, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import PlanError
 
 
 @pytest.mark.parametrize("name", formats())

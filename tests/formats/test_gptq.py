@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.rank_reader import RankFileReader, SourceReader
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import IntegrityError, PlanError, SourceError
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.support.errors import IntegrityError, PlanError, SourceError
 from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, pack, write_gptq
 from tests.support.matrix import cases, each_once

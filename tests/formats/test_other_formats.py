@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import shardconv
-from shardconv.errors import IntegrityError, PlanError
+from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.matrix import cases
 from tests.support.models import Model, Tensors, read
 from tests.support.quantized import (

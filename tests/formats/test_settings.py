@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardconv.errors import PlanError
 from shardconv.formats.detect import with_grids
 from shardconv.formats.settings import read_settings
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import PlanError
 
 VALUES = (None, 0, -1, 3, 2**70, 1.5, True, "", "x", "re:(", [], ["x"], ["re:("], [0], {}, {"x": 1})
 LAYER = "model.layers.0.mlp.up_proj"

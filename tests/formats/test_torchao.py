@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.errors import PlanError
+from shardconv.support.errors import PlanError
 from tests.support.checkpoints import contents, write_index
 from tests.support.models import Tensors, change_config, read
 from tests.support.quantized import QUANTIZED, SIZES, check_commands, check_padding, check_values, rank_file

@@ -4,7 +4,7 @@ from importlib.resources import files as files_of
 
 import pytest
 
-from shardconv.formatting import duration, size
+from shardconv.support.formatting import duration, size
 from tests.html.conftest import focused, names
 from tests.support.pages import HOSTILE
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
 from shardconv import convert_model, gather_state_dict
-from shardconv.errors import PlanError, SplitCheckpointError
 from shardconv.layouts.layout import DCP
+from shardconv.support.errors import PlanError, SplitCheckpointError
 from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents
 from tests.support.command import call

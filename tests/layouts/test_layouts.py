@@ -19,10 +19,9 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split_writing import split_by
-from shardconv.errors import PlanError, SplitCheckpointError, UsageError
+from shardconv.checkpoint.operations.split_writing import split_by
+from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.layouts import choice
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
 from shardconv.layouts.rules import Group, file_tensors
@@ -30,6 +29,7 @@ from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.units import Unit, shard_dim
+from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
 from tests.support.manifests import change_manifest

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 import shardconv
-from shardconv.errors import PlanError
 from shardconv.layouts import choice
+from shardconv.support.errors import PlanError
 from tests.support.checkpoints import contents
 from tests.support.matrix import cases
 from tests.support.models import change_config

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.errors import IntegrityError, PlanError
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.rank_reader import RankFileReader
 from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.rank_tensors import read_tensors
+from shardconv.support.errors import IntegrityError, PlanError
 from tests.formats.test_fp8 import F32, quantize
 from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import to_int8, to_modelopt_fp8

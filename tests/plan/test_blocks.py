@@ -6,7 +6,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from shardconv.errors import PlanError
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
 from shardconv.plan.family_file import expand_family, family_for, family_names, load_block, load_family
@@ -17,6 +16,7 @@ from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_format import parse_module, to_table
 from shardconv.plan.rule_set import RuleSet
+from shardconv.support.errors import PlanError
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 12}

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.errors import PlanError, UsageError
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
+from shardconv.support.errors import PlanError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases

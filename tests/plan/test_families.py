@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 
 import shardconv
-from shardconv.errors import PlanError, UsageError
-from shardconv.option_names import in_python
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
+from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.option_names import in_python
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases, each_once

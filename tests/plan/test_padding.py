@@ -19,7 +19,6 @@ from safetensors import safe_open
 from torch import nn
 
 import shardconv
-from shardconv.errors import IntegrityError, PlanError, UsageError
 from shardconv.plan.family import Family
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.module_override import ModuleRule, SliceRule
@@ -33,6 +32,7 @@ from shardconv.plan.rule import Rule, UnitRule
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
 from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.support.errors import IntegrityError, PlanError, UsageError
 from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call

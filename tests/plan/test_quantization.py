@@ -5,10 +5,10 @@ import json
 import pytest
 
 import shardconv
-from shardconv.checkpoint.header import num_bytes
-from shardconv.errors import PlanError
+from shardconv.files.header import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
+from shardconv.support.errors import PlanError
 from tests.support.checkpoints import llama_config, safetensors_bytes
 
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.checkpoint.header import num_bytes
-from shardconv.errors import PlanError
+from shardconv.files.header import num_bytes
 from shardconv.plan.family_file import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.submodels import rules_for
+from shardconv.support.errors import PlanError
 from tests.support.checkpoints import safetensors_bytes, write_config, write_weights
 
 
@@ -85,7 +85,7 @@ def test_rule_whose_condition_is_false_matches_no_tensor(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("tp", [0, -1, 2.0, True, 10**9])
 def test_invalid_tp_is_refused(tp, checkpoint):
-    with pytest.raises(shardconv.errors.UsageError, match="an integer from 1"):
+    with pytest.raises(shardconv.support.errors.UsageError, match="an integer from 1"):
         shardconv.make_plan(checkpoint("llama"), tp=tp)
 
 
@@ -155,7 +155,7 @@ def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, patt
 
 @UNBALANCED
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
-    with pytest.raises(shardconv.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
+    with pytest.raises(shardconv.support.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 

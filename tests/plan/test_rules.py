@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint.plan_report import report_plan
-from shardconv.errors import PlanError, UsageError
+from shardconv.checkpoint.operations.plan_report import report_plan
+from shardconv.support.errors import PlanError, UsageError
 from tests.support.command import call
 from tests.support.models import MODELS
 from tests.support.policies import MlpPolicy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardconv.checkpoint.planning import plan_source
+from shardconv.checkpoint.sources.planning import plan_source
 from shardconv.plan.plan import Plan, logical_tensors
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.grids import grid_differences

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 import shardconv
-from shardconv.checkpoint.source import open_source
-from shardconv.errors import RunError
+from shardconv.checkpoint.sources.source import open_source
 from shardconv.formats.detect import with_grids
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.unused import known_unused
 from shardconv.proof.model_check import check_model
+from shardconv.support.errors import RunError
 from tests.support.command import call
 from tests.support.matrix import each_once
 from tests.support.models import MODELS, change_config, model_class, pack_experts, read

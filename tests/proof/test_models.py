@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split import split
+from shardconv.checkpoint.operations.split import split
+from shardconv.checkpoint.sources.source import open_source
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.family import NAMES_FAMILY

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardconv.checkpoint.merge import merge
-from shardconv.checkpoint.split import split
-from shardconv.errors import PlanError
+from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.operations.split import split
 from shardconv.plan.family_file import parse_plan_file
 from shardconv.plan.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
+from shardconv.support.errors import PlanError
 from tests.support.matrix import MATRIX
 from tests.support.models import model_class
 from tests.support.mtp import HUB, KIND_OF, with_mtp

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.errors import RunError, UsageError
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
 from shardconv.plan.family import TRANSFORMERS, Family
@@ -24,6 +23,7 @@ from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, largest_difference, write_reference
 from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
+from shardconv.support.errors import RunError, UsageError
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardconv
-from shardconv.errors import RunError, UsageError
 from shardconv.runtime.caller_module import build_by_caller
+from shardconv.support.errors import RunError, UsageError
 from tests.support.loading import Mlp
 
 

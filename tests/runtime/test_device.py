@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardconv.checkpoint.header import build_header
 from shardconv.distributed import devices
 from shardconv.distributed.devices import backends_for
-from shardconv.errors import RunError, UsageError
+from shardconv.files.header import build_header
 from shardconv.runtime import device
+from shardconv.support.errors import RunError, UsageError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -12,13 +12,13 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardconv
-from shardconv.errors import PlanError, RunError, ShardconvError, SourceError
-from shardconv.formatting import duration, size
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.cost_report import Collective, CostReport, TpCost, Traffic
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.memory_meter import LiveBytes
+from shardconv.support.errors import PlanError, RunError, ShardconvError, SourceError
+from shardconv.support.formatting import duration, size
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, safetensors_bytes, write_checkpoint
 from tests.support.command import call

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 import shardconv
 from shardconv.distributed.operations import ALL_GATHER
-from shardconv.errors import PeerError, UsageError, WorldSizeError
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.versions import versions
+from shardconv.support.errors import PeerError, UsageError, WorldSizeError
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config

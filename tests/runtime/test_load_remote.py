@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint.loadable import open_loadable
-from shardconv.checkpoint.remote import local_folder
-from shardconv.errors import PeerError, RunError, ShardconvError
+from shardconv.checkpoint.sources.remote import local_folder
+from shardconv.checkpoint.split.loadable import open_loadable
+from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
 from tests.support.hub import serve_hub

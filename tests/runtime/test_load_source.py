@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.layout import MANIFEST_NAME
-from shardconv.checkpoint.rank_reader import SourceReader
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.split.rank_reader import SourceReader
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import change_config

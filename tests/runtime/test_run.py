@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.loadable import open_loadable
+from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import show_report
-from shardconv.console import Console
-from shardconv.errors import RunError, ShardconvError, UsageError
-from shardconv.rank_failures import RENDEZVOUS
 from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
+from shardconv.support.console import Console
+from shardconv.support.errors import RunError, ShardconvError, UsageError
+from shardconv.support.rank_failures import RENDEZVOUS
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.errors import PeerError, UsageError
 from shardconv.runtime import split_team
+from shardconv.support.errors import PeerError, UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start
 from tests.support.faults import SLOW

@@ -7,7 +7,7 @@ import moto.s3.models
 import pytest
 
 import shardconv
-from shardconv.storage import parts, remote_file, stores, upload
+from shardconv.files.storage import parts, remote_file, stores, upload
 from tests.storage.written import PART
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.s3_server import S3Server, serve_s3

@@ -16,7 +16,7 @@ import pytest
 from moto.core import DEFAULT_ACCOUNT_ID
 
 import shardconv
-from shardconv.storage import stores
+from shardconv.files.storage import stores
 from tests.storage.written import failing
 from tests.support.command import call
 from tests.support.s3_server import S3Server

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.errors import SourceError
-from shardconv.storage import stores
+from shardconv.files.storage import stores
+from shardconv.support.errors import SourceError
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import MATRIX, each_once

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 import shardconv
-from shardconv.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call, run
 from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub

@@ -11,10 +11,10 @@ import pytest
 from obstore.store import AzureStore
 
 import shardconv
-from shardconv.errors import OutputError, SourceError
-from shardconv.storage import parts, upload
-from shardconv.storage.stores import list_files
-from shardconv.storage.url import parse
+from shardconv.files.storage import parts, upload
+from shardconv.files.storage.stores import list_files
+from shardconv.files.storage.url import parse
+from shardconv.support.errors import OutputError, SourceError
 from tests.storage.written import PART, without_identity
 from tests.support.azurite import ACCOUNT, KEY, send, serve_azure
 from tests.support.checkpoints import contents

@@ -6,8 +6,8 @@ from weakref import ref
 
 import pytest
 
-from shardconv.storage import read_ahead
-from shardconv.storage.read_ahead import ReadAhead
+from shardconv.files.storage import read_ahead
+from shardconv.files.storage.read_ahead import ReadAhead
 
 CHUNK, ROOM = 64, 256
 DATA = bytes(range(256)) * 40

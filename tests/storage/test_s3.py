@@ -10,9 +10,9 @@ import boto3
 import pytest
 
 import shardconv
-from shardconv.checkpoint.torch_files import TorchChunk, read_torch_chunks
-from shardconv.errors import SourceError
-from shardconv.storage import stores, table
+from shardconv.files.storage import stores, table
+from shardconv.files.torch_files import TorchChunk, read_torch_chunks
+from shardconv.support.errors import SourceError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.external import deepseek_ranks, write_deepseek

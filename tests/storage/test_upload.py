@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from obstore.store import LocalStore
 
-from shardconv.errors import OutputError
-from shardconv.storage import parts, upload
-from shardconv.storage.read_ahead import Budget
-from shardconv.storage.upload import UploadFiles
-from shardconv.storage.write_requests import Key
+from shardconv.files.storage import parts, upload
+from shardconv.files.storage.read_ahead import Budget
+from shardconv.files.storage.upload import UploadFiles
+from shardconv.files.storage.write_requests import Key
+from shardconv.support.errors import OutputError
 from tests.support.matrix import MATRIX
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.errors import OutputError
-from shardconv.storage import stores
+from shardconv.files.storage import stores
+from shardconv.support.errors import OutputError
 from tests.storage.written import check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call

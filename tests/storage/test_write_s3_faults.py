@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.errors import OutputError
-from shardconv.storage import remote_output, upload, write_requests
-from shardconv.storage.stores import open_store
-from shardconv.storage.upload import UploadFiles
-from shardconv.storage.url import parse
-from shardconv.storage.write_requests import Key
+from shardconv.files.storage import remote_output, upload, write_requests
+from shardconv.files.storage.stores import open_store
+from shardconv.files.storage.upload import UploadFiles
+from shardconv.files.storage.url import parse
+from shardconv.files.storage.write_requests import Key
+from shardconv.support.errors import OutputError
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents
 from tests.support.command import call, finish, start
@@ -24,7 +24,7 @@ from tests.support.matrix import cases
 
 MAPS = Path("/proc/self/maps")
 SMALL_PARTS = f"""
-from shardconv.storage import upload
+from shardconv.files.storage import upload
 upload.part_bytes = lambda _: {PART}
 """
 

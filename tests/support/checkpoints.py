@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardconv.checkpoint.source import Source
+from shardconv.checkpoint.sources.source import Source
 
 #: The trained model of the examples.
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from shardconv.checkpoint.copy import CopyJob
-from shardconv.checkpoint.merge import merge
-from shardconv.checkpoint.reshard import reshard
-from shardconv.checkpoint.split import split
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.operations.reshard import reshard
+from shardconv.checkpoint.operations.split import split
 from tests.support.checkpoints import contents
 from tests.support.command import Result, call
 

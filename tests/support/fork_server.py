@@ -30,7 +30,7 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardconv.parent import PARENT
+from shardconv.support.parent import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
 from tests.support.listing import list_here
 
@@ -44,10 +44,10 @@ IMPORTED = (
     "transformers.models.encoder_decoder",
     "transformers.models.llama.modeling_llama",
     "transformers.models.llama.tokenization_llama",
-    "shardconv.checkpoint.arrays.strided",
-    "shardconv.checkpoint.meta_writer",
-    "shardconv.checkpoint.plan_report",
-    "shardconv.checkpoint.split",
+    "shardconv.checkpoint.engine.arrays.strided",
+    "shardconv.checkpoint.operations.meta_writer",
+    "shardconv.checkpoint.operations.plan_report",
+    "shardconv.checkpoint.operations.split",
     "shardconv.cli",
     "shardconv.proof.compare",
     "shardconv.proof.model_check",

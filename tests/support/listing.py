@@ -7,8 +7,8 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from shardconv.checkpoint import torch_files
-from shardconv.checkpoint.child_script import run_script
+from shardconv.files import torch_files
+from shardconv.files.child_script import run_script
 
 
 def list_here() -> None:
@@ -19,7 +19,7 @@ def list_here() -> None:
 def _run_here(script: Path, request: object) -> CompletedProcess[str]:
     if script.name != "torch_listing.py":
         return run_script(script, request)
-    from shardconv import torch_listing  # noqa: PLC0415 - imports torch
+    from shardconv.files import torch_listing  # noqa: PLC0415 - imports torch
 
     with warnings.catch_warnings(action="ignore"):  # as in the script's process, where no caller reads them
         listed = list(torch_listing.list_files(json.loads(json.dumps(request))))

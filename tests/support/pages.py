@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from html.parser import HTMLParser
 from typing import Any
 
-from shardconv.checkpoint.plan_report import PlanReport, TensorReport
+from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
 from shardconv.html.page import write_page
 from shardconv.plan.placement import Interval
 from shardconv.plan.tp_sizes import NO_PADDING

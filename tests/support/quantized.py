@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.header import read_header
-from shardconv.checkpoint.manifest_file import read_manifest
-from shardconv.checkpoint.rank_reader import RankFileReader
-from shardconv.checkpoint.stored_plan import quantized_tensors, resolver_of, runnable_plan
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.rank_reader import RankFileReader
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of, runnable_plan
+from shardconv.files.header import read_header
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.resolver import Resolver

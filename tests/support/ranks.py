@@ -32,7 +32,7 @@ LAYOUTS = {
 #: Modules that the processes have imported when they start: what most checks import. With torchvision only torch, as
 #: tools/torchvision.py has to be imported before the others.
 _IMPORTED = ["torch"] if find_spec("torchvision") else [
-    "functorch.compile", "hypothesis", "pytest", "shardconv.checkpoint.split", "shardconv.proof.compare",
+    "functorch.compile", "hypothesis", "pytest", "shardconv.checkpoint.operations.split", "shardconv.proof.compare",
     "shardconv.runtime.load", "shardconv.tensor", "torch._dynamo", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
 _PATIENCE, _NO_ANSWER = 150, "no answer"

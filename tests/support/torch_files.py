@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardconv.checkpoint import torch_files
+from shardconv.files import torch_files
 from tests.support.checkpoints import deal, part_names, write_index
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

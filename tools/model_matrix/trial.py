@@ -16,10 +16,9 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from shardconv.checkpoint.source import open_source
-from shardconv.checkpoint.split import split
+from shardconv.checkpoint.operations.split import split
+from shardconv.checkpoint.sources.source import open_source
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.errors import PlanError
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
@@ -29,6 +28,7 @@ from shardconv.proof.prove import PROOF_TPS
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.proof.small_models import REFERENCE
+from shardconv.support.errors import PlanError
 from tests.support.disguised import NAME, disguised
 from tools.model_matrix.attention import attention_kinds
 

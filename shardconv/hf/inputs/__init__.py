@@ -9,12 +9,12 @@ import inspect
 import torch
 from torch import Tensor
 
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.hf.inputs.audio import audio_inputs
 from shardconv.hf.inputs.configs import is_type
 from shardconv.hf.inputs.images import image_inputs
 from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
-from shardconv.protocols import PretrainedModel
 
 
 def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Tensor]:

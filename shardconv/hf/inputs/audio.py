@@ -6,8 +6,8 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.inputs.configs import BATCH, deep_field, first_field, is_type, submodel_config, type_number
-from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: Inputs of ``forward`` that belong to audio.
 AUDIO_INPUTS = {

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardconv.protocols import ModelConfig
+from shardconv.convert.protocols import ModelConfig
 
 #: Sequences per batch, and tokens of text per sequence.
 BATCH, LENGTH = 2, 7

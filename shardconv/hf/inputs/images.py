@@ -5,8 +5,8 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.inputs.configs import BATCH, GRID, first_field, is_type, pair_of, submodel_config, type_number
-from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: Inputs of ``forward`` that belong to images.
 IMAGE_INPUTS = {

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.inputs.audio import audio_features
 from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.images import image_inputs
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.config_fields import Fields, lookup
-from shardconv.protocols import ModelConfig, PretrainedModel
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]

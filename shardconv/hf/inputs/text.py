@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.hf.inputs.audio import AUDIO_INPUTS
 from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
 from shardconv.hf.inputs.images import IMAGE_INPUTS
-from shardconv.protocols import PretrainedModel
 
 
 def text_inputs(

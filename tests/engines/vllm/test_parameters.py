@@ -12,8 +12,8 @@ import pytest
 import shardconv
 from shardconv.engines.check import check_engine
 from shardconv.engines.vllm_plugin import LOAD_FORMAT
-from shardconv.errors import PlanError
 from shardconv.layouts import choice
+from shardconv.support.errors import PlanError
 from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.small import CASES, MODELS, write
 

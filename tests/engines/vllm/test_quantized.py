@@ -11,7 +11,7 @@ import pytest
 import shardconv
 from shardconv.engines.check import check_engine
 from shardconv.engines.vllm_plugin import LOAD_FORMAT
-from shardconv.errors import PlanError
+from shardconv.support.errors import PlanError
 from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.quantized import CASES, CHECKPOINTS, NOT_LOADED, write
 from tests.engines.vllm.test_engine import QUANTIZED

@@ -1,0 +1,172 @@
+"""LoRA adapters of PEFT as sources: open one, and plan it by the plan of its base model.
+
+An adapter is split, merged, verified and resharded as a checkpoint of its own. Its rules are those of the base model,
+and the grids of its tensors say which weight each of them covers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
+from shardconv.checkpoint.sources.auxiliary import holds_base
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
+from shardconv.checkpoint.sources.source import Source, open_files, open_source, standalone_config
+from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_rules
+from shardconv.files.json_files import read_json
+from shardconv.files.paths import local_path, missing_hint
+from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardconv.layouts.choice import engine_of
+from shardconv.plan.adapter import A, AdapterTensors, with_adapter_grids
+from shardconv.plan.plan import TensorSpec, logical_tensors
+from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.plan.request import PlanRequest, Resolution
+from shardconv.plan.resolver import Resolver
+from shardconv.plan.rule_set import RuleSet
+from shardconv.support.errors import SourceError, UsageError
+
+
+class Adapter(NamedTuple):
+    """An adapter.
+
+    Attributes:
+        source: its files.
+        settings: its settings.
+    """
+
+    source: Source
+    settings: AdapterSettings
+
+    @property
+    def config_path(self) -> Path:
+        """The path of its settings."""
+        return self.source.auxiliary_files[ADAPTER_CONFIG]
+
+
+class _Base(NamedTuple):
+    """The base model of an adapter.
+
+    Attributes:
+        tensors: name to dtype and shape, of quantized layers those without quantization; None for a config alone.
+        rules: its rules.
+        request: the user's options for them.
+        assumed: their assumptions.
+        paths: all files that were read.
+    """
+
+    tensors: Mapping[str, TensorSpec] | None
+    rules: RuleSet
+    request: PlanRequest
+    assumed: tuple[str, ...]
+    paths: tuple[Path, ...]
+
+
+def open_adapter(path: Path, *, follow_links: bool = False, ignore: tuple[str, ...] = ()) -> Adapter:
+    """Open an adapter, which may be in the folder of its base model; then only its own files belong to it.
+
+    Args:
+        path: the folder of the adapter.
+        follow_links: follow links that point outside of the folder.
+        ignore: patterns of files to leave out.
+
+    Raises:
+        SourceError: if the folder does not hold an adapter, or a file cannot be read.
+        PlanError: if the adapter is not of a supported kind.
+    """
+    if not path.exists():
+        raise SourceError(f"{path}: does not exist{missing_hint(path, takes_url=False)}")
+    if not (path / ADAPTER_CONFIG).is_file():
+        raise SourceError(
+            f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"
+        )
+    names = [child.name for child in path.iterdir()]
+    if holds_base(names):
+        weights = next((name for name in ADAPTER_WEIGHTS if name in names), ADAPTER_WEIGHTS[0])
+        source = open_files(path, (weights,), (ADAPTER_CONFIG,), follow_links=follow_links)
+    else:
+        source = open_source(path, follow_links=follow_links, ignore=ignore)
+    if ADAPTER_CONFIG not in source.auxiliary_files:
+        raise UsageError(f"{path}: {ADAPTER_CONFIG} is left out, but is needed to split the adapter: change --ignore")
+    return Adapter(source, read_settings(source.auxiliary_files[ADAPTER_CONFIG]))
+
+
+def plan_adapter(
+    adapter: Adapter, base: StrPath | PlannedSource, *, layout: str, **options: Unpack[PlanOptions]
+) -> PlannedSource:
+    """Plan an adapter by the rules of its base model.
+
+    Args:
+        adapter: the adapter.
+        base: the base model: a checkpoint, a split checkpoint, a config.json or a folder with one; or its plan.
+        layout: of the rank files.
+        options: how the base model is read and planned, if ``base`` is a path.
+
+    Raises:
+        SourceError: if the base model cannot be read.
+        PlanError: if the adapter does not fit the base model.
+        UsageError: if the base model is padded, or the plan is to be that of an engine.
+    """
+    of_base = base.request.engine if isinstance(base, PlannedSource) else options.get("engine")
+    if (engine := of_base or engine_of(layout)) is not None:
+        raise UsageError(
+            f"adapters are split for shardconv run only (got {engine}): pass the adapter itself to {engine}"
+        )
+    found = _base_of(base, options)
+    if found.request.pad:
+        raise UsageError(f"{adapter.source.path}: --pad is not supported for adapters: split the base model without it")
+    rules = found.rules.without_engine().with_optional_rules()
+    tensors = fitted(adapter, rules, found.tensors)
+    paths = (adapter.source.path, *adapter.source.paths, *adapter.source.auxiliary_files.values(), *found.paths)
+    return PlannedSource(
+        adapter.source,
+        tensors,
+        replace(found.request, engine=None, may_miss=False),
+        Resolution(Resolver(tensors, rules, where="the adapter"), found.assumed),
+        paths,
+    )
+
+
+def fitted(adapter: Adapter, rules: RuleSet, base: Mapping[str, TensorSpec] | None) -> dict[str, TensorSpec]:
+    """The tensors of an adapter with their grids; see :func:`~shardconv.plan.adapter.with_adapter_grids`.
+
+    Raises:
+        PlanError: if they do not fit the settings or the base model.
+    """
+    specs, settings = adapter.source.specs, adapter.settings
+    tensors = with_adapter_grids(specs, rules, base, fan_in_fan_out=settings.fan_in_fan_out)
+    found = AdapterTensors.of_names(specs)
+    for layer in found.layers.values():
+        settings.check(layer, specs[layer.tensors[A]].shape[0])
+    if base is not None:
+        settings.check_saved(found.replaced, base)
+    return tensors
+
+
+def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
+    """The base model, by its own plan, by that of a split checkpoint, or by the options."""
+    if isinstance(base, PlannedSource):
+        rules, assumed = base.resolution.resolver.rules, base.resolution.assumed
+        return _Base(logical_tensors(base.tensors), rules, base.request, assumed, base.paths)
+    path = local_path(base)
+    if not path.exists():
+        raise SourceError(f"--base {path}: does not exist{missing_hint(path, takes_url=False)}")
+    if is_split(path):
+        refuse_changes(path, {**options, "follow_links": False})
+        manifest = read_manifest(path)
+        tensors = logical_tensors(quantized_tensors(manifest))
+        return _Base(tensors, stored_rules(manifest), manifest.request, manifest.plan.assumed, (path,))
+    config = standalone_config(path, follow_links=options.get("follow_links", False))
+    if config is None:
+        return _base_of(plan_source(path, **options), options)
+    if (other := options.get("config")) is not None:
+        config = read_json(local_path(other))
+    source = Source(path, is_folder=True, files=(), config=_without_quantization(config))
+    planned = plan_source(source, may_miss=True, **options)
+    return _base_of(planned, options)._replace(tensors=None)
+
+
+def _without_quantization(config: Mapping[str, object]) -> dict[str, object]:
+    """A config of the same model without quantization, which an adapter does not depend on."""
+    return {key: value for key, value in config.items() if key != SETTINGS_KEY}

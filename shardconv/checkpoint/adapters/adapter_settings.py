@@ -1,0 +1,212 @@
+"""The settings of a LoRA adapter of PEFT, as its ``adapter_config.json`` has them.
+
+Only settings whose meaning is known are accepted. PEFT's other kinds of adapters, and variants of LoRA that compute
+something else, are refused by name.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardconv.files.json_files import read_json
+from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
+from shardconv.formats.patterns import check_pattern
+from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
+from shardconv.support.errors import PlanError, SourceError
+
+#: Settings that do not change the values of a trained adapter: the module names are in its tensors.
+_WITHOUT_EFFECT = frozenset({
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "layers_to_transform",
+    "lora_dropout", "loftq_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "task_type", "bias", "lora_bias",
+})  # fmt: skip
+#: Settings with names of modules, which the tensors have to fit.
+_MODULES = ("target_modules", "exclude_modules", "modules_to_save")
+_KNOWN = _WITHOUT_EFFECT | {
+    *_MODULES, "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
+    "fan_in_fan_out", "init_lora_weights",
+}  # fmt: skip
+#: Initializations that leave the weights of the base model as they are. After others they differ from those on disk.
+_INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
+#: The longest module name that patterns are matched with.
+_MAX_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """The settings of a LoRA adapter that determine its values.
+
+    Attributes:
+        r: rank of layers that no pattern matches.
+        alpha: alpha of layers that no pattern matches.
+        rank_pattern: pattern of module names to rank.
+        alpha_pattern: pattern of module names to alpha.
+        is_rank_stabilized: whether products are scaled by alpha / sqrt(rank) instead of alpha / rank.
+        has_magnitudes: whether layers have magnitudes (DoRA).
+        fan_in_fan_out: whether weights are stored as [input, output].
+        modules: for ``target_modules``, ``exclude_modules`` and ``modules_to_save`` the names of modules, or the ends
+            of names; none if the setting is empty or a regular expression.
+    """
+
+    r: int
+    alpha: float
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    is_rank_stabilized: bool = False
+    has_magnitudes: bool = False
+    fan_in_fan_out: bool = False
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(_MODULES, ()))
+
+    def scaling(self, module: str) -> float:
+        """The factor of the product B A of a layer."""
+        rank, alpha = _matched(self.rank_pattern, module, self.r), _matched(self.alpha_pattern, module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def check(self, layer: AdaptedLayer, rank: int) -> None:
+        """Check the tensors of a layer.
+
+        Args:
+            layer: the layer.
+            rank: the rank of its tensors.
+
+        Raises:
+            PlanError: if the settings are those of another adapter.
+        """
+        expected = int(_matched(self.rank_pattern, layer.module, self.r))
+        if rank != expected:
+            raise PlanError(
+                f"{layer.tensors[A]}: has rank {rank} (expected {expected} by r and rank_pattern of {ADAPTER_CONFIG}): "
+                f"{_OTHER_SETTINGS}"
+            )
+        targets, excluded = self.modules["target_modules"], self.modules["exclude_modules"]
+        if (targets and not _is_named(layer.module, targets)) or _is_named(layer.module, excluded):
+            raise PlanError(
+                f"{layer.tensors[A]}: PEFT does not adapt {layer.module} by target_modules and exclude_modules of "
+                f"{ADAPTER_CONFIG} (got {', '.join((*targets, *excluded)):.200}): {_OTHER_SETTINGS}"
+            )
+        if (MAGNITUDE in layer.tensors) != self.has_magnitudes:
+            raise PlanError(
+                f"{layer.tensors[A]}: {layer.module} has {'a' if MAGNITUDE in layer.tensors else 'no'} magnitude "
+                f"vector, and {ADAPTER_CONFIG} has use_dora = {self.has_magnitudes}: {_OTHER_SETTINGS}"
+            )
+
+    def check_saved(self, replaced: Collection[str], base: Collection[str]) -> None:
+        """Check that the adapter has tensors for all ``modules_to_save`` that the base model has.
+
+        Args:
+            replaced: names of the tensors of the base model that the adapter replaces.
+            base: names of all tensors of the base model.
+
+        Raises:
+            PlanError: if a module does not have any.
+        """
+        for module in self.modules["modules_to_save"]:
+            expected = [name for name in base if _is_in(name, module)]
+            if expected and not any(_is_in(name, module) for name in replaced):
+                raise PlanError(
+                    f"{expected[0]}: is in {module}, one of modules_to_save of {ADAPTER_CONFIG}, but the adapter does "
+                    f"not have a tensor that replaces it: copy the adapter again"
+                )
+
+
+_OTHER_SETTINGS = f"restore the {ADAPTER_CONFIG} of this adapter"
+
+
+def read_settings(path: Path) -> AdapterSettings:
+    """Read the settings of an adapter.
+
+    Args:
+        path: an ``adapter_config.json``.
+
+    Raises:
+        SourceError: if it cannot be read.
+        PlanError: if it is not that of a LoRA adapter, or a setting is not supported.
+    """
+    table = read_json(path)
+    kind = table.get("peft_type")
+    if kind != "LORA":
+        raise PlanError(
+            f"{path}: peft_type {kind!r:.40} is not supported (expected LORA): {merge_adapter(path.parent)}"
+        )
+    _check_supported(path, table)
+    return AdapterSettings(
+        r=int(_number(path, "r", table.get("r", 8), is_rank=True)),
+        alpha=_number(path, "lora_alpha", table.get("lora_alpha", 8)),
+        rank_pattern={key: int(value) for key, value in _pattern(path, table, "rank_pattern", is_rank=True).items()},
+        alpha_pattern=_pattern(path, table, "alpha_pattern"),
+        is_rank_stabilized=table.get("use_rslora") is True,
+        has_magnitudes=table.get("use_dora") is True,
+        fan_in_fan_out=table.get("fan_in_fan_out") is True,
+        modules={key: _names(path, table, key) for key in _MODULES},
+    )
+
+
+def _check_supported(path: Path, table: Mapping[str, object]) -> None:
+    """Refuse settings that are not supported or not known, unless they are not in use."""
+    initializer = table.get("init_lora_weights", True)
+    if initializer not in _INITIALIZERS:
+        raise PlanError(
+            f"{path}: init_lora_weights {initializer!r:.40} changes the base model, so the adapter does not fit the "
+            f"one on disk (expected {', '.join(map(repr, _INITIALIZERS))}): save it with PEFT's "
+            f"path_initial_model_for_weight_conversion"
+        )
+    for key, value in table.items():
+        if key not in _KNOWN and value:
+            raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {merge_adapter(path.parent)}")
+
+
+def _names(path: Path, table: Mapping[str, object], key: str) -> tuple[str, ...]:
+    """A list of names of modules; none of a regular expression."""
+    names = table.get(key) or ()
+    if isinstance(names, str):
+        return ()
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise SourceError(f"{path}: {key} is {names!r:.60} (expected a list of names): correct the file")
+    return tuple(names)
+
+
+def _is_named(module: str, names: Collection[str]) -> bool:
+    """Whether PEFT takes a module for one of these, which may be the ends of names after a dot."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def _is_in(tensor: str, module: str) -> bool:
+    """Whether a tensor belongs to a module whose name ends so, after a dot or not, as PEFT finds modules to save."""
+    return f"{module}." in tensor
+
+
+def _pattern(path: Path, table: Mapping[str, object], key: str, *, is_rank: bool = False) -> dict[str, float]:
+    """A table of patterns of module names."""
+    patterns = table.get(key) or {}
+    if not isinstance(patterns, Mapping):
+        raise SourceError(f"{path}: {key} is {patterns!r:.60} (expected a table): correct the file")
+    for pattern in patterns:
+        check_pattern(pattern, key, str(path), "write the names of the modules")
+    return {pattern: _number(path, f"{key}.{pattern}", value, is_rank=is_rank) for pattern, value in patterns.items()}
+
+
+def _number(path: Path, key: str, value: object, *, is_rank: bool = False) -> float:
+    """A number of the settings; a rank is a positive integer."""
+    is_valid = type(value) is int and value > 0 if is_rank else isinstance(value, int | float) and math.isfinite(value)
+    if not is_valid or isinstance(value, bool):
+        expected = "a positive integer" if is_rank else "a number"
+        raise SourceError(f"{path}: {key} is {value!r:.40} (expected {expected}): correct the file")
+    assert isinstance(value, int | float)
+    return value
+
+
+def _matched(patterns: Mapping[str, float], module: str, default: float) -> float:
+    """The value of the first pattern that matches the name of a module, or the end of the name after a dot.
+
+    Raises:
+        PlanError: if the name is too long to be matched in bounded time.
+    """
+    if patterns and len(module) > _MAX_NAME:
+        raise PlanError(f"{module:.60}...: has {len(module)} characters (expected at most {_MAX_NAME} for patterns)")
+    starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
+    for pattern, value in patterns.items():
+        if any(re.compile(pattern).fullmatch(module, start) for start in starts):
+            return value
+    return default

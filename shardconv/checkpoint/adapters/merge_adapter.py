@@ -1,0 +1,209 @@
+"""Merge a LoRA adapter into its base model while the model is split, as transforms of the source.
+
+Tensors of model and adapter that are computed while they are read, such as those of Meta's files, are read through
+their transforms. Equals ``merge_and_unload`` of PEFT except for rounding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardconv.checkpoint.adapters.adapter import Adapter, fitted
+from shardconv.checkpoint.adapters.low_rank import (
+    NUMPY_DTYPES,
+    LowRankUpdate,
+    MatrixCache,
+    RowTransform,
+    StoredMatrix,
+    Vector,
+)
+from shardconv.checkpoint.sources.dtype_conversion import Conversion
+from shardconv.checkpoint.sources.planning import PlannedSource
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
+from shardconv.files.weight_formats import MERGED
+from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.grid import VALUES
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.tensor_groups import matcher_of
+from shardconv.support.errors import PlanError
+
+
+def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSource:
+    """A model with an adapter merged into it.
+
+    Args:
+        planned: the base model.
+        adapter: the adapter.
+
+    Raises:
+        PlanError: if the adapter does not fit the base model, or the base model is quantized.
+    """
+    source = planned.source
+    grids = {name: spec.grid for name, spec in planned.tensors.items() if spec.grid is not None}
+    if layer := next((grid.logical_name(name) for name, grid in grids.items() if grid.role == VALUES), None):
+        raise PlanError(
+            f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
+            f"into quantized weights: split the model with --adapter, without --merge-adapter"
+        )
+    merge = _Merge(adapter, source, planned.resolution.resolver.rules)
+    stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
+    merged = replace(
+        source,
+        stored=_with_files(stored, of_adapter),
+        transforms={**source.transforms, **merge.transforms()},
+        derived=(*source.derived, f"the adapter {adapter.source.name} {MERGED}"),
+    )
+    resolution = planned.resolution
+    return planned._replace(
+        source=merged,
+        resolution=resolution._replace(assumed=(*resolution.assumed, *merge.assumed())),
+        paths=(*planned.paths, *adapter.source.paths, adapter.config_path),
+    )
+
+
+def _with_files(one: StoredFiles, other: StoredFiles) -> StoredFiles:
+    """The files of both."""
+    moved = {
+        name: shards._replace(files=tuple(file + len(one.paths) for file in shards.files))
+        for name, shards in other.shards.items()
+    }
+    return StoredFiles(
+        (*one.paths, *other.paths),
+        (*one.prefixes, *other.prefixes),
+        (*one.sizes, *other.sizes),
+        {**one.tensors, **other.tensors},
+        {**one.shards, **moved},
+        (*(one.states or [None] * len(one.paths)), *other.states),
+    )
+
+
+class _Merge:
+    """An adapter and the tensors of its base model.
+
+    Sums are computed of the values before a conversion to another dtype, and rounded once, to that dtype.
+
+    Args:
+        adapter: the adapter.
+        source: the base model.
+        rules: of the base model.
+    """
+
+    def __init__(self, adapter: Adapter, source: Source, rules: RuleSet) -> None:
+        self._settings, self._base, self._rules = adapter.settings, source.specs, rules
+        self._conversions = {
+            name: one
+            for name, one in source.transforms.items()
+            if isinstance(one, Conversion) and one.stored_dtype in NUMPY_DTYPES
+        }
+        before = {name: one.inner for name, one in self._conversions.items()}
+        inner = {**source.transforms, **adapter.source.transforms, **before}
+        self._inner: dict[str, Transform] = {name: one for name, one in inner.items() if one is not None}
+        self._specs = fitted(adapter, rules, source.specs)
+        self._tensors = AdapterTensors.of_names(self._specs)
+        self._cache, self._matching = MatrixCache(), matcher_of(rules)
+
+    def transforms(self) -> dict[str, Transform]:
+        """The transform of each tensor of the base model that changes.
+
+        Raises:
+            PlanError: if a tensor cannot be merged.
+        """
+        found: dict[str, RowTransform] = {}
+        for target, name in self._tensors.replaced.items():
+            self._check_tie(target, name)
+            result = self._of_base(target, name)
+            found[result.name] = Vector(result, self._of_adapter(name))
+        for layer in self._tensors.layers.values():
+            found |= self._of_layer(layer)
+        return {name: self._composed(one) for name, one in found.items()}
+
+    def assumed(self) -> Iterator[str]:
+        """Yield which of the adapted embedding tables may be tied to the head, which then changes, too."""
+        for layer in self._tensors.layers.values():
+            table = in_base(f"{layer.module}.weight", self._base, self._rules)
+            if table is not None and self._is_only_table(table):
+                yield (
+                    f"{table}: the adapter is merged into it, and into the head if the two are tied, as by PEFT's "
+                    f"merge_and_unload; an adapter that is not merged changes the embedding only"
+                )
+
+    def _composed(self, transform: RowTransform) -> Transform:
+        """The transform, with those of the tensors that it reads."""
+        inner = {one.name: self._inner[one.name] for one in transform.inputs if one.name in self._inner}
+        if not inner:
+            return transform
+        stored, result = transform.stored, transform.result
+        unit = inner[stored.name].unit * result.itemsize // stored.itemsize if stored.name in inner else 0
+        return ComposedTransform(transform, inner, max(unit, transform.unit))
+
+    def _of_layer(self, layer: AdaptedLayer) -> Iterator[tuple[str, RowTransform]]:
+        """Yield the transform of the weight of an adapted layer, and that of its bias if the adapter has one."""
+        parts = {part: self._of_adapter(name) for part, name in layer.tensors.items()}
+        scaling = self._settings.scaling(layer.module)
+        result = self._of_base(f"{layer.module}.weight", layer.tensors[A])
+        grid = self._specs[layer.tensors[A]].grid
+        assert grid is not None
+        yield (
+            result.name,
+            LowRankUpdate(
+                result,
+                self._before(f"{layer.module}.weight", result),
+                parts[A],
+                parts[B],
+                scaling,
+                grid.axes[0] == INPUT,
+                parts.get(MAGNITUDE),
+                self._cache,
+            ),
+        )
+        if BIAS in parts:
+            bias = self._of_base(f"{layer.module}.bias", layer.tensors[BIAS])
+            yield bias.name, Vector(bias, self._before(f"{layer.module}.bias", bias), parts[BIAS], scaling)
+
+    def _before(self, target: str, result: StoredMatrix) -> StoredMatrix:
+        """The tensor to which a product is added: that of the base model, or the one that replaces it."""
+        if (name := self._tensors.replaced.get(target)) is not None:
+            return self._of_adapter(name)
+        conversion = self._conversions.get(result.name)
+        return result if conversion is None else result._replace(dtype=conversion.stored_dtype)
+
+    def _of_base(self, target: str, name: str) -> StoredMatrix:
+        """A tensor of the base model, which the tensor ``name`` of the adapter changes."""
+        found = in_base(target, self._base, self._rules)
+        if found is None:
+            raise PlanError(f"{name}: cannot be merged, as the base model does not have {target}")
+        return _matrix(found, self._base[found])
+
+    def _of_adapter(self, name: str) -> StoredMatrix:
+        return _matrix(name, self._specs[name])
+
+    def _check_tie(self, target: str, name: str) -> None:
+        """Refuse to replace an embedding table that may be tied to the head, whose weight PEFT keeps."""
+        if ".base_layer." not in name and self._is_only_table(self._of_base(target, name).name):
+            raise PlanError(
+                f"{name}: replaces {target}, which may be tied to the head: merge the adapter with PEFT, and save the "
+                f"model with both"
+            )
+
+    def _is_only_table(self, name: str) -> bool:
+        """Whether no other table has the shape of this embedding table of the base model: a head may be tied."""
+        shape = self._base[name].shape
+        return (
+            len(shape) > 1
+            and "embed" in self._style(name)
+            and sum(spec.shape == shape and "embed" in self._style(one) for one, spec in self._base.items()) < 2
+        )
+
+    def _style(self, name: str) -> str:
+        ruled, matcher = self._matching
+        match = matcher.match(name)
+        return "" if match is None else ruled[match.pattern_index][0].style
+
+
+def _matrix(name: str, spec: TensorSpec) -> StoredMatrix:
+    if spec.dtype not in NUMPY_DTYPES:
+        raise PlanError(
+            f"{name}: has dtype {spec.dtype} (expected {', '.join(NUMPY_DTYPES)}): an adapter cannot be merged with it"
+        )
+    return StoredMatrix(name, spec.dtype, spec.shape)

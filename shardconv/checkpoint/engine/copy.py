@@ -1,0 +1,381 @@
+"""The copy engine: copies tensors from a reader to sinks in one pass and in bounded memory.
+
+The full tensors are split into stripes, flat byte ranges of about 32 MiB that depend on the tensors but not on tp. Each
+thread copies one stripe at a time, block by block: a block is gathered from the shards of the reader and scattered to
+the shards of the sinks. A tensor has one shard in the source of a split and in the result of a merge, and one per rank
+in a split checkpoint; the sinks of a verification do not write. Because stripes do not depend on tp, checksums of
+stripes that one operation stores can be checked by the next.
+
+A block is small enough to stay in the processor's cache between the read and the writes.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+import xxhash
+
+from shardconv.checkpoint.engine.geometry import Geometry
+from shardconv.files.fileio import Bytes
+from shardconv.plan.grid import Grid
+from shardconv.support.errors import IntegrityError, UsageError
+
+#: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
+STRIPE_BYTES = 32 * 2**20
+#: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
+BLOCK_BYTES = 2 * 2**20
+BLOCK_BYTES_PER_SHARD = 256 * 2**10
+#: Maximum bytes of the blocks of all threads together.
+_MAX_BLOCKS_BYTES = 12 * 2**20
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
+#: Maximum number of threads: more of them would not have room for their blocks.
+_MAX_WORKERS = _MAX_BLOCKS_BYTES // _MIN_BLOCK_BYTES
+#: Default of the number of threads, with many processors.
+_MAX_THREADS = 8
+#: Seconds between two calls of the progress callback.
+_REPORT_SECONDS = 0.1
+
+#: Called with the number of copied bytes and the total.
+Progress = Callable[[int, int], None]
+
+
+class Span(NamedTuple):
+    """A flat byte range of one full tensor."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+Stripe = tuple[Span, ...]
+
+
+class Edits(NamedTuple):
+    """Integers of a quantization format: their values in the full tensor, and how those of shards differ.
+
+    Attributes:
+        name: of the tensor.
+        dtype: of the tensor.
+        grid: of the tensor, which its values follow from.
+        values: for each rank what is subtracted: one integer for all elements, or one for each; None for nothing.
+    """
+
+    name: str
+    dtype: str
+    grid: Grid
+    values: Sequence[Sequence[int]] | None
+
+
+class FileRows(NamedTuple):
+    """The rows of a shard in a file, with bytes of other tensors between them.
+
+    Attributes:
+        size: bytes of a row.
+        stride: bytes from the start of a row to that of the next.
+    """
+
+    size: int
+    stride: int
+
+
+class Shards(NamedTuple):
+    """The shards of one tensor.
+
+    Attributes:
+        geometry: their bytes.
+        files: for each rank the index of its file; empty if no file has the tensor, as its values follow from its grid.
+        offsets: for each rank the offset of the shard in the file.
+        edits: of a tensor whose values follow from its grid; None for all others.
+        rows: for each rank the rows of the shard in the file; None if all shards are contiguous.
+    """
+
+    geometry: Geometry
+    files: Sequence[int]
+    offsets: Sequence[int]
+    edits: Edits | None = None
+    rows: Sequence[FileRows] | None = None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether values of shards differ from those of the full tensor."""
+        return self.edits is not None and self.edits.values is not None
+
+    def ranges(self, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The contiguous ranges of a file with the bytes ``[start, stop)`` of a rank's shard: offset and size."""
+        size, stride = (stop, 0) if self.rows is None else self.rows[rank]
+        while start < stop:
+            row, column = divmod(start, size)
+            count = min(size - column, stop - start)
+            yield self.offsets[rank] + row * stride + column, count
+            start += count
+
+    def extent(self, rank: int, start: int, stop: int) -> tuple[int, int]:
+        """The range of a file from the first to the last of these bytes of a rank's shard: offset and size."""
+        (first, _), (last, _) = (next(self.ranges(rank, at, stop)) for at in (start, stop - 1))
+        return first, last + 1 - first
+
+
+def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:
+    """Split consecutive tensors of these sizes in bytes into stripes.
+
+    Small tensors share a stripe; a large tensor begins a new one.
+    """
+    stripes: list[Stripe] = []
+    open_stripe: list[Span] = []
+    room = stripe_bytes
+    for tensor, size in enumerate(sizes):
+        if size > room and open_stripe:
+            stripes.append(tuple(open_stripe))
+            open_stripe, room = [], stripe_bytes
+        start = 0
+        while size - start > room:
+            stripes.append((Span(tensor, start, start + room),))
+            start += room
+        if start < size:
+            open_stripe.append(Span(tensor, start, size))
+            room -= size - start
+    return [*stripes, tuple(open_stripe)] if open_stripe else stripes
+
+
+def spread(count: int, threads: int) -> Iterator[int]:
+    """The numbers below ``count``, ordered such that ``threads`` consecutive ones are far apart.
+
+    Adjacent stripes often belong to the same file, where threads would wait for each other.
+    """
+    distance = -(-count // threads)
+    return chain.from_iterable(range(first, count, distance) for first in range(distance))
+
+
+class Scratch:
+    """Reusable buffers of one thread; a block should have at most ``block_bytes``."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self._buffers: dict[str, Bytes] = {}
+        self._nested: dict[str, Scratch] = {}
+
+    def nested(self, name: str) -> "Scratch":
+        """Buffers for what is called while buffers of this object are in use: none of them are shared."""
+        if name not in self._nested:
+            self._nested[name] = Scratch(self.block_bytes)
+        return self._nested[name]
+
+    def take(self, name: str, size: int) -> Bytes:
+        """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[name] = memoryview(bytearray(size))
+        return buffer[:size]
+
+
+class StripeState:
+    """State of a reader or sink for one stripe.
+
+    Attributes:
+        number: of the stripe.
+        hashes: a running checksum per rank.
+        problem: the first problem; "" if there is none.
+        damaged: the tensor whose replicas or padding are the problem; "" if there is none.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.hashes: dict[int, xxhash.xxh3_128] = {}
+        self.problem = self.damaged = ""
+
+    def update(self, rank: int, data: Bytes) -> None:
+        """Update the checksum of a rank."""
+        running = self.hashes.get(rank)
+        if running is None:
+            running = self.hashes[rank] = xxhash.xxh3_128()
+        running.update(data)
+
+
+class Side(Protocol):
+    """A reader or a sink."""
+
+    tensors: Sequence[Shards]
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Read a stripe ahead, if bytes of it are read; the calling thread copies it after the one read ahead last."""
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for: the copy failed or was interrupted."""
+
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
+        """Finish a stripe; raises IntegrityError if it has a problem."""
+
+
+class Reader(Side, Protocol):
+    """Reads blocks of full tensors."""
+
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
+        """Fill a block with the bytes of a span."""
+
+
+class Sink(Side, Protocol):
+    """Writes or compares blocks of full tensors."""
+
+    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+        """Write or compare a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """A copy of stripes from a reader to sinks.
+
+    Attributes:
+        stripes: the stripes to copy.
+        reader: reads the blocks.
+        sinks: write or compare the blocks.
+        on_problem: called for each IntegrityError, so that the copy continues; None to stop at the first.
+        resume: returns the bytes of a stripe if it is already written, or else 0; None to copy all stripes.
+        in_order: whether to begin stripes in their order.
+    """
+
+    stripes: Sequence[Stripe]
+    reader: Reader
+    sinks: Sequence[Sink]
+    on_problem: Callable[[IntegrityError], None] | None = None
+    resume: Callable[[int, Stripe, Scratch], int] | None = None
+    in_order: bool = False
+
+    def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
+        """Copy all stripes with several threads.
+
+        Raises:
+            IntegrityError: if the data has a problem and ``on_problem`` is None.
+            UsageError: if ``threads`` is less than one.
+            OSError: if a file cannot be written.
+        """
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
+        _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
+
+    def prefetch(self, number: int) -> None:
+        """Read a stripe ahead, which the calling thread copies after the one that it read ahead last."""
+        self.reader.prefetch(self.stripes[number])
+        for sink in self.sinks:
+            sink.prefetch(self.stripes[number])
+
+    def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
+        """Copy one stripe with the buffers of the calling thread, unless it is already written."""
+        stripe = self.stripes[number]
+        if self.resume is not None and (written := self.resume(number, stripe, scratch)):
+            advance(written)
+            return
+        state = StripeState(number)
+        sinks = [(sink, StripeState(number)) for sink in self.sinks]
+        if self.resume is not None:  # which stripes are copied was not known before
+            self.prefetch(number)
+        for stripe_span in stripe:
+            for span in self._blocks(stripe_span, scratch.block_bytes):
+                block = scratch.take("block", span.stop - span.start)
+                self.reader.gather(state, span, block, scratch)
+                for sink, sink_state in sinks:
+                    sink.put(sink_state, span, block, scratch)
+                advance(len(block))
+        self._finish(stripe, [(self.reader, state), *sinks])
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self.reader.cancel()
+        for sink in self.sinks:
+            sink.cancel()
+
+    def _finish(self, stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
+        """Finish the stripe on the reader, then on the sinks, and report their problems together.
+
+        A copy that stops at the first problem does not finish sinks after one of the reader: they would record that the
+        stripe is written.
+        """
+        problems = []
+        for side, state in sides:
+            try:
+                side.finish(state, stripe)
+            except IntegrityError as error:
+                if self.on_problem is None:
+                    raise
+                problems.append(str(error))
+        if problems:
+            raise IntegrityError("\n".join(problems))
+
+    def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
+        """Split a span into blocks; if rows are short, into blocks of full rows."""
+        sides = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
+        geometries = [tensors[span.tensor].geometry for tensors in sides]
+        shards = max(len(geometry.shards) for geometry in geometries)
+        size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
+        width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
+        start = span.start
+        while start < span.stop:
+            stop = min((start + size) // width * width, span.stop)
+            yield Span(span.tensor, start, stop)
+            start = stop
+
+
+class _CopyThreads:
+    """The threads of one job, their progress, and whether they should stop."""
+
+    def __init__(self, job: CopyJob, progress: Progress | None) -> None:
+        self._job = job
+        self._progress = progress
+        self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
+        self._done = 0
+        self._numbers: Iterator[int] = iter(())
+        self._is_stopping = False
+        self._lock = threading.Lock()
+
+    def run(self, threads: int) -> None:
+        """Copy all stripes; no thread keeps running after an error or Ctrl-C."""
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
+            try:
+                workers = min(threads, len(self._job.stripes), _MAX_WORKERS)
+                count = len(self._job.stripes)
+                self._numbers = iter(range(count)) if self._job.in_order else spread(count, threads)
+                block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
+                pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
+                while pending:
+                    finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+                    if self._progress is not None:
+                        self._progress(self._done, self._total)
+            except BaseException:
+                self._is_stopping = True
+                self._job.cancel()
+                raise
+
+    def _work(self, scratch: Scratch) -> None:
+        number = self._next()
+        while number is not None:
+            following = self._next()
+            try:
+                self._job.copy_stripe(number, scratch, self._advance)
+            except IntegrityError as error:
+                self._report(error)
+            number = following
+
+    def _next(self) -> int | None:
+        """The number of the next stripe, which is read ahead."""
+        with self._lock:
+            number = None if self._is_stopping else next(self._numbers, None)
+        if number is not None and self._job.resume is None:
+            self._job.prefetch(number)
+        return number
+
+    def _report(self, error: IntegrityError) -> None:
+        if self._job.on_problem is None:
+            raise error
+        with self._lock:
+            self._job.on_problem(error)
+
+    def _advance(self, num_bytes: int) -> None:
+        if self._is_stopping:
+            raise InterruptedError("another thread failed, or the user interrupted the copy")
+        with self._lock:
+            self._done += num_bytes

@@ -1,0 +1,274 @@
+"""Byte offsets of shards: which bytes of a rank's shard hold a flat byte range of the full tensor.
+
+A full tensor is a matrix of bytes with one row of ``width`` bytes per index of the dims before the sharded dim. A shard
+has the same number of shorter rows. A flat range of the full tensor then is at most three boxes (the end of a row, full
+rows, the beginning of a row), and one contiguous range of every shard, because intervals are ascending.
+
+There may be shards of some ranks only. Then the full tensor has ranges of which no shard holds a byte.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple, Self
+
+from shardconv.files.header import DTYPE_BITS
+from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
+
+#: Ranges that no shard holds are read with those around them if they have fewer bytes: another block takes as long.
+GAP_BYTES = 2**20
+#: Bytes at the beginning of a row that the padding there is written with; a multiple of every element.
+_ROW_START = 64
+
+
+class Run(NamedTuple):
+    """A contiguous range of bytes of a row that is in the full tensor and in the shard.
+
+    Attributes:
+        start: its offset in a row of the full tensor.
+        local: its offset in a row of the shard.
+        size: its number of bytes.
+        is_replica: whether a lower rank holds the same bytes.
+    """
+
+    start: int
+    local: int
+    size: int
+    is_replica: bool
+
+
+class Box(NamedTuple):
+    """A rectangle of bytes that is in a block of the full tensor and in a byte range of a shard.
+
+    Attributes:
+        full: offset of its first row in the block.
+        local: offset of its first row in the shard's range.
+        rows: number of rows.
+        full_width: stride of the rows in the block, in bytes.
+        local_width: stride of the rows in the shard's range, in bytes.
+        offset: offset of its bytes in each row of the block.
+        local_offset: offset of its bytes in each row of the shard's range.
+        size: bytes per row.
+        is_replica: whether a lower rank holds the same bytes.
+    """
+
+    full: int
+    local: int
+    rows: int
+    full_width: int
+    local_width: int
+    offset: int
+    local_offset: int
+    size: int
+    is_replica: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """The rows of one rank's shard.
+
+    Attributes:
+        full_width: bytes of a row of the full tensor.
+        width: bytes of a row of the shard.
+        runs: the byte ranges of a row that are in both.
+        starts: for each run its offset in a row of the full tensor.
+        is_padded: whether the shard has padding.
+    """
+
+    full_width: int
+    width: int
+    runs: tuple[Run, ...]
+    starts: tuple[int, ...]
+    is_padded: bool
+
+    @classmethod
+    def of_runs(cls, full_width: int, width: int, runs: Sequence[Run]) -> Self:
+        """Rows of ``width`` bytes with these runs; all other bytes are padding."""
+        is_padded = sum(run.size for run in runs) < width
+        return cls(full_width, width, tuple(runs), tuple(run.start for run in runs), is_padded)
+
+    def local(self, position: int) -> int:
+        """Number of bytes of the shard before a byte of the full tensor; padding belongs to the run before it."""
+        row, column = divmod(position, self.full_width)
+        return row * self.width + self._local_column(column)
+
+    def _local_column(self, column: int) -> int:
+        if column == 0:
+            return 0
+        after = bisect_left(self.starts, column)
+        if after:
+            run = self.runs[after - 1]
+            if column < run.start + run.size:
+                return run.local + column - run.start
+        return self.runs[after].local if after < len(self.runs) else self.width
+
+    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+        """The boxes of the flat range ``[start, stop)`` of the full tensor that are in this shard."""
+        base = self.local(start)
+        for row, rows, first, last in row_spans(start, stop, self.full_width):
+            before = self._local_column(first)
+            full, local = row * self.full_width + first - start, row * self.width + before - base
+            for run in self.runs:
+                low, high = max(first, run.start), min(last, run.start + run.size)
+                if low < high:
+                    at = run.local + low - run.start - before
+                    yield Box(
+                        full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_replica
+                    )
+
+
+def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Split a flat range into rectangles: (row, number of rows, first column, last column)."""
+    row, column = divmod(start, width)
+    last_row, last_column = divmod(stop, width)
+    if column and row < last_row:
+        yield row, 1, column, width
+        row, column = row + 1, 0
+    if row < last_row:
+        yield row, last_row - row, 0, width
+        row = last_row
+    if column < last_column and row == last_row:
+        yield row, 1, column, last_column
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank.
+
+    Attributes:
+        num_bytes: bytes of the full tensor.
+        width: bytes of a row.
+        shards: the rows of each shard.
+        columns: the ranges of a row that shards are made of, with short gaps; None if they hold every byte.
+    """
+
+    num_bytes: int
+    width: int
+    shards: tuple[ShardRows, ...]
+    columns: tuple[tuple[int, int], ...] | None = None
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
+        """The shards that hold bytes of a flat range: rank, rows of the shard, and byte range in the shard."""
+        for rank, shard in enumerate(self.shards):
+            low, high = shard.local(start), shard.local(stop)
+            if low < high:
+                yield rank, shard, low, high
+
+    def held(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The ranges of a flat range that shards are made of, with short gaps between them."""
+        if self.columns in {None, ((0, self.width),)}:
+            yield start, stop
+            return
+        for row, rows, first, last in row_spans(start, stop, self.width):
+            for base in range(row * self.width, (row + rows) * self.width, self.width):
+                for low, high in self.columns or ():
+                    if max(low, first) < min(high, last):
+                        yield base + max(low, first), base + min(high, last)
+
+
+@lru_cache(maxsize=4096)
+def geometry(
+    placement: Placement, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...] | None = None
+) -> Geometry:
+    """The geometry of a tensor under a placement.
+
+    Args:
+        placement: of the tensor.
+        dtype: of the tensor.
+        shape: of the full tensor.
+        ranks: the ranks whose shards there are, in order; None for all. A rank may be there twice.
+
+    Raises:
+        ValueError: if placement and shape do not fit, or an interval does not begin and end at a byte boundary.
+    """
+    num_bytes = _to_bytes(prod(shape) * DTYPE_BITS[dtype])
+    chosen = placement.ranks if ranks is None else [placement.ranks[rank] for rank in ranks]
+    if placement.dim is None or num_bytes == 0:
+        return Geometry(num_bytes, num_bytes, tuple(_full_rows(num_bytes, at) for at in range(len(chosen))))
+    if placement.dim >= len(shape) or shape[placement.dim] != placement.size:
+        raise ValueError(f"placement along dim {placement.dim} of {placement.size} does not fit shape {list(shape)}")
+    bits = prod(shape[placement.dim + 1 :]) * DTYPE_BITS[dtype]
+    width = _to_bytes(placement.size * bits)
+    held: list[Interval] = []
+    shards = []
+    for entries in chosen:
+        shards.append(_shard_rows(entries, width, bits, held))
+        held = _union(sorted([*held, *intervals(entries)]))
+    is_complete = held == [Interval(0, placement.size)]
+    columns = None if is_complete else _columns(shards, width, is_one_row=width == num_bytes)
+    return Geometry(num_bytes, width, tuple(shards), columns)
+
+
+def unsharded(num_bytes: int) -> Geometry:
+    """The geometry of a full tensor in one file."""
+    return Geometry(num_bytes, num_bytes, (_full_rows(num_bytes, 0),))
+
+
+def _columns(shards: Sequence[ShardRows], width: int, *, is_one_row: bool) -> tuple[tuple[int, int], ...]:
+    """The ranges of a row that shards are made of, with short gaps; all of it if gaps between rows are short, too."""
+    held = [Interval(run.start, run.start + run.size) for shard in shards for run in shard.runs]
+    if any(shard.runs[0].local if shard.runs else shard.width for shard in shards):  # padding at the beginning
+        held.append(Interval(0, min(_ROW_START, width)))
+    columns: list[tuple[int, int]] = []
+    for start, stop in _union(sorted(held)):
+        if columns and start - columns[-1][1] < GAP_BYTES:
+            columns[-1] = (columns[-1][0], stop)
+        else:
+            columns.append((start, stop))
+    is_dense = len(columns) == 1 and width - columns[0][1] + columns[0][0] < GAP_BYTES
+    return ((0, width),) if is_dense and not is_one_row else tuple(columns)
+
+
+def _full_rows(num_bytes: int, rank: int) -> ShardRows:
+    runs = [Run(0, 0, num_bytes, rank > 0)] if num_bytes else []
+    return ShardRows.of_runs(num_bytes, num_bytes, runs)
+
+
+def _shard_rows(entries: Sequence[IntervalOrPadding], width: int, bits: int, held: Sequence[Interval]) -> ShardRows:
+    runs = []
+    local = 0
+    for entry in entries:
+        if isinstance(entry, Interval):
+            for interval, is_replica in _split_replicas(entry, held):
+                at = local + (interval.start - entry.start) * bits
+                start, size = _to_bytes(interval.start * bits), _to_bytes(interval.size * bits)
+                runs.append(Run(start, _to_bytes(at), size, is_replica))
+        local += entry.size * bits
+    return ShardRows.of_runs(width, _to_bytes(local), runs)
+
+
+def _union(ascending: Sequence[Interval]) -> list[Interval]:
+    union: list[Interval] = []
+    for interval in ascending:
+        if union and interval.start <= union[-1].stop:
+            union[-1] = Interval(union[-1].start, max(union[-1].stop, interval.stop))
+        else:
+            union.append(interval)
+    return union
+
+
+def _split_replicas(interval: Interval, held: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
+    """Split an interval at the bounds of ``held``, the disjoint sorted intervals of lower ranks.
+
+    Yields:
+        An interval, and whether a lower rank holds it.
+    """
+    start = interval.start
+    for other in held:
+        low, high = max(start, other.start), min(interval.stop, other.stop)
+        if low >= high:
+            continue
+        if start < low:
+            yield Interval(start, low), False
+        yield Interval(low, high), True
+        start = high
+    if start < interval.stop:
+        yield Interval(start, interval.stop), False
+
+
+def _to_bytes(bits: int) -> int:
+    if bits % 8:
+        raise ValueError("a shard begins or ends inside a byte")
+    return bits // 8

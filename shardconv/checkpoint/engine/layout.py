@@ -1,0 +1,321 @@
+"""Headers of rank files, and the position of each shard in them.
+
+They follow from the source's headers, a plan and a layout (``layouts/``), so a split checkpoint is checked against
+headers that are computed again from its manifest.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
+from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
+from shardconv.files.header import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
+from shardconv.formats.torchao import VALUES, all_names, rank_metadata
+from shardconv.layouts.dcp import KEY, offsets_metadata
+from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.support.errors import PlanError
+
+MANIFEST_NAME = "shardconv.json"
+#: Folder of the adapters in a split base model, each of which is a split checkpoint of its own.
+ADAPTERS = "adapters"
+#: Key of the identity of a split checkpoint in the metadata of its rank files.
+IDENTITY_KEY = "shardconv"
+#: Maximum number of rank files, all of which are open while they are written.
+_MAX_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Files with shards of tensors.
+
+    Attributes:
+        headers: of each file.
+        shards: for each source tensor, in order, the positions of its shards; of some ranks, if there are files of
+            these only. Ranks are then counted by their positions.
+        constants: the bytes at the beginning of the data section of each rank's first file, before all shards.
+        files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
+    """
+
+    headers: tuple[Header, ...]
+    shards: tuple[Shards, ...]
+    constants: bytes = b""
+    files_per_rank: int = 1
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """The bytes of each file before its shards."""
+        count = self.files_per_rank
+        return [
+            header.prefix + (b"" if number % count else self.constants) for number, header in enumerate(self.headers)
+        ]
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """Bytes of each file."""
+        return [header.file_bytes for header in self.headers]
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes of the files of each rank."""
+        count = self.files_per_rank
+        return tuple(sum(self.file_bytes[at : at + count]) for at in range(0, len(self.headers), count))
+
+    def files_of(self, rank: int) -> slice:
+        """The files of a rank."""
+        return slice(rank * self.files_per_rank, (rank + 1) * self.files_per_rank)
+
+    def tensors_of(self, rank: int) -> dict[str, TensorInfo]:
+        """Name to tensor of the files of a rank."""
+        return {name: info for header in self.headers[self.files_of(rank)] for name, info in header.tensors.items()}
+
+
+class ExplicitFiles(NamedTuple):
+    """Rank files whose names and headers are stored instead of computed: those of vLLM and of padded checkpoints.
+
+    Attributes:
+        names: of the files.
+        layout: their headers and shards.
+        notes: possible differences from the checkpoint that the engine loaded, one sentence each.
+    """
+
+    names: tuple[str, ...]
+    layout: Layout
+    notes: tuple[str, ...]
+
+
+def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Sort the tensors of a source into the order of the rank files: widest dtype first, stable.
+
+    Every shard is then aligned to its dtype, as in files of the reference library, whose order does not change.
+    """
+    return dict(sorted(tensors.items(), key=lambda item: -max(DTYPE_BITS[item[1].dtype] // 8, 1)))
+
+
+def lay_out_ranks(
+    tensors: Mapping[str, TensorSpec],
+    plan: Plan,
+    metadata: dict[str, str],
+    *,
+    layout: FileLayout = NATIVE,
+    identity: str | None = None,
+    ranks: tuple[int, ...] | None = None,
+) -> Layout:
+    """Lay out the rank files.
+
+    Args:
+        tensors: name to dtype and shape of the full tensors, in order.
+        plan: their placements.
+        metadata: of the source files.
+        layout: the tensors of the rank files.
+        identity: of the split checkpoint, for the metadata of each file; None for none.
+        ranks: the ranks whose files there are, in order; None for all.
+
+    Raises:
+        PlanError: if shards do not form the tensors of the layout.
+    """
+    is_torchao = any(one.grid is not None and one.grid.suffix == VALUES for one in plan.tensors.values())
+    metadata = all_names(metadata) if is_torchao else metadata
+    metadata = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
+    placements = {name: plan.placement(name) for name in tensors}
+    distinct = tuple(dict.fromkeys(placements.values()))
+    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
+    # ranks with equal shapes share headers, unless these store the offsets of the shards
+    first_equal = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
+    # files of all ranks: tensors are divided over files equally on all of them
+    files = _lay_out_files(list(dict.fromkeys(first_equal)), tensors, plan, metadata, layout)
+    count = len(files[0])
+    file_of = {name: number for number, file in enumerate(files[0]) for name in file.positions}
+    chosen = range(plan.tp) if ranks is None else ranks
+    first_equal = [first_equal[rank] for rank in chosen]
+
+    # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
+    has_full_values = layout.has_offsets or layout.engine is not None
+    implied = layout.implied
+
+    def shards_of(name: str, spec: TensorSpec) -> Shards:
+        if name in implied:
+            size = num_bytes(spec.dtype, spec.shape)
+            return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
+        values = None if has_full_values else plan.tensors[name].edits
+        edits = edits_of(name, spec, plan, None if values is None else [values[rank] for rank in chosen])
+        found = [files[rank][file_of[name]].positions[name] for rank in first_equal]
+        rows = [position.rows for position in found if position.rows is not None] or None
+        offsets = tuple(position.offset for position in found)
+        numbers = range(file_of[name], len(chosen) * count, count)
+        return Shards(geometry(placements[name], spec.dtype, spec.shape, ranks), numbers, offsets, edits, rows)
+
+    shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
+    headers = tuple(file.header for rank in first_equal for file in files[rank])
+    return Layout(headers, shards, b"".join(constant.data for constant in layout.constants), count)
+
+
+def edits_of(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None = None) -> Edits | None:
+    """The edits of a tensor whose values are compared with its grid; None for any other tensor."""
+    grid = plan.tensors[name].grid
+    return None if grid is None or not grid.is_checked else Edits(name, spec.dtype, grid, values)
+
+
+class _Position(NamedTuple):
+    """The offset of a shard in a file, and its rows there; None if it is contiguous."""
+
+    offset: int
+    rows: FileRows | None
+
+
+class _RankFile(NamedTuple):
+    """The header of a rank file, and the position of each source tensor's shard in the file."""
+
+    header: Header
+    positions: dict[str, _Position]
+
+
+def _lay_out_files(
+    ranks: Sequence[int], tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str], layout: FileLayout
+) -> dict[int, list[_RankFile]]:
+    """Lay out all files of these ranks, which together have all shapes.
+
+    Raises:
+        PlanError: if shards do not form the tensors of the layout, or there are too many files.
+    """
+    lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
+    one = layout.file_tensors(tensors)
+    files = {rank: [lay_out(rank, one, layout.constants)] for rank in ranks}
+    if layout.max_file_bytes is None:
+        return files
+    groups = _divide(one, [file.header for (file,) in files.values()], layout)
+    if (count := len(groups) * plan.tp) > _MAX_FILES:
+        raise PlanError(
+            f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
+            f"at most {_MAX_FILES} files): pass a larger --max-file-size"
+        )
+    constants = [layout.constants, *([()] * (len(groups) - 1))]
+    return {rank: list(map(partial(lay_out, rank), groups, constants)) for rank in ranks} if len(groups) > 1 else files
+
+
+def _lay_out_rank(
+    rank: int,
+    file_tensors: Sequence[FileTensor],
+    constants: Sequence[Constant],
+    *,
+    tensors: Mapping[str, TensorSpec],
+    plan: Plan,
+    metadata: dict[str, str],
+    layout: FileLayout,
+) -> _RankFile:
+    """Lay out one file of a rank, with some of its tensors."""
+    first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
+    members = [name for tensor in file_tensors for name in tensor.members]
+    placements = {name: plan.placement(name) for name in members}
+    shapes = {name: placements[name].shard_shape(tensors[name].shape, rank) for name in members}
+    fused = (
+        (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
+        for tensor in file_tensors
+    )
+    of_rank = (
+        {KEY: offsets_metadata({name: tensors[name] for name in members}, placements, rank)}
+        if layout.has_offsets
+        else rank_metadata(metadata, plan, rank)
+    )
+    header = build_header(chain(first, fused), {**metadata, **of_rank})
+    positions = {
+        name: position
+        for tensor in file_tensors
+        for name, position in _positions(
+            tensor, header.data_offset + header.tensors[tensor.name].start, tensors, shapes
+        )
+    }
+    return _RankFile(header, positions)
+
+
+def _positions(
+    tensor: FileTensor, offset: int, tensors: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, _Position]]:
+    """Yield the members of a file tensor at ``offset``, each with its position.
+
+    Those that are concatenated along a dim have a part of each row of this dim; along dim 0, there is one row.
+    """
+    step = len(tensor.members) // (tensor.stack or 1)
+    for at in range(0, len(tensor.members), step):
+        members = tensor.members[at : at + step]
+        widths = [num_bytes(tensors[name].dtype, shapes[name][tensor.dim :]) for name in members]
+        stride, start = sum(widths), offset
+        for name, width in zip(members, widths, strict=True):
+            yield name, _Position(start, FileRows(width, stride) if tensor.dim else None)
+            start += width
+        offset += stride * prod(shapes[members[0]][: tensor.dim])
+
+
+def _divide(
+    file_tensors: Sequence[FileTensor], headers: Sequence[Header], layout: FileLayout
+) -> list[list[FileTensor]]:
+    """Divide the tensors of a rank over files that fit the limit or have one tensor, equally on all ranks.
+
+    Args:
+        file_tensors: the tensors, in order.
+        headers: of files with all tensors, of ranks with different shapes; no other file has a longer header.
+        layout: has the limit.
+    """
+    others = max(header.data_offset for header in headers) + sum(len(constant.data) for constant in layout.constants)
+    groups: list[list[FileTensor]] = [[]]
+    used = others
+    for tensor in file_tensors:
+        size = max(header.tensors[tensor.name].num_bytes for header in headers)
+        if groups[-1] and used + size > (layout.max_file_bytes or 0):
+            groups.append([])
+            used = others
+        groups[-1].append(tensor)
+        used += size
+    return groups
+
+
+def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan | None = None) -> Layout:
+    """Lay out the files of an unsharded checkpoint.
+
+    Args:
+        headers: of each source file.
+        tensors: name to dtype and shape of the tensors, in order.
+        plan: their placements, if the source is not yet known to have the values that follow from their grids.
+    """
+    positions = {
+        name: (number, header.data_offset + info.start, info.num_bytes)
+        for number, header in enumerate(headers)
+        for name, info in header.tensors.items()
+    }
+    shards = (
+        Shards(unsharded(size), (file,), (offset,), None if plan is None else edits_of(name, tensors[name], plan))
+        for name, (file, offset, size) in ((name, positions[name]) for name in tensors)
+    )
+    return Layout(tuple(headers), tuple(shards))
+
+
+def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
+    """Lay out the files of an unsharded checkpoint whose tensors are padded by a plan for one rank.
+
+    Args:
+        headers: of each file without padding.
+        tensors: name to dtype and shape of the full tensors, in order.
+        plan: their placements.
+    """
+
+    def padded(header: Header) -> Header:
+        shapes = (
+            (name, info.dtype, plan.placement(name).shard_shape(info.shape, 0)) for name, info in header.tensors.items()
+        )
+        return build_header(shapes, header.metadata)
+
+    padded_headers = tuple(map(padded, headers))
+    positions = {
+        name: (number, header.data_offset + info.start)
+        for number, header in enumerate(padded_headers)
+        for name, info in header.tensors.items()
+    }
+    shards = (
+        Shards(geometry(plan.placement(name), spec.dtype, spec.shape), (positions[name][0],), (positions[name][1],))
+        for name, spec in tensors.items()
+    )
+    return Layout(padded_headers, tuple(shards))

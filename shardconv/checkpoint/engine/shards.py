@@ -1,0 +1,265 @@
+"""Readers and sinks of the copy engine: read, write and compare shards.
+
+A byte range of a shard that is contiguous in the block is read and written in place. All others are copied with one
+strided copy per box.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.engine.geometry import Box
+from shardconv.files.fileio import Bytes, InputFiles
+from shardconv.files.output_files import OutputFiles
+from shardconv.support.errors import IntegrityError
+
+
+def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
+    """The slice of a block that equals a shard's range of ``size`` bytes; None if the range is not contiguous."""
+    if len(boxes) != 1 or boxes[0].rows * boxes[0].size != size:
+        return None
+    box = boxes[0]
+    if box.rows > 1 and box.size != box.full_width:
+        return None
+    return block[box.full + box.offset : box.full + box.offset + size]
+
+
+def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
+    assert edits.values is not None
+    arrays.edits.add(data, edits.dtype, offset, edits.values[rank], sign=sign)
+
+
+def name_tensors(stripe: Stripe, names: Sequence[str], damaged: str = "") -> str:
+    """The tensors of a stripe in a message on some of its bytes; ``damaged`` is one that certainly has some of them."""
+    first, last, count = names[stripe[0].tensor], names[stripe[-1].tensor], len({span.tensor for span in stripe})
+    if damaged and count > 1:
+        return f"{damaged} (possibly also of others of these {count} tensors)"
+    return first if count == 1 else f"one or more of {count} tensors from {first} to {last}"
+
+
+class ShardReader:
+    """A reader of full tensors from their shards.
+
+    Args:
+        tensors: the shards of each tensor.
+        files: the open files.
+        labels: for each file its name in messages.
+        names: for each tensor its name.
+        checksums: for each rank and stripe the expected checksum, or None.
+        files_per_rank: number of files of a rank, which share checksums.
+        remedy: the end of messages about damaged files.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Shards],
+        files: InputFiles,
+        *,
+        labels: Sequence[str],
+        names: Sequence[str],
+        checksums: Sequence[Sequence[str]] | None = None,
+        files_per_rank: int = 1,
+        remedy: str = "",
+    ) -> None:
+        self.tensors = tensors
+        self._files = files
+        self._labels = labels
+        self._names = names
+        self._checksums = checksums
+        self._files_per_rank = files_per_rank
+        self._remedy = remedy
+
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+        """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
+        shards = self.tensors[span.tensor]
+        if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
+            arrays.edits.fill(block, shards.edits, span.start)  # bytes that no shard holds are as expected
+        for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
+            file, ranges = shards.files[rank], shards.ranges(rank, low, high)
+            boxes = list(shard.boxes(span.start, span.stop))
+            is_copied = shards.is_edited or any(box.is_replica for box in boxes)
+            data = None if is_copied else _contiguous(boxes, high - low, block)
+            if data is not None:
+                self._read(state, file, data, ranges)
+                continue
+            data = scratch.take("gather", high - low)
+            self._read(state, file, data, ranges)
+            if shards.edits is not None and shards.is_edited:
+                _edit(data, shards.edits, rank, low, sign=1)
+            self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
+        if shards.edits is not None:
+            state.problem = state.problem or arrays.edits.difference(block, shards.edits, span.start)
+
+    def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        self._files.read_ranges(file, data, ranges)
+        if self._checksums is not None:
+            state.update(file // self._files_per_rank, data)
+
+    def _copy_boxes(
+        self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
+        is_padded: bool,
+    ) -> None:  # fmt: skip
+        label, name = self._labels[file], self._names[span.tensor]
+        problem = ""
+        if not arrays.strided.gather(data, boxes, block):
+            problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas){self._remedy}"
+        elif is_padded and not arrays.strided.is_padding_zero(boxes, data):
+            problem = f"{label}: the padding of {name} is not zero{self._remedy}"
+        if problem and not state.problem:
+            state.problem, state.damaged = problem, name
+
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
+        """Check the stripe.
+
+        Raises:
+            IntegrityError: if checksums or replicas differ, padding is not zero, or values differ from their grid.
+        """
+        if self._checksums is not None:
+            digests = {rank: running.hexdigest() for rank, running in state.hashes.items()}
+            wrong = [rank for rank, digest in digests.items() if digest != self._checksums[rank][state.number]]
+            if wrong:
+                damaged = state.damaged if len(wrong) == 1 else ""  # of several ranks, it may be in any
+                lines = [self._mismatch(rank, digests[rank], state, stripe, damaged) for rank in wrong]
+                raise IntegrityError("\n".join(lines) + self._remedy)
+        if state.problem:
+            raise IntegrityError(state.problem)
+
+    def _mismatch(self, rank: int, digest: str, state: StripeState, stripe: Stripe, damaged: str) -> str:
+        assert self._checksums is not None
+        tensors = name_tensors(stripe, self._names, damaged)
+        equal = [other for other in range(len(self._checksums)) if self._checksums[other][state.number] == digest]
+        hint = f" (got the bytes of {self._label(equal[0], stripe)})" if equal else ""
+        return f"{self._label(rank, stripe)}: the bytes of {tensors} differ from their checksum{hint}"
+
+    def _label(self, rank: int, stripe: Stripe) -> str:
+        """The names of the files of a rank that hold a stripe."""
+        files = sorted({file for span in stripe for file in self.tensors[span.tensor].files})
+        return ", ".join(self._labels[file] for file in files if file // self._files_per_rank == rank)
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Read a stripe ahead."""
+        self._files.prefetch(
+            (shards.files[rank], offset, size)
+            for span in stripe
+            for shards in [self.tensors[span.tensor]]
+            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop)
+            for offset, size in [shards.extent(rank, low, high)]
+        )
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self._files.cancel()
+
+
+class ShardWriter:
+    """A sink that writes shards and computes their checksums.
+
+    Args:
+        tensors: the shards of each tensor.
+        files: the open files.
+        num_stripes: number of stripes.
+        with_checksums: whether to compute checksums.
+        files_per_rank: number of files of a rank, which share checksums.
+
+    Attributes:
+        checksums: for each rank and stripe the checksum.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Shards],
+        files: OutputFiles,
+        *,
+        num_stripes: int,
+        with_checksums: bool,
+        files_per_rank: int = 1,
+    ) -> None:
+        self.tensors = tensors
+        self._files = files
+        self._with_checksums = with_checksums
+        empty = xxhash.xxh3_128().hexdigest()
+        self._files_per_rank = files_per_rank
+        self.checksums = [[empty] * num_stripes for _ in range(0, files.num_files, files_per_rank)]
+
+    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+        """Write the bytes of a block to every shard that holds some of them."""
+        shards = self.tensors[span.tensor]
+        for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
+            file = shards.files[rank]
+            boxes = list(shard.boxes(span.start, span.stop))
+            data = _contiguous(boxes, high - low, block)
+            if data is None or shards.is_edited:
+                data = scratch.take("scatter", high - low)
+                arrays.strided.scatter(block, boxes, data, is_padded=shard.is_padded)
+            if shards.edits is not None and shards.is_edited:
+                _edit(data, shards.edits, rank, low, sign=-1)
+            if self._with_checksums:
+                state.update(file // self._files_per_rank, data)
+            self._files.write_ranges(file, data, shards.ranges(rank, low, high))
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Do nothing: nothing is read."""
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self._files.cancel()
+
+    def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
+        """Store the checksums of a stripe."""
+        for rank, running in state.hashes.items():
+            self.checksums[rank][state.number] = running.hexdigest()
+
+
+class Comparer:
+    """A sink that compares every block with that of another reader.
+
+    Args:
+        reader: the other reader.
+        names: for each tensor its name.
+        held: the shards that blocks consist of: where these hold no bytes, nothing is compared.
+
+    Attributes:
+        differences: descriptions of the differences.
+    """
+
+    def __init__(self, reader: Reader, names: Sequence[str], held: Sequence[Shards]) -> None:
+        self.tensors = reader.tensors
+        self.differences: set[str] = set()
+        self._reader = reader
+        self._names = names
+        self._held = held
+
+    def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+        """Compare a block."""
+        other = scratch.take("compare", len(block))
+        self._reader.gather(state, span, other, scratch)
+        held = self._held[span.tensor].geometry
+        if held.columns is not None:
+            compared = scratch.take("held", len(block))
+            compared[:] = other
+            for _, shard, _, _ in held.overlaps(span.start, span.stop):
+                arrays.strided.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
+            block = compared
+        at = arrays.strided.first_difference(block, other)
+        if at is not None and not state.problem:
+            state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
+
+    def prefetch(self, stripe: Stripe) -> None:
+        """Read a stripe ahead."""
+        self._reader.prefetch(stripe)
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for."""
+        self._reader.cancel()
+
+    def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
+        """Report the first difference.
+
+        Raises:
+            IntegrityError: if there is one.
+        """
+        if state.problem:
+            self.differences.add(state.problem)
+            raise IntegrityError(state.problem)

@@ -1,0 +1,1 @@
+"""Split, merge, reshard, pad and verify checkpoints, and report on their plans."""

@@ -1,0 +1,257 @@
+"""Write a source as Meta's rank files: ``consolidated.NN.pth`` and params.json, by the layout that reads them.
+
+The files have the placements of the plan, with Meta's names and Meta's order of query and key rows.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader, Shards, split_into_stripes
+from shardconv.checkpoint.engine.geometry import geometry
+from shardconv.checkpoint.output.journal import Journal
+from shardconv.checkpoint.output.write import check_config, copy_files, stage_copy, write_auxiliary
+from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
+from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
+from shardconv.files.fileio import InputFiles, create, permissions
+from shardconv.files.header import num_bytes
+from shardconv.files.torch_archive import TorchArchive
+from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.layouts.external import META, external_layout
+from shardconv.plan.placement import Placement, intervals
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.tp_sizes import CANDIDATE_TPS
+from shardconv.support.errors import PlanError
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_REMEDY = "use --layout native"
+
+
+@dataclass(frozen=True, slots=True)
+class MetaFiles:
+    """Meta's rank files of a source.
+
+    Attributes:
+        archives: one per rank.
+        tensors: name in the source to dtype and full shape; with a head, which tied models do not have.
+        shards: for each tensor the positions of its shards.
+        transforms: name to the transform of a tensor that is not stored in the source in this form.
+        params: contents of params.json.
+    """
+
+    archives: tuple[TorchArchive, ...]
+    tensors: Mapping[str, TensorSpec]
+    shards: tuple[Shards, ...]
+    transforms: Mapping[str, Transform]
+    params: Mapping[str, object]
+
+    @property
+    def files_per_rank(self) -> int:
+        """Each rank has one file."""
+        return 1
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the rank files."""
+        return [f"{archive.root}.pth" for archive in self.archives]
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """The bytes of each file before its shards: they are among those that :meth:`finish` writes."""
+        return [b""] * len(self.archives)
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """Bytes of each file."""
+        return [archive.file_bytes for archive in self.archives]
+
+    def finish(self, folder: Path) -> None:
+        """Write everything but the shards into the files."""
+        for name, archive in zip(self.names, self.archives, strict=True):
+            with (folder / name).open("r+b") as file:
+                for at, data in archive.pieces:
+                    file.seek(at)
+                    file.write(data)
+
+
+def check_meta(source: Source, tp: int) -> None:
+    """Check that Meta's rank files can hold a model of this type, and its sizes on ``tp`` ranks.
+
+    Raises:
+        PlanError: if they cannot; with the sizes that divide.
+    """
+    layout, config = external_layout(META), source.config or {}
+    if config.get("model_type") not in layout.model_types:
+        raise PlanError(
+            f"layout meta does not support model type {config.get('model_type')!r:.60} (expected one of "
+            f"{', '.join(layout.model_types)}): {_REMEDY}"
+        )
+    units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
+    if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
+        parts, rest = divmod(wrong.count, tp)
+        sizes = [size for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
+        raise PlanError(
+            f"{wrong.tensor}: {wrong.count} {wrong.name} do not divide over {tp} ranks ({wrong.count} = {tp} * {parts} "
+            f"+ {rest}), and layout meta does not have padding (tp sizes that divide: "
+            f"{', '.join(map(str, sizes))}): pass one of them, or {_REMEDY}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """The heads, rows or columns of a tensor that ranks divide, and whether ranks may hold the same head."""
+
+    tensor: str
+    name: str
+    count: int
+    may_repeat: bool
+
+    def divides(self, tp: int) -> bool:
+        """Whether every rank gets the same number of them."""
+        return self.count % tp == 0 or (self.may_repeat and tp % self.count == 0)
+
+
+def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units | None:
+    """What ranks divide of a tensor; None for one that they replicate, or that the layout does not have."""
+    known = external_layout(META).external(name)
+    if known is None or not known.rule.dims or len(spec.shape) < 2:
+        return None
+    rule = known.rule
+    if rule.heads is not None:
+        sizes = head_sizes(config)
+        count = sizes.heads if rule.gives_tp else sizes.kv_heads
+        return _Units(name, f"heads ({rule.heads})", count, may_repeat=not rule.gives_tp)
+    dim = rule.dims[0]
+    return _Units(name, ("rows", "columns")[dim], spec.shape[dim], may_repeat=False)
+
+
+def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
+    """Lay out Meta's rank files of a source that :func:`check_meta` accepts.
+
+    Raises:
+        PlanError: if the layout cannot express a tensor, its placement, or the config.
+    """
+    layout, config = external_layout(META), source.config or {}
+    tensors, transforms = dict(source.specs), dict[str, Transform]()
+    placements = {name: plan.placement(name) for name in tensors}
+    if HEAD not in tensors:
+        if config.get("tie_word_embeddings") is not True:
+            raise PlanError(
+                f"{HEAD} is missing (expected by tie_word_embeddings of the config, which is not true): add the "
+                f"tensor, or correct the config"
+            )
+        spec = tensors[HEAD] = tensors[EMBEDDING]
+        placements[HEAD] = placements[EMBEDDING]
+        size = num_bytes(spec.dtype, spec.shape)
+        transforms[HEAD] = JoinedRows((Rows(EMBEDDING, 0, size),), num_bytes(spec.dtype, spec.shape[1:]))
+    names = {}
+    for name, spec in tensors.items():
+        if (known := layout.external(name)) is None:
+            raise PlanError(f"{name}: layout meta does not have this tensor: {_REMEDY}")
+        names[name] = known.name
+        _check_placement(name, placements[name], known.rule.dims)
+        if known.rule.is_rotary:
+            transforms[name] = _rotary_rows(name, spec, config, is_query=known.rule.gives_tp)
+    archives = tuple(_archive(rank, tensors, placements, names) for rank in range(plan.tp))
+    offsets = [archive.offsets for archive in archives]
+    shards = tuple(
+        Shards(geometry(placements[name], *spec[:2]), range(plan.tp), [each[names[name]] for each in offsets])
+        for name, spec in tensors.items()
+    )
+    intermediate = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
+    return MetaFiles(archives, tensors, shards, transforms, params_of_config(config, intermediate, tp=plan.tp))
+
+
+def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> RotaryRows:
+    sizes = head_sizes(config)
+    heads = sizes.heads if is_query else sizes.kv_heads
+    if spec.shape[0] != heads * sizes.head_dim:
+        raise PlanError(
+            f"{name}: has {spec.shape[0]} rows (expected {heads} heads of {sizes.head_dim} by the config): correct the "
+            f"config"
+        )
+    return RotaryRows(name, sizes.head_dim, num_bytes(spec.dtype, spec.shape[1:]), to_halves=False)
+
+
+def _archive(
+    rank: int, tensors: Mapping[str, TensorSpec], placements: Mapping[str, Placement], names: Mapping[str, str]
+) -> TorchArchive:
+    local = {
+        names[name]: TensorSpec(spec.dtype, placements[name].shard_shape(spec.shape, rank))
+        for name, spec in tensors.items()
+    }
+    return TorchArchive(f"consolidated.{rank:02}", local)
+
+
+def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> None:
+    """Check that ranks have one interval each, of the same size, along a dim of the layout."""
+    if placement.dim is None and (not dims or placement.tp == 1):
+        return
+    is_simple = placement.dim in dims and placement.is_even and not placement.is_padded
+    if not is_simple or any(len(intervals(entries)) != 1 for entries in placement.ranks):
+        raise PlanError(
+            f"{name}: layout meta cannot express its placement (got {placement.describe()}, expected equal intervals): "
+            f"choose a tp that divides its heads and sizes, or {_REMEDY}"
+        )
+
+
+def write_meta(
+    source: Source,
+    files: MetaFiles,
+    target: Path,
+    make_journal: Callable[..., Journal] | None,
+    *,
+    overwrite: bool,
+    threads: int | None,
+    progress: Progress | None,
+) -> int:
+    """Write Meta's rank files and the auxiliary files of a source.
+
+    Args:
+        source: the source.
+        files: the rank files.
+        target: the folder to write.
+        make_journal: as :func:`~shardconv.checkpoint.output.job.journal_of`, with settings; None to keep no journal.
+        overwrite: replace an existing checkpoint at ``target``.
+        threads: number of threads, or None for the default.
+        progress: called with the number of copied bytes and the total.
+
+    Returns:
+        Bytes of full tensors that an interrupted run had written.
+
+    Raises:
+        SourceError: if the source changes.
+        OutputError: if the destination exists, is in use, or has too little free space.
+    """
+    reader, inputs = _open(source, files)
+    stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
+    with (
+        inputs,
+        stage_copy(
+            source,
+            target,
+            num_bytes=sum(files.file_bytes),
+            added=PARAMS_NAME,
+            overwrite=overwrite,
+            journal=(journal := make_journal and make_journal(reader, inputs, files.names, files)),
+        ) as folder,
+    ):
+        paths = [folder / name for name in files.names]
+        copy_files(reader, inputs, paths, files, stripes, journal=journal, threads=threads, progress=progress)
+        files.finish(folder)
+        kept = {name: path for name, path in source.auxiliary_files.items() if name != PARAMS_NAME}
+        write_auxiliary(replace(source, auxiliary_files=kept), folder)
+        check_config(source, folder)
+        config = source.auxiliary_files.get(CONFIG_NAME)
+        with create(folder / PARAMS_NAME, 0o666 if config is None else permissions([config])) as file:
+            file.write((json.dumps(files.params, indent=2) + "\n").encode())
+    return 0 if journal is None else journal.resumed_bytes
+
+
+def _open(source: Source, files: MetaFiles) -> tuple[Reader, InputFiles]:
+    """Open the source as a reader of the tensors in Meta's form."""
+    reader, inputs = open_tensors(source, source.specs, None)
+    return TransformedReader(reader, list(source.specs), files.tensors, files.transforms, None), inputs

@@ -1,0 +1,272 @@
+"""Pad a checkpoint and its config, so that heads and widths are divisible by the tensor parallel size.
+
+The tensors are copied with a padded plan for one rank, into files with the names of the source files.
+"""
+
+import copy
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader
+from shardconv.checkpoint.output.destination import check_disjoint, check_target
+from shardconv.checkpoint.output.job import journal_of, settings_of
+from shardconv.checkpoint.output.journal import Journal, check_resume
+from shardconv.checkpoint.output.remote_output import writes_remote
+from shardconv.checkpoint.output.write import copy_auxiliary, copy_files, stage_copy
+from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.source_files import with_total_size
+from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, with_files, write_padding
+from shardconv.files.fileio import InputFiles, create, permissions
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
+from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.resolver import Resolver
+from shardconv.plan.tp_sizes import PaddingReport
+from shardconv.support.errors import PlanError, SourceError, UsageError
+
+#: Checks that a model of a config has these tensors; raises if not.
+Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PadReport:
+    """Result of padding a checkpoint, or with ``dry_run`` the expected result.
+
+    Attributes:
+        path: the padded checkpoint.
+        tp: the tensor parallel size that it is padded for.
+        family: the model family whose rules were used.
+        num_tensors: number of tensors.
+        source_bytes: bytes of the source's weights.
+        num_bytes: bytes of the padded weights.
+        padding: padded units, with their counts before and after.
+        config: the fields of config.json that change.
+        notes: possible differences in outputs; empty if there are none.
+        left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
+        seconds: wall time in seconds.
+        dry_run: whether nothing was written.
+        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
+    """
+
+    path: str
+    tp: int
+    family: str
+    num_tensors: int
+    source_bytes: int
+    num_bytes: int
+    padding: PaddingReport
+    config: tuple[ConfigChange, ...]
+    notes: tuple[str, ...]
+    left_out: Mapping[str, str]
+    seconds: float
+    dry_run: bool
+    destination_exists: bool
+    resumed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The new config, the manifest, the changed fields of the config, and the padding."""
+
+    config: dict[str, object]
+    manifest: Manifest
+    changes: tuple[ConfigChange, ...]
+    padding: PaddingReport
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the padded weights."""
+        return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
+
+
+@reads_remote("src", contents=True)
+@writes_remote
+def pad(
+    src: StrPath,
+    dst: StrPath | None = None,
+    *,
+    tp: int,
+    vocab_multiple: int = 1,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    resume: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    check: Check | None = None,
+    follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
+) -> PadReport:
+    """Pad a Hugging Face checkpoint with zeros, so that engines which read its config.json can shard it.
+
+    Args:
+        src: a folder with config.json.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-padN`` in the current folder.
+        tp: the tensor parallel size that heads and widths are padded for.
+        vocab_multiple: also pad the vocabulary to a multiple of this, for engines that cannot shard it otherwise. The
+            logits of padding are zero, not minus infinity.
+        overwrite: replace an existing checkpoint at ``dst``.
+        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
+        check: called with the new config and the padded tensors before anything is written; raises to refuse them.
+        follow_links: follow links that point outside of the folder.
+        ignore: glob patterns, relative to the folder, of files to leave out.
+
+    Raises:
+        SourceError: if the source cannot be read, or does not have a config.json.
+        PlanError: if outputs would differ, or config.json cannot express the padded sizes.
+        UsageError: if nothing needs padding, or the destination is in the source or contains it.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
+    """
+    began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run)
+    source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
+    planned = _plan_padding(source, tp, vocab_multiple, check)
+    target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
+    check_disjoint(target, (source.path, *source.paths, *source.auxiliary_files.values()))
+    names = [*source.auxiliary_files, PADDING_NAME]
+    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
+    resumed_bytes = 0
+    if not dry_run:
+        write = partial(_write, source, planned, target, overwrite=overwrite, resume=resume)
+        resumed_bytes = write(threads=threads, progress=progress)
+    return PadReport(
+        path=shown(target),
+        tp=tp,
+        family=str(planned.manifest.plan.family),
+        num_tensors=len(planned.manifest.tensors),
+        source_bytes=source.num_bytes,
+        num_bytes=planned.num_bytes,
+        padding=planned.padding,
+        config=planned.changes,
+        notes=tuple(_note(change) for change in planned.changes if change.field.endswith(VOCABULARY)),
+        left_out=source.left_out,
+        seconds=time.perf_counter() - began,
+        dry_run=dry_run,
+        destination_exists=exists,
+        resumed_bytes=resumed_bytes,
+    )
+
+
+def _note(change: ConfigChange) -> str:
+    return (
+        f"the logits of tokens from {change.before} on are zero, not minus infinity: mask them in the engine if tokens "
+        f"are sampled or the largest logit may be negative"
+    )
+
+
+def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | None) -> _Planned:
+    """Plan the padding, change a copy of the config, and check that they match."""
+    if source.config is None or not source.is_folder:
+        raise SourceError(f"{source.path}: is not a folder with {CONFIG_NAME}: pass a folder that has one")
+    if source.layout is not None:
+        raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
+    if PADDING_NAME in source.auxiliary_files:
+        raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
+    if (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
+        raise PlanError(
+            f"{source.path}: is quantized, and shardconv pad only supports unquantized checkpoints: pad the "
+            f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"
+        )
+    config, request = copy.deepcopy(source.config), PlanRequest(pad=tp)
+    rules = replace(resolve(source.specs, config, request).resolver.rules, vocab_multiple=vocab_multiple)
+    resolver = Resolver(source.specs, rules)
+    plan, padding = resolver.plan(1), resolver.padding(1)
+    if not padding.units:
+        raise UsageError(f"{source.path}: does not need padding for tp {tp}: use it unchanged")
+    changes = change_config(resolver, source.specs, may_add=check is not None)
+    padded = {
+        name: TensorSpec(spec.dtype, plan.placement(name).shard_shape(spec.shape, 0))
+        for name, spec in source.specs.items()
+    }
+    resolve(padded, config, PlanRequest()).resolver.plan(tp)  # raises PlanError if they do not match the new config
+    if check is not None:
+        check(config, padded)
+    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
+    others = {name: "" for name in source.auxiliary_files if name != CONFIG_NAME}
+    return _Planned(config, with_files(replace(manifest, auxiliary_files=others)), changes, padding)
+
+
+def _write(
+    source: Source,
+    planned: _Planned,
+    target: Path,
+    *,
+    overwrite: bool,
+    resume: bool,
+    threads: int | None,
+    progress: Progress | None,
+) -> int:
+    """Write the padded checkpoint; returns the bytes of full tensors that an interrupted run had written."""
+    manifest = planned.manifest
+    reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
+    total = sum(manifest.rank_layout.file_bytes)
+    journal_for = partial(journal_of, settings_of("pad", manifest), read=source.auxiliary_files.values(), resume=resume)
+    with (
+        inputs,
+        stage_copy(
+            source,
+            target,
+            num_bytes=total,
+            added=PADDING_NAME,
+            overwrite=overwrite,
+            journal=(journal := journal_for(reader, inputs, manifest.rank_files, manifest.rank_layout)),
+        ) as stage,
+    ):
+        _write_files(source, planned, reader, inputs, stage, journal, threads=threads, progress=progress)
+    return journal.resumed_bytes
+
+
+def _write_files(
+    source: Source,
+    planned: _Planned,
+    reader: Reader,
+    inputs: InputFiles,
+    folder: Path,
+    journal: Journal,
+    *,
+    threads: int | None,
+    progress: Progress | None,
+) -> None:
+    manifest = planned.manifest
+    layout = manifest.rank_layout
+    config_mode = permissions([source.auxiliary_files[CONFIG_NAME]])
+    original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
+    stripe_checksums = copy_files(
+        reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
+        identify=lambda _: layout.prefixes, journal=journal, threads=threads, progress=progress,
+    )  # fmt: skip
+    assert stripe_checksums is not None
+    copied = copy_auxiliary({name: source.auxiliary_files[name] for name in manifest.auxiliary_files}, folder)
+    with create(folder / CONFIG_NAME, config_mode) as file:
+        file.write((json.dumps(planned.config, indent=2, ensure_ascii=False) + "\n").encode())
+    if manifest.index is not None:
+        with create(folder / manifest.index[0], inputs.mode) as file:
+            file.write(with_total_size(manifest.index[1], planned.num_bytes).encode())
+    mode = inputs.mode & config_mode  # the manifest contains the config
+    write_padding(replace(manifest, auxiliary_files=copied), stripe_checksums, original, folder, mode=mode)
+
+
+def _text_of(path: Path, expected: dict[str, object] | None) -> str:
+    """Read the text of a config, and check that it is the config of the plan."""
+    text = path.read_bytes().decode()
+    if json.loads(text.removeprefix("\ufeff")) != expected:
+        raise SourceError(f"{path}: changed after the plan was made: run the command again")
+    return text

@@ -1,0 +1,239 @@
+"""Reports on the plans of checkpoints, and on the supported tensor parallel sizes."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from shardconv.checkpoint.operations.split_sources import plan_sources
+from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
+from shardconv.files.header import num_bytes, total_bytes
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
+from shardconv.files.weight_formats import ADAPTER_CONFIG
+from shardconv.formats.description import describe_settings
+from shardconv.layouts.layout import NATIVE
+from shardconv.plan.placement import IntervalOrPadding
+from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
+from shardconv.support.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
+
+    ``shard_shapes``, ``shard_bytes`` and ``intervals`` have one entry per rank; ``intervals`` is empty if ``dim`` is
+    None, which is a replicated tensor. Padding among the intervals is a :class:`~shardconv.plan.placement.Padding`.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    placement: str
+    reason: str
+    shard_shapes: tuple[tuple[int, ...], ...]
+    shard_bytes: tuple[int, ...]
+    style: str
+    units: tuple[str, ...]
+    dim: int | None
+    intervals: tuple[tuple[IntervalOrPadding, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Report of ``shardconv plan``.
+
+    Attributes:
+        source: the path.
+        family: the model family whose rules were used.
+        tp: the tp size of the plan; None for a report on supported sizes only.
+        num_tensors: number of tensors.
+        num_bytes: bytes of all tensors.
+        assumed: assumptions of the plan.
+        left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
+        supported_tp: the supported tp sizes.
+        supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
+            that blocks it, and the reason.
+        padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
+        padding: padded units of the plan for ``tp``, and their cost.
+        rank_bytes: for each rank the bytes of its tensors.
+        tensors: the placement of each tensor.
+        layout: of the rank files of a split checkpoint; native for a source.
+        num_quantized: number of quantized weights.
+        quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
+        stored_tp: tensor parallel size of a split checkpoint; None for a source.
+        ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
+        quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
+        adapters: names of the adapters of a split checkpoint.
+        engine: the engine at whose boundaries tensors are sharded; None for shardconv.
+    """
+
+    source: str
+    family: str | None
+    tp: int | None
+    num_tensors: int
+    num_bytes: int
+    assumed: tuple[str, ...]
+    left_out: Mapping[str, str]
+    supported_tp: tuple[int, ...]
+    supported_bytes: tuple[int, ...]
+    blocked_tp: tuple[BlockedTp, ...]
+    padded_tp: tuple[PaddedTp, ...]
+    padding: PaddingReport
+    rank_bytes: tuple[int, ...]
+    tensors: tuple[TensorReport, ...]
+    layout: str = NATIVE.name
+    num_quantized: int = 0
+    quantized_blocks: tuple[str, ...] = ()
+    stored_tp: int | None = None
+    ranks: tuple[int, ...] = ()
+    quantization: str = ""
+    adapters: tuple[str, ...] = ()
+    engine: str | None = None
+
+
+@reads_remote("src")
+def report_plan(
+    src: StrPath,
+    *,
+    tp: int | None = None,
+    base: StrPath | None = None,
+    dtype: str | None = None,
+    **options: Unpack[PlanOptions],
+) -> PlanReport:
+    """Report the plan and the supported tp sizes of a checkpoint; arguments and errors as in :func:`make_plan`.
+
+    For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
+    With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
+    With ``dtype``, dtypes and sizes are those of a split with it.
+    """
+    if is_split(path := local_path(src)):
+        if dtype is not None:
+            raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
+        if base is not None:
+            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove --base")
+        return _report_stored(path, tp, options)
+    planned = plan_sources(src, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
+    source, specs, _, (resolver, assumed), _ = planned
+    sizes = resolver.tp_sizes()
+    tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
+    tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
+    return PlanReport(
+        source=shown(src),
+        family=resolver.rules.family,
+        tp=tp,
+        num_tensors=sum(len(file.header.tensors) for file in source.files),
+        num_bytes=source.num_bytes,
+        assumed=assumed,
+        left_out=source.left_out,
+        supported_tp=sizes.supported,
+        supported_bytes=sizes.rank_bytes,
+        blocked_tp=sizes.blocked,
+        padded_tp=sizes.padded if base is None else (),
+        padding=NO_PADDING if tp is None else resolver.padding(tp),
+        rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
+        tensors=tensors,
+        num_quantized=num_quantized(specs),
+        quantized_blocks=quantized_blocks(specs),
+        quantization=describe_settings(config_with_quantization(source)),
+        engine=options.get("engine"),
+    )
+
+
+def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
+    """Report the plan of a split checkpoint."""
+    pad = options.pop("pad", False)  # an option of reshard, too
+    refuse_changes(folder, options)
+    manifest = read_manifest(folder)
+    is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
+    if pad and is_adapter:
+        raise UsageError(f"{folder}: is an adapter, for which --pad is not supported: remove it")
+    plan, specs = manifest.plan, manifest.source_tensors
+    sizes = TpSizes((), ())
+    assumed, padding = plan.assumed, NO_PADDING
+    if plan.rules is not None or tp not in (None, plan.tp):
+        stored = resolver_of(manifest, manifest.request.engine)
+        resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
+        sizes = resolver.tp_sizes()
+        plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
+        padding = resolver.padding(plan.tp)
+    if manifest.plan.rules is None:
+        assumed = (*assumed, "a manifest of format 1 or 2 does not store rules: other tp sizes use the installed rules")
+    tensors = tensor_reports(specs, plan)
+    return PlanReport(
+        source=shown(folder),
+        family=plan.family,
+        tp=plan.tp,
+        num_tensors=len(specs),
+        num_bytes=total_bytes(specs.values()),
+        assumed=assumed,
+        left_out={},
+        supported_tp=sizes.supported,
+        supported_bytes=sizes.rank_bytes,
+        blocked_tp=sizes.blocked,
+        padded_tp=() if is_adapter else sizes.padded,
+        padding=padding,
+        rank_bytes=rank_bytes(tensors, plan.tp),
+        tensors=tensors,
+        layout=manifest.layout.name,
+        num_quantized=num_quantized(quantized_tensors(manifest)),
+        quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
+        stored_tp=manifest.tp,
+        ranks=manifest.ranks,
+        quantization=describe_settings(manifest.config),
+        adapters=manifest.adapters,
+        engine=manifest.request.engine,
+    )
+
+
+def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
+    """For each of ``tp`` ranks the bytes of its tensors."""
+    counts = Counter(tensor.shard_bytes for tensor in tensors)  # faster: many tensors have equal shards
+    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
+
+
+def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
+    """The placement of each tensor of a checkpoint."""
+    cache: dict[tuple[int, TensorSpec], Callable[[str], TensorReport]] = {}  # equal plan and shape: all but the name
+    reports = []
+    for name, spec in specs.items():
+        planned = plan.tensors[name]
+        if (report_of := cache.get((id(planned), spec))) is None:
+            report_of = cache[id(planned), spec] = _reports(spec, planned)
+        reports.append(report_of(name))
+    return tuple(reports)
+
+
+def _describe(planned: TensorPlan) -> str:
+    """The placement in words, and whether the values of shards differ from those of the source."""
+    text = planned.placement.describe()
+    if not planned.edits:
+        return text
+    return f"{text}, rewritten per rank" if planned.placement.dim is not None else "rewritten per rank"
+
+
+def _reports(spec: TensorSpec, planned: TensorPlan) -> Callable[[str], TensorReport]:
+    """The report of a tensor by its name."""
+    placement = planned.placement
+    shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.tp))
+    return partial(
+        TensorReport,
+        dtype=spec.dtype,
+        shape=spec.shape,
+        placement=_describe(planned),
+        reason=planned.describe(),
+        shard_shapes=shapes,
+        shard_bytes=tuple(num_bytes(spec.dtype, shape) for shape in shapes),
+        style=planned.style,
+        units=planned.units,
+        dim=placement.dim,
+        intervals=() if placement.dim is None else placement.ranks,
+    )

@@ -1,0 +1,288 @@
+"""Split a source checkpoint into a folder with one file per rank."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Unpack
+
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta, write_meta
+from shardconv.checkpoint.operations.split_sources import plan_sources
+from shardconv.checkpoint.operations.split_writing import SplitWriting
+from shardconv.checkpoint.output.destination import check_disjoint, check_target
+from shardconv.checkpoint.output.job import journal_of, settings_of
+from shardconv.checkpoint.output.journal import check_resume
+from shardconv.checkpoint.output.remote_output import is_remote, refuse_remote, writes_remote
+from shardconv.checkpoint.output.team import Team
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
+from shardconv.layouts.choice import choose_layout, with_max_file_size
+from shardconv.layouts.external import META
+from shardconv.layouts.layout import NATIVE
+from shardconv.plan.plan import Plan
+from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.support.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """Result of a split, or with ``dry_run`` the expected result.
+
+    Attributes:
+        path: the split checkpoint.
+        tp: number of ranks.
+        family: the model family whose rules were used.
+        layout: of the rank files.
+        num_tensors: number of tensors.
+        source_bytes: bytes of the source's weights.
+        rank_bytes: for each of ``ranks`` the bytes of its files.
+        assumed: assumptions of the plan.
+        left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
+        seconds: wall time in seconds.
+        dry_run: whether nothing was written.
+        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        padding: padded units and their cost.
+        derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        files_per_rank: number of files of each rank.
+        adapters: names of the adapters that were split with the model.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
+        ranks: the ranks whose files were written to ``path``.
+    """
+
+    path: str
+    tp: int
+    family: str | None
+    layout: str
+    num_tensors: int
+    source_bytes: int
+    rank_bytes: tuple[int, ...]
+    assumed: tuple[str, ...]
+    left_out: Mapping[str, str]
+    seconds: float
+    dry_run: bool
+    destination_exists: bool
+    padding: PaddingReport = NO_PADDING
+    derived: tuple[str, ...] = ()
+    files_per_rank: int = 1
+    adapters: tuple[str, ...] = ()
+    resumed_bytes: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@reads_remote("src")
+@writes_remote
+def split(
+    src: StrPath | Source,
+    dst: StrPath | None = None,
+    *,
+    tp: int,
+    ranks: Ranks = None,
+    base: StrPath | None = None,
+    adapters: Sequence[StrPath] = (),
+    merge_adapter: bool = False,
+    overwrite: bool = False,
+    checksums: bool = True,
+    layout: str = NATIVE.name,
+    dtype: str | None = None,
+    max_file_size: int | str | None = None,
+    dry_run: bool = False,
+    resume: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    team: Team | None = None,
+    **options: Unpack[PlanOptions],
+) -> SplitReport:
+    """Split a checkpoint for ``tp`` ranks.
+
+    Args:
+        src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
+        dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
+        tp: number of ranks.
+        ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
+            need is read: of column parallel tensors their rows, of row parallel tensors all rows.
+        base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
+            folder with one. ``options`` are then those of the base model.
+        adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
+            ``adapters/NAME`` of ``dst``.
+        merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
+        overwrite: replace an existing checkpoint at ``dst``.
+        checksums: store checksums, which verify and merge check.
+        layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
+            and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
+            folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
+            "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral, without a manifest.
+        dtype: convert floating-point tensors to "bf16", "fp16" or "fp32", rounded to nearest, ties to even; a merge
+            then gives the converted tensors. Tensors that are wider than most are kept. By default nothing is
+            converted.
+        max_file_size: maximum bytes of a rank file, as a number or such as "5GB"; larger ones become several files with
+            an index. A tensor is never divided over files, so one that is larger has a file of its own. By default
+            each rank has one file. Not for layout meta.
+        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
+        team: the processes that write the checkpoint together; None for this one alone.
+        options: how the source is read and planned, see :class:`PlanOptions`.
+
+    Raises:
+        SourceError: if the source cannot be read, changes during the split, or has an element that is too large for
+            ``dtype``.
+        PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
+            padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
+            quantized source.
+        UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
+            change the plan, or the destination is in the source or contains it.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
+            that of the same arguments.
+    """
+    began = time.perf_counter()
+    check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
+    chosen = choose_ranks(ranks, tp)
+    planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
+    source, team = planned.source, team or Team()
+    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+    _check_team(team, target, resume=resume)
+    if layout == META:
+        refuse_remote(target, "layout meta")
+        is_whole = len(chosen) == tp and team.size == 1
+        output = _meta_output(planned, tp, of_adapters, max_file_size, is_whole=is_whole)
+    else:
+        is_identified = checksums and not is_remote(target)
+        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
+    check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
+    exists = check_target(
+        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names,
+        ranks=chosen,
+    )  # fmt: skip
+    resumed_bytes = 0
+    if not dry_run:
+        job = SplitWriting(
+            overwrite=overwrite, checksums=checksums, resume=resume, read=planned.paths, threads=threads,
+            progress=progress, team=team,
+        )  # fmt: skip
+        resumed_bytes = output.write(target, job)
+    held = team.folder_ranks(chosen)
+    return SplitReport(
+        path=shown(target),
+        tp=tp,
+        family=output.plan.family,
+        layout=layout,
+        num_tensors=len(source.specs),
+        source_bytes=source.num_bytes,
+        rank_bytes=tuple(count for rank, count in zip(chosen, output.rank_bytes, strict=True) if rank in held),
+        assumed=output.plan.assumed,
+        left_out=source.left_out,
+        seconds=time.perf_counter() - began,
+        dry_run=dry_run,
+        destination_exists=exists,
+        padding=planned.resolution.resolver.padding(tp),
+        derived=source.derived,
+        files_per_rank=output.files_per_rank,
+        adapters=tuple(of_adapters),
+        resumed_bytes=resumed_bytes,
+        ranks=held,
+    )
+
+
+def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks: tuple[int, ...]) -> Manifest:
+    resolver, assumed = planned.resolution
+    plan = resolver.plan(tp, assumed=assumed)
+    return Manifest.of_source(
+        planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
+    )
+
+
+def _check_team(team: Team, target: Path, *, resume: bool) -> None:
+    """Refuse what several processes cannot do together."""
+    if team.size == 1:
+        return
+    if resume:
+        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
+    if is_remote(target):
+        raise UsageError(f"{target}: several processes write one URL (got {team.size}): start one process")
+
+
+class _Output(NamedTuple):
+    """What a split writes.
+
+    Attributes:
+        plan: the plan.
+        rank_bytes: bytes of each rank's files.
+        files_per_rank: number of files of each rank.
+        write: writes it to a folder, and returns the bytes that an interrupted run had written.
+    """
+
+    plan: Plan
+    rank_bytes: tuple[int, ...]
+    files_per_rank: int
+    write: Callable[[Path, SplitWriting], int]
+
+
+def _meta_output(
+    planned: PlannedSource,
+    tp: int,
+    adapters: Mapping[str, PlannedSource],
+    max_file_size: int | str | None,
+    *,
+    is_whole: bool,
+) -> _Output:
+    """The files of layout meta."""
+    if not is_whole:
+        raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
+    if max_file_size is not None:
+        raise UsageError("layout meta has one file per rank: remove --max-file-size")
+    if adapters:
+        raise UsageError("layout meta does not hold adapters: pass --merge-adapter, or split them alone (--base)")
+    source = planned.source
+    check_meta(source, tp)
+    plan = planned.plan(tp)
+    files = lay_out_meta(source, plan)
+
+    def write(target: Path, job: SplitWriting) -> int:
+        manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
+        settings = settings_of("split", manifest) | {"layout": META}
+        journal = partial(journal_of, settings, read=job.read, resume=job.resume) if job.checksums else None
+        return write_meta(
+            source, files, target, journal, overwrite=job.overwrite, threads=job.threads, progress=job.progress
+        )
+
+    return _Output(plan, tuple(files.file_bytes), 1, write)
+
+
+def _output(
+    planned: PlannedSource,
+    tp: int,
+    adapters: Mapping[str, PlannedSource],
+    layout: str,
+    max_file_size: int | str | None,
+    *,
+    checksums: bool,
+    ranks: tuple[int, ...],
+) -> _Output:
+    """A split checkpoint, with those of its adapters in it."""
+    source = planned.source
+    chosen = choose_layout(layout, planned.tensors, config_with_quantization(source))
+    file_layout = with_max_file_size(chosen, max_file_size)
+    plan = planned.plan(tp)
+    manifest = Manifest.of_source(
+        source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,
+        adapters=tuple(adapters), ranks=ranks,
+    )  # fmt: skip
+    nested = {
+        name: (one.source, _adapter_manifest(one, tp, checksums=checksums, ranks=ranks))
+        for name, one in adapters.items()
+    }
+
+    def write(target: Path, job: SplitWriting) -> int:
+        return job.write(source, manifest, target, nested)
+
+    return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)

@@ -1,0 +1,96 @@
+"""The sources of a split: a model, an adapter, or a model with adapters that are split with it or merged into it."""
+
+from collections.abc import Sequence
+from glob import escape
+from typing import NamedTuple
+
+from shardconv.checkpoint import adapters as adapter_modules
+from shardconv.checkpoint.adapters.adapter import Adapter, open_adapter, plan_adapter
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, as_names, plan_source
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_files import is_portable_name
+from shardconv.files.paths import local_path
+from shardconv.files.weight_formats import ADAPTER_FILES
+from shardconv.support.errors import UsageError
+
+
+class SplitSources(NamedTuple):
+    """What is split.
+
+    Attributes:
+        source: the model, or an adapter alone.
+        adapters: name to each adapter that is split with the model.
+    """
+
+    source: PlannedSource
+    adapters: dict[str, PlannedSource]
+
+
+def plan_sources(
+    src: StrPath | Source,
+    base: StrPath | None,
+    adapters: Sequence[StrPath],
+    layout: str,
+    options: PlanOptions,
+    *,
+    merge_adapter: bool,
+    dtype: str | None,
+) -> SplitSources:
+    """Plan what is split; see :func:`shardconv.split` for the arguments.
+
+    Raises:
+        UsageError: if the arguments contradict each other.
+        SourceError: if a source cannot be read.
+        PlanError: if no plan is known to be correct, or an adapter does not fit.
+    """
+    if merge_adapter and len(adapters) != 1:
+        raise UsageError(f"--merge-adapter merges one adapter (got {len(adapters)}): pass one --adapter")
+    if dtype is not None and (base is not None or (adapters and not merge_adapter)):
+        raise UsageError(
+            "--dtype converts models, not adapters: pass --merge-adapter, or convert the model first (shardconv split "
+            f"SRC --tp 1 --dtype {dtype}, shardconv merge), or remove --dtype"
+        )
+    if base is not None:
+        if adapters:
+            raise UsageError("--base splits an adapter alone, and --adapter one with its model: remove one of the two")
+        if isinstance(src, Source):
+            raise UsageError(f"{src.path}: is not the folder of an adapter: remove --base")
+        return SplitSources(_plan_alone(src, base, layout, options), {})
+    follow_links = options.get("follow_links", False)
+    opened = [open_adapter(local_path(one), follow_links=follow_links) for one in adapters]
+    model = plan_source(src, layout=layout, dtype=dtype, **_without_adapters(src, opened, options))
+    if not merge_adapter:
+        return SplitSources(model, _named([(one, plan_adapter(one, model, layout=layout)) for one in opened]))
+    (adapter,) = opened
+    return SplitSources(adapter_modules.merge_adapter.with_merged_adapter(model, adapter), {})
+
+
+def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
+    """Plan an adapter; ``ignore`` has patterns of its files, and the other options are those of its base model."""
+    follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()))
+    adapter = open_adapter(local_path(src), follow_links=follow_links, ignore=ignore)
+    of_base: PlanOptions = {**options, "ignore": ()}
+    return plan_adapter(adapter, base, layout=layout, **of_base)
+
+
+def _without_adapters(src: StrPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
+    """The options for the model, which leave out adapters in its folder and in subfolders."""
+    if isinstance(src, Source):
+        return options
+    folder, found = local_path(src).resolve(), list[str]()
+    for path in (one.source.path.resolve() for one in adapters):
+        if path == folder:
+            found += [name for name in ADAPTER_FILES if (folder / name).exists()]
+        elif path.is_relative_to(folder):
+            found.append(escape(path.relative_to(folder).as_posix()))
+    return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)} if found else options
+
+
+def _named(adapters: Sequence[tuple[Adapter, PlannedSource]]) -> dict[str, PlannedSource]:
+    """The adapters by the names of their folders."""
+    names = [adapter.source.name for adapter, _ in adapters]
+    if name := next((name for name in names if not is_portable_name(name)), None):
+        raise UsageError(f"{name!r:.100}: is not a name of a folder on every system: rename the folder of the adapter")
+    if len({*names}) < len(names):
+        raise UsageError("two adapters have the same name, that of their folder: rename one of the folders")
+    return {adapter.source.name: planned for adapter, planned in adapters}

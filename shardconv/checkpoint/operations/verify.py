@@ -1,0 +1,331 @@
+"""Verify a split checkpoint bit for bit against its checksums and its source."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.engine.held import held_stripes
+from shardconv.checkpoint.engine.layout import ADAPTERS
+from shardconv.checkpoint.engine.shards import Comparer, ShardReader
+from shardconv.checkpoint.operations.verify_external import (
+    Differences,
+    compare_sources,
+    find_differences,
+    is_other_model,
+    tensor_differences,
+)
+from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.sources.dtype_conversion import with_dtype
+from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, open_if_external, open_source
+from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.split.chosen_ranks import name_ranks
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file, read_ranks
+from shardconv.checkpoint.split.split_folders import SplitFolders, local_folders, read_folders, refuse_layout
+from shardconv.checkpoint.split.vllm_folder import read_split
+from shardconv.files.checksums import checksum, checksum_file
+from shardconv.files.header import total_bytes
+from shardconv.files.paths import local_path
+from shardconv.files.storage.table import shown
+from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
+from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Result of a verification.
+
+    Attributes:
+        paths: the folders of the split checkpoint.
+        against: the source it was compared with, or None.
+        tp: number of ranks.
+        layout: of the rank files.
+        num_tensors: number of tensors.
+        num_bytes: bytes of all tensors, without replicas and padding; of a folder with some of the ranks, bytes of its
+            rank files.
+        other_weights: weight files in the folder that are not part of the split checkpoint.
+        checked: descriptions of the completed checks.
+        is_compared: whether every byte was compared with that of ``against``.
+        has_checksums: whether there are checksums; without them only errors in replicas and padding are detected.
+        differences: descriptions of all differences; empty if there are none.
+        left_out: name to reason of files of ``against`` that were left out.
+        seconds: wall time in seconds.
+        saved_by: the engine that saved the rank files; None for a split checkpoint.
+        ranks: the ranks that the folders have, which were checked.
+        is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
+            from each other, and not only from ``against``.
+    """
+
+    paths: tuple[str, ...]
+    against: str | None
+    tp: int
+    layout: str
+    num_tensors: int
+    num_bytes: int
+    other_weights: tuple[str, ...]
+    checked: tuple[str, ...]
+    is_compared: bool
+    has_checksums: bool
+    differences: tuple[str, ...]
+    left_out: Mapping[str, str]
+    seconds: float
+    saved_by: str | None = None
+    ranks: tuple[int, ...] = ()
+    is_damaged: bool = False
+
+
+@reads_remote("src", "against")
+def verify(
+    src: StrPath | Sequence[StrPath],
+    *,
+    against: StrPath | None = None,
+    follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Check a split checkpoint: headers, checksums, equality of replicas, zeros in the padding, auxiliary files.
+
+    In a folder with some of the ranks, these are checked; several folders have all ranks together.
+
+    Args:
+        src: the split checkpoint, the folders that have some of the ranks each, a folder that vLLM saved of a dense
+            unquantized model, or one with rank files of another tool.
+        against: a source to compare every byte of every tensor with.
+        follow_links: follow links in ``against`` that point outside of its folder.
+        ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
+        source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint that of
+            ``against``. None to detect it.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
+
+    Raises:
+        SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
+        SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
+        UsageError: if ``ignore`` or ``follow_links`` is given without ``against``, or ``ignore`` matches nothing; or a
+            layout for a folder that does not hold rank files of another tool.
+    """
+    began = time.perf_counter()
+    folders = local_folders(src)
+    _check_options(against, ignore=ignore, follow_links=follow_links)
+    if len(folders) == 1 and (external := open_if_external(folders[0], source_layout)) is not None:
+        return _verify_external(
+            external, against, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
+        )
+    if against is None:
+        refuse_layout(folders, source_layout)
+    split = read_folders(folders) if len(folders) > 1 else _one_folder(folders[0])
+    manifest, source = split.manifest, None
+    if against is not None:
+        if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+            found = " ".join(map(shown, folders))
+            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
+        source = open_source(
+            local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            source_layout=source_layout,
+        )  # fmt: skip
+        source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
+    compared_with = None if against is None else shown(against)
+    checked = () if manifest.explicit_files else ("auxiliary files",)
+    damages = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
+    differences = [] if source is None else tensor_differences(manifest.source_tensors, source)
+    if source is not None and not is_other_model(manifest.source_tensors, source):
+        differences += _file_differences(manifest, source)
+    ranks = _compare_ranks(split, source, threads=threads, progress=progress)
+    for name in manifest.adapters:
+        checked = (*checked, f"adapter {name}")
+        damages += _adapter_differences(name, split, threads)
+    return VerifyReport(
+        paths=tuple(map(shown, folders)),
+        against=compared_with,
+        tp=manifest.tp,
+        layout=manifest.layout.name,
+        num_tensors=len(manifest.tensors),
+        num_bytes=_num_bytes(manifest),
+        other_weights=tuple(name for folder in split.folders for name in _other_weights(folder, len(folders))),
+        checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
+        is_compared=ranks.is_compared,
+        has_checksums=manifest.checksums is not None,
+        differences=tuple(map(shown, (*damages, *differences, *ranks.differences.found))),
+        left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
+        seconds=time.perf_counter() - began,
+        saved_by=manifest.saved_by,
+        ranks=_held(manifest),
+        is_damaged=bool(damages) or ranks.differences.is_damaged,
+    )
+
+
+def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
+    """Refuse options of ``against`` without it."""
+    options = {"--ignore": ignore, "--follow-links": follow_links}
+    if against is None and (option := next((name for name, given in options.items() if given), None)):
+        raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
+
+
+def _one_folder(path: Path) -> SplitFolders:
+    """One folder, which may have some of the ranks."""
+    manifest = read_split(path)
+    return SplitFolders(manifest, (SplitFolder(path, manifest),))
+
+
+def _held(manifest: Manifest) -> tuple[int, ...]:
+    """The ranks that were checked, ascending."""
+    return tuple(sorted(set(manifest.ranks)))
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    if len(_held(manifest)) == manifest.tp:
+        return total_bytes(manifest.source_tensors.values())
+    return sum(manifest.rank_layout.rank_bytes)
+
+
+def _compared(manifest: Manifest, compared_with: str | None) -> str:
+    text = f"every tensor of {compared_with}"
+    ranks = _held(manifest)
+    return text if len(ranks) == manifest.tp else f"{name_ranks(ranks)} of {text}"
+
+
+def _verify_external(
+    external: Source,
+    against: StrPath | None,
+    *,
+    follow_links: bool,
+    ignore: tuple[str, ...],
+    threads: int | None,
+    progress: Progress | None,
+) -> VerifyReport:
+    """Check rank files of another tool."""
+    began = time.perf_counter()
+    source = None
+    if against is not None:
+        source = open_source(local_path(against), follow_links=follow_links, ignore=as_names(ignore))
+    is_compared = source is not None and source.specs == external.specs
+    differences = compare_sources(external, source, threads=threads, progress=progress)
+    compared_with = None if against is None else shown(against)
+    return VerifyReport(
+        paths=(shown(external.path),),
+        against=compared_with,
+        tp=external.num_ranks,
+        layout=str(external.layout),
+        num_tensors=len(external.specs),
+        num_bytes=total_bytes(external.specs.values()),
+        other_weights=(),
+        checked=(
+            "names and shapes",
+            "replicas",
+            *([f"every tensor of {compared_with}"] if is_compared else []),
+        ),
+        is_compared=is_compared,
+        has_checksums=False,
+        differences=tuple(map(shown, differences.found)),
+        left_out={} if source is None else source.left_out,
+        seconds=time.perf_counter() - began,
+        saved_by="another tool",
+        ranks=tuple(range(external.num_ranks)),
+        is_damaged=differences.is_damaged,
+    )
+
+
+def _adapter_differences(name: str, split: SplitFolders, threads: int | None) -> list[str]:
+    """The differences of an adapter of a split checkpoint: from its checksums, and between the folders."""
+    try:
+        found = verify([folder.path / ADAPTERS / name for folder in split.folders], threads=threads).differences
+    except SplitCheckpointError as error:
+        found = (str(error),)
+    return [f"adapter {name}: {difference}" for difference in found]
+
+
+class _RankFiles(NamedTuple):
+    """The comparison of the rank files with their checksums and a source; defaults are for files that are not readable.
+
+    Attributes:
+        differences: all differences.
+        checked: descriptions of the completed checks.
+        is_compared: whether every byte was compared with the source.
+    """
+
+    differences: Differences
+    checked: tuple[str, ...] = ()
+    is_compared: bool = False
+
+
+def _compare_ranks(
+    split: SplitFolders, source: Source | None, *, threads: int | None, progress: Progress | None
+) -> _RankFiles:
+    """Compare the rank files with their checksums, and with a source that has the same tensors."""
+    manifest = split.manifest
+    try:
+        reader, inputs = read_ranks(manifest, split.folders, for_report=True)
+    except IntegrityError as error:
+        return _RankFiles(Differences([str(error)], is_damaged=True))
+    is_compared = source is not None and source.specs == manifest.source_tensors
+    compared = source if is_compared else None
+    with inputs:
+        found = _data_differences(manifest, reader, compared, threads=threads or inputs.threads, progress=progress)
+        inputs.check_unchanged()
+    checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas", "padding")
+    return _RankFiles(found, checked, is_compared)
+
+
+def _folder_differences(folder: SplitFolder, count: int) -> list[str]:
+    """The differences of files other than rank files in one of ``count`` folders."""
+    found = auxiliary_differences(folder.manifest, folder.path) + _index_differences(folder.manifest, folder.path)
+    return [str(folder.path / text) if count > 1 else text for text in found]
+
+
+def _other_weights(folder: SplitFolder, count: int) -> list[str]:
+    """The weights in one of ``count`` folders that are not of the split checkpoint."""
+    names = {path.name for path in folder.path.iterdir() if is_weights(path.name)}
+    other = sorted(names - {*folder.manifest.rank_files, *folder.manifest.rank_indexes})
+    return [shown(folder.path / name) if count > 1 else name for name in other]
+
+
+def _index_differences(manifest: Manifest, folder: Path) -> list[str]:
+    """Messages for the missing or changed indexes of ranks, which other programs read."""
+    return [
+        f"{name}: is missing, or differs from the index of the rank's files"
+        for name, text in manifest.rank_indexes.items()
+        if not is_regular_file(folder / name, folder) or checksum_file(folder / name) != checksum(text.encode())
+    ]
+
+
+def _file_differences(manifest: Manifest, source: Source) -> list[str]:
+    """Differences between the files that merge would write and a source with the same weight files."""
+    headers = {file.name: file.header.raw for file in source.files}
+    if manifest.explicit_files or headers.keys() != {name for name, _ in manifest.source_files}:
+        return []  # other weight files, such as one merged file: only tensors can be compared
+    differences = [
+        f"{name}: its header differs from the source" for name, h in manifest.source_files if h.raw != headers[name]
+    ]
+    if manifest.index != source.index:
+        differences.append("the index differs from the source")
+    expected = auxiliary_checksums(source)
+    names = sorted((manifest.auxiliary_files.keys() | expected.keys()) - _replaced(manifest).keys())
+    different = (name for name in names if expected.get(name) != manifest.auxiliary_files.get(name))
+    return [*differences, *(f"{name}: differs from {source.path}" for name in different)]
+
+
+def _replaced(manifest: Manifest) -> dict[str, str]:
+    """Name to reason of the files of the source that the split was asked to replace, and that are not compared."""
+    return {CONFIG_NAME: "replaced by --config of the split"} if manifest.is_config_given else {}
+
+
+def _data_differences(
+    manifest: Manifest, reader: ShardReader, source: Source | None, *, threads: int | None, progress: Progress | None
+) -> Differences:
+    stripes = held_stripes(manifest.stripes, reader.tensors)
+    if source is None:
+        return find_differences(stripes, reader, None, threads=threads, progress=progress)
+    expected, inputs = open_tensors(source, manifest.tensors, None)
+    with inputs:
+        comparer = Comparer(expected, list(manifest.tensors), reader.tensors)
+        threads = threads or inputs.threads
+        found = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
+        inputs.check_unchanged()
+    return found

@@ -1,0 +1,1 @@
+"""New checkpoints: checks of the destination, staging, the journal, and atomic appearance."""

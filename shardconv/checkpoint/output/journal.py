@@ -1,0 +1,162 @@
+"""The journal of a copy: which stripes are on the disk, so that an interrupted run can be continued.
+
+It is a file in the staging folder. Line 1 is the format, line 2 the job: everything that determines the bytes of the
+new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Lines from the second on
+begin with their own checksum, so a line that was not written completely is detected. Nothing waits for the disk:
+a run that continues compares the checksums with what is there.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardconv.checkpoint.output.job_difference import difference
+from shardconv.support.errors import OutputError, UsageError
+
+JOURNAL_NAME = "journal"
+_FORMAT = "shardconv journal 1"
+_START_OVER = "remove --resume to start over"
+
+#: Everything that determines the bytes of the new files, by names for messages.
+Job = dict[str, Any]
+
+
+class Journal:
+    """The finished stripes of one copy.
+
+    Args:
+        job: the copy.
+        names: the names of the new weight files.
+        resume: whether to continue an interrupted run, and to keep finished stripes if this run fails.
+
+    Attributes:
+        finished: number of each finished stripe to the checksums of its bytes, by rank.
+        resumed_bytes: bytes of full tensors in stripes that were on the disk when the run began.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str], *, resume: bool) -> None:
+        self.names = names
+        self.finished: dict[int, dict[int, str]] = {}
+        self.resumed_bytes = 0
+        self._job: Job = json.loads(json.dumps(job))
+        self._resume = resume
+        self._num_bytes = 0
+        self._descriptor: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the journal is that of an interrupted run."""
+        return self._num_bytes > 0
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the run continues an interrupted run, or can be continued."""
+        return self._resume
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the run can be continued, but has not finished a stripe."""
+        return self._resume and not self.finished
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the staging folder is kept if the run fails."""
+        return self._resume and bool(self.finished)
+
+    def read(self, folder: Path, target: Path) -> None:
+        """Read the journal of an interrupted run, if it is to be continued and there is one.
+
+        Args:
+            folder: the staging folder.
+            target: the destination, for messages.
+
+        Raises:
+            OutputError: if the interrupted run is another job.
+        """
+        path = folder / JOURNAL_NAME
+        if not self._resume or not path.is_file():
+            return
+        *lines, _ = path.read_bytes().split(b"\n")
+        if lines and lines[0] != _FORMAT.encode():
+            raise OutputError(
+                f"{target}: the journal of the interrupted run has another format (got {lines[0][:40]!r}, expected "
+                f"{_FORMAT!r}): continue with the version of shardconv that wrote it, or {_START_OVER}"
+            )
+        if len(lines) < 2:
+            return  # nothing was copied yet
+        self._check_job(_parse(lines[1]), target)
+        self._num_bytes = sum(len(line) + 1 for line in lines[:2])
+        for line in lines[2:]:
+            if (record := _parse(line)) is None:
+                break
+            self._num_bytes += len(line) + 1
+            self.finished[record["stripe"]] = {int(rank): text for rank, text in record["checksums"].items()}
+
+    def _check_job(self, job: Job | None, target: Path) -> None:
+        if job is None:
+            raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}")
+        if (text := difference(job, self._job)) is not None:
+            raise OutputError(f"{target}: {text}: repeat its command with the same source, or {_START_OVER}")
+
+    def start(self, folder: Path) -> None:
+        """Open the journal for new records; begin it, unless it is that of an interrupted run."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(folder / JOURNAL_NAME, flags, 0o600)
+        os.ftruncate(self._descriptor, self._num_bytes)
+        if not self.is_continued:
+            self._append(f"{_FORMAT}\n{_line(self._job)}".encode())
+
+    def record(self, stripe: int, checksums: Mapping[int, str]) -> None:
+        """Record a finished stripe, with the checksum of its bytes on each rank."""
+        self._append(_line({"stripe": stripe, "checksums": checksums}).encode())
+        self.finished[stripe] = {**checksums}
+
+    def count_resumed(self, num_bytes: int) -> None:
+        """Count the bytes of a stripe that was on the disk."""
+        with self._lock:
+            self.resumed_bytes += num_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _append(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        view = memoryview(data)
+        with self._lock:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+
+
+def check_resume(*, resume: bool, dry_run: bool, checksums: bool = True) -> None:
+    """Refuse options with which a run cannot be continued.
+
+    Raises:
+        UsageError: if there are any.
+    """
+    if resume and not checksums:
+        raise UsageError("--resume compares what is on the disk with checksums: remove --no-checksums")
+    if resume and dry_run:
+        raise UsageError("--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume")
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    text = json.dumps(value, separators=(",", ":"))
+    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """The value in a line; None if the line is damaged."""
+    check, _, text = line.partition(b" ")
+    if xxhash.xxh3_64_hexdigest(text).encode() != check:
+        return None
+    value: dict[str, Any] = json.loads(text)
+    return value

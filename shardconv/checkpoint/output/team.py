@@ -1,0 +1,84 @@
+"""The processes that write one split checkpoint: one, unless a launcher such as torchrun started several.
+
+Defines the facts that processes compare and the interface of a team. :mod:`shardconv.runtime.split_team` implements
+the team of several processes with torch.distributed; nothing here depends on torch.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.sources.sample import sample_checksum
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.checkpoint.split.views import REMOTE_VERSIONS
+from shardconv.files.storage.table import versions
+
+#: For each rank the checksum of each stripe.
+Rows = tuple[tuple[str, ...], ...]
+
+
+def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
+    """Facts that are equal in all processes that split sources together: plural name to value."""
+    return {
+        "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
+        "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
+        "values of tensors": [sample_checksum(source) for source, _ in splits],
+        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
+    }
+
+
+class Team:
+    """A process that writes a split checkpoint alone; the base class of processes that write one together.
+
+    Processes on one host, or on hosts with a shared disk, write one folder. Each writes the files of some ranks.
+
+    Attributes:
+        size: number of processes.
+        is_first: whether this process reports the result.
+        is_leader: whether this process writes the auxiliary files and the manifest of its folder.
+    """
+
+    size = 1
+    is_first = True
+    is_leader = True
+
+    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
+
+        Args:
+            target: the folder that this process writes.
+            facts: computes the facts that are compared: plural name to a value that JSON can represent.
+        """
+
+    def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The subset of ``ranks`` in the folder of this process."""
+        return ranks
+
+    def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The subset of ``ranks`` whose files this process writes."""
+        return ranks
+
+    def staging(
+        self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]
+    ) -> AbstractContextManager[Path]:
+        """The staging folder, which gets its final name when all processes have left the context.
+
+        Args:
+            target: the final name.
+            open_staging: opens the staging folder, once for all processes that write it.
+        """
+        del target
+        return open_staging()
+
+    def gather(self, rows: Rows) -> Rows:
+        """The checksums of all ranks of the folder, from those of the ranks of each process."""
+        return rows
+
+    def watch(self, progress: Progress | None) -> Progress | None:
+        """A callback for the progress of this process that raises if another process has failed."""
+        return progress

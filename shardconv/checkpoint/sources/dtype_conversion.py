@@ -1,0 +1,177 @@
+"""Conversion of the floating-point tensors of a source to another dtype, while they are read.
+
+Converts names, headers, index and config; ``rounding`` converts the elements.
+"""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint.engine.copy import Scratch
+from shardconv.checkpoint.engine.layout import in_file_order
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_files import SourceFile, with_total_size
+from shardconv.checkpoint.sources.source_reader import ReadStored, Transform, stored_files
+from shardconv.files.fileio import Bytes
+from shardconv.files.header import DTYPE_BITS, FLOAT_NAMES, TARGET_DTYPES, Header, build_header, target_dtype
+from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.support.errors import PlanError, SourceError
+
+#: The keys of dtypes in configs.
+_CONFIG_KEYS = ("dtype", "torch_dtype")
+#: Prefixes of the dtypes that only quantized checkpoints have.
+_QUANTIZED = ("F8_", "F6_", "F4")
+
+
+def with_dtype(source: Source, dtype: str) -> Source:
+    """The source with its floating-point tensors in another dtype, and with that dtype in its config.
+
+    Integers, booleans and complex numbers are not converted. Nor are tensors that are wider than the dtype of most
+    elements: a model that has some tensors in higher precision needs it.
+
+    Args:
+        source: the source.
+        dtype: one of :data:`~shardconv.files.header.TARGET_DTYPES`.
+
+    Raises:
+        UsageError: if the dtype is unknown.
+        PlanError: if the source is quantized.
+    """
+    target = target_dtype(dtype)
+    _refuse_quantized(source, dtype)
+    main = _main_dtype(source.specs)
+    others = {name: spec.dtype for name, spec in source.specs.items() if spec.dtype in {*FLOAT_NAMES} - {target}}
+    kept = [name for name, stored in others.items() if DTYPE_BITS[stored] > DTYPE_BITS[main]]
+    converted = others.keys() - kept
+    config, texts = _config_texts(source, FLOAT_NAMES[target])
+    source = replace(source, config=config, made_files={**source.made_files, **texts}, dtype=dtype)
+    if not converted:
+        return source
+    transforms = {
+        name: Conversion(name, others[name], target, source.transforms.get(name)) for name in sorted(converted)
+    }
+    files = tuple(_with_header(file, converted, target) for file in source.files)
+    total = sum(file.header.data_bytes for file in files)
+    return replace(
+        source,
+        files=files,
+        index=None if source.index is None else (source.index[0], with_total_size(source.index[1], total)),
+        stored=source.stored or stored_files(source),
+        transforms={**source.transforms, **transforms},
+        derived=(*source.derived, _describe(source.specs, dtype, kept)),
+    )
+
+
+def _refuse_quantized(source: Source, dtype: str) -> None:
+    name = next((name for name, spec in source.specs.items() if spec.dtype.startswith(_QUANTIZED)), None)
+    if name is None and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is None:
+        return
+    raise PlanError(
+        f"{name or source.path}: is quantized, and scales and packed values cannot be converted to {dtype}: split the "
+        f"unquantized checkpoint, or leave out --dtype and load the split checkpoint with --dequantize"
+    )
+
+
+def _main_dtype(specs: Mapping[str, TensorSpec]) -> str:
+    """The floating-point dtype of most elements; F64 without any."""
+    counts: Counter[str] = Counter()
+    for spec in specs.values():
+        if spec.dtype in FLOAT_NAMES:
+            counts[spec.dtype] += prod(spec.shape)
+    return max(counts, key=counts.__getitem__, default="F64")
+
+
+def _describe(specs: Mapping[str, TensorSpec], dtype: str, kept: Sequence[str]) -> str:
+    if not kept:
+        return f"converted to {dtype}"
+    dtypes = "/".join(dict.fromkeys(specs[name].dtype for name in kept))
+    others = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    return f"converted to {dtype}, except tensors that the source keeps in {dtypes} ({kept[0]}{others})"
+
+
+def _with_header(file: SourceFile, converted: set[str], dtype: str) -> SourceFile:
+    """The file as a merge writes it; its tensors stay aligned to their dtypes."""
+    header: Header = file.header
+    specs = {
+        name: TensorSpec(dtype if name in converted else info.dtype, info.shape)
+        for name, info in header.tensors.items()
+    }
+    tensors = ((name, spec.dtype, spec.shape) for name, spec in in_file_order(specs).items())
+    return replace(file, header=build_header(tensors, header.metadata))
+
+
+def _config_texts(source: Source, dtype: str) -> tuple[dict[str, object] | None, dict[str, str]]:
+    """The config with another dtype, and its text by its name; no text if it stays unchanged."""
+    config = copy.deepcopy(source.config)
+    if config is None or not _change_dtype(config, dtype):
+        return source.config, {}
+    return config, {CONFIG_NAME: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+
+
+def _change_dtype(config: dict[str, object], dtype: str) -> bool:
+    """Change the dtypes of a model and its submodels, in place; whether there are others."""
+    is_changed = False
+    for key, value in config.items():
+        if isinstance(value, dict):
+            is_changed |= _change_dtype(value, dtype)
+        elif key in _CONFIG_KEYS and str(value).removeprefix("torch.") in {*FLOAT_NAMES.values()} - {dtype}:
+            config[key] = dtype
+            is_changed = True
+    return is_changed
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The transform of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        stored_dtype: its dtype in safetensors before the conversion.
+        dtype: its dtype after the conversion.
+        inner: the transform that computes its bytes before the conversion; None if they are stored.
+    """
+
+    name: str
+    stored_dtype: str
+    dtype: str
+    inner: Transform | None = None
+
+    @property
+    def unit(self) -> int:
+        """See :class:`~shardconv.checkpoint.sources.source_reader.Transform`."""
+        inner = 0 if self.inner is None else self.inner.unit * DTYPE_BITS[self.dtype] // DTYPE_BITS[self.stored_dtype]
+        return inner or DTYPE_BITS[self.dtype] // 8
+
+    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
+        """Fill a block with the bytes of the converted tensor from ``start`` on.
+
+        Raises:
+            SourceError: if a finite element is too large for the dtype.
+        """
+        stored_size, size = DTYPE_BITS[self.stored_dtype] // 8, DTYPE_BITS[self.dtype] // 8
+        step = max(scratch.block_bytes * size // max(stored_size, size) // self.unit, 1) * self.unit
+        for at in range(0, len(block), step):
+            converted, first = block[at : at + step], (start + at) // size
+            data = scratch.take("conversion", len(converted) // size * stored_size)
+            if self.inner is None:
+                read(self.name, first * stored_size, data)
+            else:
+                self.inner.fill(data, first * stored_size, read, scratch.nested("inner"))
+            try:
+                arrays.rounding.convert(data, self.stored_dtype, converted, self.dtype)
+            except OverflowError as error:
+                index, value = error.args
+                raise SourceError(self._overflow(first + index, value)) from error
+
+    def _overflow(self, index: int, value: float) -> str:
+        option = next(name for name, dtype in TARGET_DTYPES.items() if dtype == self.dtype)
+        wider = {"fp16": "--dtype bf16 or --dtype fp32", "bf16": "--dtype fp32"}.get(option)
+        remedy = f"pass {wider}" if wider else "leave out --dtype"
+        return f"{self.name}: element {index} is {value:g}, which is too large for {option}: {remedy}"

@@ -1,0 +1,108 @@
+"""Proof that files next to a checkpoint, in PyTorch's format or Meta's layout, hold only tensors of the checkpoint.
+
+Names and shapes are compared, not values: transformers loads safetensors if a folder has both formats.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from shardconv.files.header import read_header
+from shardconv.files.json_files import read_json
+from shardconv.files.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
+from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
+from shardconv.layouts.external import META, external_layout
+from shardconv.support.errors import SourceError
+
+
+def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The files that are not proven to be duplicates of a checkpoint.
+
+    Args:
+        files: name in the folder to path, of regular weight files that are not part of the checkpoint.
+        shapes: of the checkpoint's tensors.
+
+    Returns:
+        Name to reason; the reason is empty for formats that cannot be listed.
+    """
+    reasons = dict.fromkeys(files, "")
+    indexes = {name: _index(name, path) for name, path in files.items() if PYTORCH.lists(name)}
+    for name, index in indexes.items():
+        if not isinstance(index, str) and index.tensors == shapes.keys():
+            listed_files = {file for file in index.files & files.keys() if file.endswith(PYTORCH.suffixes)}
+            reasons |= dict.fromkeys([name, *listed_files], _PROVEN)
+    pickles = [name for name in files if name.endswith(PYTORCH.suffixes) and reasons[name] != _PROVEN]
+    for name, listed in zip(pickles, list_torch_files([files[name] for name in pickles]), strict=True):
+        reasons[name] = _first_mismatch(listed, shapes)
+    for name in [name for name in files if SAFETENSORS.has(name) and external_layout(META).files.fullmatch(name)]:
+        reasons[name] = _first_mismatch(_read_tensors(files[name]), shapes)
+    indexes |= {name: _index(name, path) for name, path in files.items() if name == _META_INDEX}
+    for name, index in indexes.items():
+        if isinstance(index, str):
+            reasons[name] = index
+        elif all(reasons.get(file) == _PROVEN for file in index.files):
+            reasons[name] = _PROVEN
+        else:
+            reasons[name] = "lists tensors that the checkpoint does not have"
+    return {name: why for name, why in reasons.items() if why != _PROVEN}
+
+
+_META_INDEX = f"consolidated{SAFETENSORS.index_suffix}"
+#: Marks a file that is proven to be a duplicate.
+_PROVEN = "proven"
+
+
+class _Index(NamedTuple):
+    """The tensors that an index lists, and their files, by their names in the folder."""
+
+    tensors: set[str]
+    files: set[str]
+
+
+def _index(name: str, path: Path) -> _Index | str:
+    """Read an index; returns a description of the error if it cannot be used."""
+    try:
+        weight_map = read_json(path).get("weight_map")
+    except SourceError as error:
+        return str(error).removeprefix(f"{path}: ")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        return "does not have a weight_map"
+    return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
+
+
+def _read_tensors(path: Path) -> TorchFile | TorchProblem:
+    """The tensors of a safetensors file, in the form of a PyTorch file."""
+    try:
+        tensors = read_header(path).tensors
+    except SourceError as error:
+        return TorchProblem(str(error).removeprefix(f"{path}: "), "download it again")
+    return TorchFile(tuple(TorchTensor(name, one.dtype, one.shape, (), one.start) for name, one in tensors.items()), ())
+
+
+def _with_model_names(tensors: tuple[TorchTensor, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TorchTensor]:
+    """The tensors, those of Meta's layout with their names in the checkpoint, and without those that follow from it."""
+    layout = external_layout(META)
+    for tensor in tensors:
+        known = layout.known(tensor.name)
+        if known is not None and tensor.name not in shapes:
+            yield tensor._replace(name=known.name)
+        elif tensor.name in shapes or not layout.is_left_out(tensor.name):
+            yield tensor
+
+
+def _first_mismatch(listed: TorchFile | TorchProblem, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
+
+    A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.
+    """
+    if isinstance(listed, TorchProblem):
+        return listed.problem
+    tensors = tuple(_with_model_names(listed.tensors, shapes))
+    known = {tensor[1:] for tensor in tensors if tensor.shape == shapes.get(tensor.name)}
+    for tensor in tensors:
+        if tensor.name in shapes and tensor.shape != shapes[tensor.name]:
+            expected = list(shapes[tensor.name])
+            return f"has {tensor.name} of shape {list(tensor.shape)}, expected {expected} as in the checkpoint"
+        if tensor.name not in shapes and tensor[1:] not in known:
+            return f"has {tensor.name}, which the checkpoint does not have"
+    return _PROVEN

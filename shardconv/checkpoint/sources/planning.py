@@ -1,0 +1,281 @@
+"""Plans of checkpoints on disk: options, source and rules."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypedDict, Unpack
+
+from shardconv.checkpoint.sources.dtype_conversion import with_dtype
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.files.paths import check_exists, local_path
+from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME
+from shardconv.formats.detect import with_grids
+from shardconv.layouts.choice import engine_of
+from shardconv.layouts.layout import NATIVE
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest, Resolution, resolve
+from shardconv.plan.resolver import Resolver
+from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
+from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError
+
+#: A path that a user passes.
+StrPath = str | Path
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options for reading and planning a source.
+
+    Attributes:
+        rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.rules.Rules`.
+        replicate: names or patterns of tensors to replicate.
+        head_dim: the head size, for checkpoints without a config.
+        experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
+        engine: "vllm" to use the boundaries of that engine; None for those of shardconv's runtime, which also runs
+            checkpoints with other boundaries.
+        pad: pad units that do not divide with zeros, if outputs stay equal.
+        config: a config.json to use instead of the one next to the weights.
+        follow_links: follow links that point outside of the folder.
+        ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
+        source_layout: "deepseek", "deepspeed", "meta" or "dcp" for rank files of other tools; None to detect them.
+    """
+
+    rules: Rules
+    replicate: tuple[str, ...]
+    head_dim: int | None
+    experts: str
+    engine: str | None
+    pad: bool
+    config: StrPath | None
+    follow_links: bool
+    ignore: tuple[str, ...]
+    source_layout: str | None
+
+
+#: Defaults of :class:`PlanOptions`.
+_DEFAULTS: dict[str, object] = {
+    "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None,
+}  # fmt: skip
+
+
+def refuse_changes(folder: Path, options: PlanOptions) -> None:
+    """Refuse options that would change the plan of a split checkpoint.
+
+    Raises:
+        UsageError: if an option does not have its default value.
+    """
+    given = [name for name, value in options.items() if (value or None) != (_DEFAULTS[name] or None)]
+    if given:
+        flags = {"engine": "--for", "source_layout": "--from"}
+        named = ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in given)
+        raise UsageError(
+            f"{folder}: is a split checkpoint, which stores its plan: remove {named}, or pass the source that was split"
+        )
+
+
+class PlannedSource(NamedTuple):
+    """A source that is planned.
+
+    Attributes:
+        source: the source.
+        tensors: its tensors, those of quantized layers with their grids.
+        request: the user's options for the plan.
+        resolution: the rules and assumptions.
+        paths: all files that were read.
+    """
+
+    source: Source
+    tensors: Mapping[str, TensorSpec]
+    request: PlanRequest
+    resolution: Resolution
+    paths: tuple[Path, ...]
+
+    def plan(self, tp: int) -> Plan:
+        """The plan for ``tp`` ranks.
+
+        Raises:
+            PlanError: if no plan is known to be correct.
+        """
+        return self.resolution.resolver.plan(tp, assumed=self.resolution.assumed)
+
+
+def plan_source(
+    src: StrPath | Source,
+    *,
+    rules: Rules = AUTO,
+    replicate: tuple[str, ...] = (),
+    head_dim: int | None = None,
+    experts: str = "tensor",
+    engine: str | None = None,
+    pad: bool = False,
+    config: StrPath | None = None,
+    follow_links: bool = False,
+    ignore: tuple[str, ...] = (),
+    source_layout: str | None = None,
+    layout: str = NATIVE.name,
+    dtype: str | None = None,
+    may_miss: bool = False,
+) -> PlannedSource:
+    """Open a source, unless it is a :class:`Source`, and find its rules.
+
+    The options are those of :class:`PlanOptions`, the errors those of :func:`make_plan`. The plan is for the engine of
+    the ``layout``, if it has one. With ``dtype``, floating-point tensors are converted: see
+    :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``may_miss``, rules of the user may match
+    nothing.
+    """
+    if isinstance(src, Source):
+        if ignore:
+            raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the config {src.path}): remove it")
+        source = src
+    else:
+        config_path = None if config is None else local_path(config)
+        source = open_source(
+            local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore),
+            source_layout=source_layout,
+        )  # fmt: skip
+    refuse_adapter(source)
+    source = source if dtype is None else with_dtype(source, dtype)
+    options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, may_miss, int(pad))
+    paths = (source.path, *source.paths, *source.auxiliary_files.values())
+    settings = config_with_quantization(source)
+    tensors = with_grids(source.specs, settings)
+    if isinstance(rules, Plan):
+        request, resolution = _resolution_of(rules, tensors, options)
+        return PlannedSource(source, tensors, request_for(request, layout), resolution, paths)
+    if (plan_file := plan_file_of(rules)) is not None:
+        check_exists(local_path(str(rules)), PlanError)
+        paths = (*paths, plan_file)
+    named = _named(rules)
+    request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
+    resolver, assumed = resolve(tensors, settings, request)
+    sentences = (*source.assumed, *assumed, *_without_class(source.config or {}))
+    return PlannedSource(source, tensors, request, Resolution(resolver, sentences), paths)
+
+
+def _without_class(config: Mapping[str, object]) -> Iterator[str]:
+    """The assumption about a config of transformers that does not name the model class."""
+    if isinstance(config.get("model_type"), str) and not config.get("architectures"):
+        yield ("config.json does not have architectures: shardconv run fails. Add it, or pass --config FILE")
+
+
+def check_shapes(source: Source) -> tuple[str, ...]:
+    """Compare the shapes of all tensors with the config, as a plan does.
+
+    Returns:
+        Why they cannot be compared, as a sentence; nothing if they are equal.
+
+    Raises:
+        SourceError: if a shape contradicts the config.
+    """
+    settings = config_with_quantization(source)
+    if settings is None:
+        return (f"shapes are not compared with a config, because the folder does not have {CONFIG_NAME}",)
+    try:
+        resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
+    except ShapeError as error:
+        raise SourceError(
+            f"{source.path}: {error.args[0]}: correct {CONFIG_NAME}, or remove it to merge without this comparison"
+        ) from error
+    except PlanError as error:
+        return (f"shapes are not compared with the config: {error}",)
+    return ()
+
+
+def refuse_adapter(source: Source) -> None:
+    """Refuse an adapter, whose plan needs its base model.
+
+    Raises:
+        SourceError: if the source is an adapter.
+    """
+    if any(file.name in ADAPTER_FILES for file in source.files):
+        raise SourceError(
+            f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass --base BASE to "
+            f"shardconv plan or split, or split BASE with --adapter {str(source.path)!r}, also with --merge-adapter"
+        )
+
+
+def _named(rules: Rules) -> PlanRequest:
+    """The request for a family or plan file; refuses policies, which apply to modules."""
+    try:
+        return request_of(rules)
+    except TypeError as error:
+        raise UsageError(
+            f"{error}: a policy matches modules by class, which a checkpoint does not have: use it with convert_model, "
+            f"or write its rules to a plan file"
+        ) from error
+
+
+def _resolution_of(
+    plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequest
+) -> tuple[PlanRequest, Resolution]:
+    """The request and rules of a plan that a user passes, with the options beside it.
+
+    Raises:
+        UsageError: if other options change the plan.
+        PlanError: if the plan does not store its rules, or they give other placements for this source.
+    """
+    changed = [name for name in _PLAN_OPTIONS if getattr(options, name) != getattr(PlanRequest(), name)]
+    if options.engine is not None:
+        changed.append("engine")
+    if changed:
+        raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
+    if plan.rules is None:
+        raise PlanError("the plan is from a manifest of format 1 or 2, which does not store rules: make it again")
+    resolver = Resolver(tensors, plan.rules).padded(plan.rules.pad)
+    if (name := plan.first_difference(resolver.plan(plan.tp))) is not None:
+        raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
+    return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), Resolution(resolver, plan.assumed)
+
+
+def request_for(request: PlanRequest, layout: str) -> PlanRequest:
+    """The request for a plan that the engine of a layout can execute; unchanged for a layout without an engine.
+
+    Args:
+        request: the user's options for the plan.
+        layout: the name of the layout.
+
+    Raises:
+        UsageError: if the layout is unknown, or the user's options change the engine's plan.
+    """
+    if (engine := engine_of(layout)) is None:
+        return request
+    default = PlanRequest()
+    changed = [option for name, option in _PLAN_OPTIONS.items() if getattr(request, name) != getattr(default, name)]
+    if changed:
+        raise UsageError(
+            f"--layout {layout} requires the plan of {engine}, which {', '.join(changed)} changes: remove that, or "
+            f"use --layout native"
+        )
+    return replace(request, engine=engine)
+
+
+#: The fields of a request that change the plan, and their options.
+_PLAN_OPTIONS = {
+    "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
+    "experts": "--experts", "pad": "--pad",
+}  # fmt: skip
+
+
+def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Convert a single name or a sequence of names to a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@reads_remote("src")
+def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
+    """Make the plan of a checkpoint from its headers and config, without reading its data.
+
+    Args:
+        src: a ``.safetensors`` or PyTorch file, an index file, or a folder.
+        tp: number of ranks.
+        options: see :class:`PlanOptions`.
+
+    Raises:
+        SourceError: if the checkpoint cannot be read.
+        PlanError: if no plan is known to be correct.
+        UsageError: if the family or ``tp`` is not valid, or an option does not apply to the checkpoint.
+    """
+    resolver, assumed = plan_source(src, **options).resolution
+    return resolver.plan(tp, assumed=assumed)

@@ -1,0 +1,1 @@
+"""Split checkpoints: the manifest, folders with some of the ranks, and the shards of one rank."""

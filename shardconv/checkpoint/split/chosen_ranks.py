@@ -1,0 +1,77 @@
+"""The ranks whose files a folder has: how users choose them, and how messages name them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from shardconv.support.errors import UsageError
+from shardconv.support.formatting import ranges
+
+#: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
+Ranks = str | int | Iterable[int] | None
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
+#: Digits that a rank may have; many more would be too many for an integer.
+_MAX_DIGITS = 18
+#: Digits of a rank in a message.
+_MAX_SHOWN = 20
+
+
+def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
+    """The ranks that a user chooses, ascending.
+
+    Raises:
+        UsageError: if they are none, malformed, not below ``tp``, or one is given twice.
+    """
+    if chosen is None:
+        return tuple(range(tp))
+    spans = list(_parse(chosen, tp) if isinstance(chosen, str) else _numbers(chosen))
+    if not spans:
+        raise UsageError("--ranks is empty: pass the ranks to write, such as 0-7, or leave it out to write all")
+    if wrong := [bound for span in spans for bound in span if not 0 <= bound < tp]:
+        raise _not_below(str(wrong[-1]), tp)
+    ((rank, count),) = Counter(rank for first, last in spans for rank in range(first, last + 1)).most_common(1)
+    if count > 1:
+        raise UsageError(f"--ranks has rank {rank} twice: correct it")
+    return tuple(sorted(rank for first, last in spans for rank in range(first, last + 1)))
+
+
+def _not_below(rank: str, tp: int) -> UsageError:
+    size = f"{len(rank)} digits, " if len(rank) > _MAX_DIGITS else ""
+    shown = rank if len(rank) <= _MAX_SHOWN else f"{rank[:_MAX_SHOWN]}..."
+    return UsageError(f"--ranks has rank {shown} ({size}expected ranks from 0 to {tp - 1}, for --tp {tp}): correct it")
+
+
+def _parse(text: str, tp: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last of each range in a text."""
+    for part in text.split(",") if text.strip() else ():
+        match = _RANGE.fullmatch(part.strip())
+        ends = [end.lstrip("0") or "0" for end in match.groups() if end] if match else []
+        for end in ends:
+            if len(end) > _MAX_DIGITS:
+                raise _not_below(end, tp)
+        if not ends:
+            raise UsageError(
+                f"--ranks is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): correct it"
+            )
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last:
+            raise UsageError(f"--ranks has a reversed range (got {first}-{last}, expected {last}-{first}): correct it")
+        yield first, last
+
+
+def _numbers(chosen: int | Iterable[int]) -> Iterator[tuple[int, int]]:
+    for rank in (chosen,) if isinstance(chosen, int) else chosen:
+        if type(rank) is not int:
+            raise UsageError(f"ranks is malformed (got {rank!r:.60}, expected integers): correct it")
+        yield rank, rank
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in a sentence, such as "ranks 0, 2, 5-7"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def as_option(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ``--ranks`` has them, such as "0,2,5-7"."""
+    return ranges(ranks).replace(", ", ",")

@@ -1,0 +1,255 @@
+"""The manifest of a split checkpoint: the plan, source headers and checksums that verify, merge, reshard and run need.
+
+``manifest_json`` converts it to JSON, ``manifest_file`` reads and writes shardconv.json.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+from shardconv.checkpoint.engine.copy import Stripe, split_into_stripes
+from shardconv.checkpoint.engine.layout import (
+    ADAPTERS,
+    ExplicitFiles,
+    Layout,
+    in_file_order,
+    lay_out_ranks,
+    lay_out_source,
+)
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest_format import NO_IDENTITY, identity_of
+from shardconv.files.header import Header
+from shardconv.layouts.layout import NATIVE, FileLayout
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a split checkpoint, in a folder with all ranks, or with some of them.
+
+    Attributes:
+        plan: the placement of every tensor.
+        request: the user's options for the plan.
+        config: the source's config, or None.
+        source_name: the name of the source's file or folder.
+        is_folder: whether the source was a folder.
+        source_files: name and header of each source file.
+        index: name and text of the source's index, or None.
+        metadata: metadata of the rank files, except the format.
+        auxiliary_files: name to checksum of each auxiliary file.
+        stripe_bytes: bytes of the full tensors per checksum.
+        ranks: the ranks whose files the folder has, in order. What there is of each rank (checksums, shards in
+            ``rank_layout``) is in this order.
+        checksums: for each of ``ranks`` the xxh3-128 of its bytes of each stripe, or None.
+        layout: the tensors of the rank files, and the names of the files.
+        is_identified: whether rank files store the identity of the split checkpoint; see :attr:`identity`.
+        ignore: patterns of files of the source that the user left out.
+        derived: why the source that a merge gives differs from the files that were split, one phrase each.
+        dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
+        adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
+        explicit_files: rank files that do not follow from ``layout``, or None.
+        sample: in a folder with some ranks the checksum of a sample of the source's values, see
+            :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
+        is_config_given: whether the user passed the config, in place of that of the source.
+    """
+
+    plan: Plan
+    request: PlanRequest
+    config: dict[str, object] | None
+    source_name: str
+    is_folder: bool
+    source_files: tuple[tuple[str, Header], ...]
+    index: tuple[str, str] | None
+    metadata: dict[str, str]
+    auxiliary_files: Mapping[str, str]
+    stripe_bytes: int
+    ranks: tuple[int, ...]
+    checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
+    layout: FileLayout = NATIVE
+    is_identified: bool = False
+    ignore: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    dtype: str | None = None
+    adapters: tuple[str, ...] = ()
+    explicit_files: ExplicitFiles | None = None
+    sample: str | None = None
+    is_config_given: bool = False
+
+    @classmethod
+    def of_source(
+        cls,
+        source: Source,
+        plan: Plan,
+        request: PlanRequest,
+        *,
+        stripe_bytes: int,
+        layout: FileLayout = NATIVE,
+        checksums: bool = True,
+        adapters: tuple[str, ...] = (),
+        ranks: tuple[int, ...] | None = None,
+    ) -> Self:
+        """The manifest of a split that is not yet written, with or without ``checksums``; None for all ``ranks``.
+
+        Raises:
+            PlanError: as :meth:`checked_for_layout`.
+        """
+        return cls(
+            plan=plan,
+            request=request,
+            config=source.config,
+            source_name=source.name,
+            is_folder=source.is_folder,
+            source_files=tuple((file.name, file.header) for file in source.files),
+            index=source.index,
+            metadata=source.metadata,
+            auxiliary_files=dict.fromkeys(source.auxiliary_names, ""),
+            stripe_bytes=stripe_bytes,
+            ranks=tuple(range(plan.tp)) if ranks is None else ranks,
+            layout=layout,
+            is_identified=checksums,
+            ignore=source.ignore,
+            derived=source.derived,
+            dtype=source.dtype,
+            adapters=adapters,
+            is_config_given=source.is_config_given,
+        ).checked_for_layout()
+
+    @property
+    def saved_by(self) -> str | None:
+        """The engine that wrote the rank files; None if shardconv did."""
+        return None if self.explicit_files is None else self.layout.engine
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Possible differences between rank files of an engine and the checkpoint that it loaded."""
+        return () if self.explicit_files is None else self.explicit_files.notes
+
+    @property
+    def tp(self) -> int:
+        """Number of ranks."""
+        return self.plan.tp
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the folder has all ranks."""
+        return self.ranks == tuple(range(self.tp))
+
+    @property
+    def shared(self) -> "Manifest":
+        """What folders with other ranks of the same split have in common; all of it in a folder with all ranks."""
+        return self if self.is_complete else replace(self, ranks=(), checksums=None, source_name="")
+
+    @cached_property
+    def source_tensors(self) -> dict[str, TensorSpec]:
+        """Name to dtype and full shape of every tensor, in the source's order."""
+        headers = (header for _, header in self.source_files)
+        return {name: TensorSpec(info.dtype, info.shape) for header in headers for name, info in header.tensors.items()}
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Name to dtype and full shape of every tensor, in the order of the rank files."""
+        return in_file_order(self.source_tensors)
+
+    @cached_property
+    def stripes(self) -> list[Stripe]:
+        """The stripes of the full tensors."""
+        sizes = [shards.geometry.num_bytes for shards in self.source_layout.shards]
+        return split_into_stripes(sizes, self.stripe_bytes)
+
+    @cached_property
+    def identity(self) -> str | None:
+        """The checksum of all checksums, which rank files store in their headers, so that files of others are detected.
+
+        Folders with some of the ranks have one each, as no host has the checksums of all ranks. Zeros while the
+        checksums are unknown; None without checksums, and in formats 1 and 2.
+        """
+        if not self.is_identified:
+            return None
+        return identity_of(self.checksums) if self.checksums is not None else NO_IDENTITY
+
+    @cached_property
+    def rank_layout(self) -> Layout:
+        """The expected rank files."""
+        if self.explicit_files is not None:
+            return self.explicit_files.layout
+        ranks = None if self.is_complete else self.ranks
+        return lay_out_ranks(
+            self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity, ranks=ranks
+        )
+
+    @cached_property
+    def source_layout(self) -> Layout:
+        """The source files."""
+        return lay_out_source([header for _, header in self.source_files], self.tensors, self.plan)
+
+    @property
+    def files_per_rank(self) -> int:
+        """Number of files of each rank."""
+        return 1 if self.layout.max_file_bytes is None else self.rank_layout.files_per_rank
+
+    @property
+    def rank_files(self) -> list[str]:
+        """The names of the rank files."""
+        if self.explicit_files is not None:
+            return list(self.explicit_files.names)
+        count = self.files_per_rank
+        return [self.layout.rank_file(rank, self.tp, file, count) for rank in self.ranks for file in range(count)]
+
+    @property
+    def rank_indexes(self) -> dict[str, str]:
+        """Name to text of the index of each rank's files; empty for one file per rank, and for engines."""
+        if self.files_per_rank == 1 or self.layout.engine is not None:
+            return {}
+        layout, names, indexes = self.rank_layout, self.rank_files, {}
+        for at, rank in enumerate(self.ranks):
+            files = zip(names[layout.files_of(at)], layout.headers[layout.files_of(at)], strict=True)
+            weight_map = {tensor: name for name, header in files for tensor in header.tensors}
+            total = sum(info.num_bytes for info in layout.tensors_of(at).values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
+        return indexes
+
+    def adapter_folders(self, folder: Path) -> dict[str, Path]:
+        """Name to folder of each adapter of the split checkpoint in a folder."""
+        return {name: folder / ADAPTERS / name for name in self.adapters}
+
+    def rank_paths(self, folder: Path) -> list[Path]:
+        """The paths of the rank files in a folder."""
+        return [folder / name for name in self.rank_files]
+
+    def with_ranks(self, ranks: tuple[int, ...]) -> "Manifest":
+        """The manifest of a folder with these ranks, not yet written."""
+        return self if ranks == self.ranks else replace(self, ranks=ranks)
+
+    def prefixes_with(self, checksums: tuple[tuple[str, ...], ...]) -> list[bytes]:
+        """The bytes of each rank file before its shards, with the identity of all checksums of the folder."""
+        return replace(self, checksums=checksums).rank_layout.prefixes
+
+    def written(self, checksums: tuple[tuple[str, ...], ...] | None, auxiliary_files: Mapping[str, str]) -> Self:
+        """The manifest after its files are written, with their checksums."""
+        return replace(self, checksums=checksums, auxiliary_files=auxiliary_files)
+
+    def with_plan(self, plan: Plan, request: PlanRequest, layout: FileLayout, *, checksums: bool) -> Self:
+        """The manifest of the same source for another plan and layout, not yet written, with or without ``checksums``.
+
+        Raises:
+            PlanError: as :meth:`checked_for_layout`.
+        """
+        changed = replace(self, plan=plan, request=request, layout=layout, checksums=None, is_identified=checksums)
+        changed = replace(changed, ranks=tuple(range(plan.tp)), explicit_files=None, sample=None)
+        return changed.checked_for_layout()
+
+    def checked_for_layout(self) -> Self:
+        """Check the layout, and return the manifest itself.
+
+        Raises:
+            PlanError: if the layout does not fit the tensors or the plan.
+        """
+        self.layout.check(self.tensors, self.plan)
+        if self.layout.changed:
+            _ = self.rank_layout  # raises PlanError if shards do not form a tensor
+        return self

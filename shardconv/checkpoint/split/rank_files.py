@@ -1,0 +1,144 @@
+"""The files of a split checkpoint: open rank files with their headers checked, and check auxiliary files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardconv.checkpoint.engine.shards import ShardReader
+from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.checksums import checksum_file
+from shardconv.files.fileio import InputFiles
+from shardconv.files.paths import leads_out
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError
+
+#: The remedy for a damaged rank file.
+AGAIN = "copy it again, or split the source again"
+
+
+class SplitFolder(NamedTuple):
+    """A folder with rank files, and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+
+def read_ranks(
+    manifest: Manifest, folders: Sequence[SplitFolder], *, for_report: bool = False
+) -> tuple[ShardReader, InputFiles]:
+    """Open the rank files of a split checkpoint and check their headers.
+
+    Args:
+        manifest: has the ranks of all folders, in order.
+        folders: the folders.
+        for_report: whether messages are for a report, which names a single folder and the remedy once for all.
+
+    Raises:
+        IntegrityError: if a file is missing, or has the wrong size or header.
+        SplitCheckpointError: if a file cannot be read.
+    """
+    paths = [path for folder in folders for path in _existing_files(folder, for_report=for_report)]
+    prefixes = [prefix for folder in folders for prefix in folder.manifest.rank_layout.prefixes]
+    layout = manifest.rank_layout
+    try:
+        inputs = InputFiles(paths, prefixes, layout.file_bytes, remedy="" if for_report else f": {AGAIN}")
+    except SourceError as error:
+        kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
+        raise kind(str(error)) from error
+    labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
+    reader = ShardReader(
+        layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
+        files_per_rank=layout.files_per_rank, remedy="" if for_report else f": {AGAIN}",
+    )  # fmt: skip
+    return reader, inputs
+
+
+def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[Path]:
+    """The rank files of a folder."""
+    paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
+    for path in paths:
+        if not path.is_file():
+            expected = f"all {manifest.tp} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
+            remedy = "" if for_report else ": copy it to this folder, or split the source again"
+            raise IntegrityError(f"{path}: is missing (expected {expected}){remedy}")
+        if leads_out(path, folder.path):
+            raise IntegrityError(f"{path}: is a link out of its folder")
+    return paths
+
+
+def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
+    """Check that a folder has ranks.
+
+    Raises:
+        SplitCheckpointError: if it does not.
+    """
+    if missing := [rank for rank in ranks if rank not in manifest.ranks]:
+        raise SplitCheckpointError(
+            f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of {manifest.tp}): split "
+            f"the source on this host with --tp {manifest.tp} --ranks {as_option(missing)}, or start the ranks on the "
+            f"hosts that have them"
+        )
+
+
+def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
+    """Open the files of one rank of a split checkpoint and check their headers.
+
+    Raises:
+        SplitCheckpointError: if the folder does not have the rank, or a file is missing or a link out of its folder,
+            cannot be read, or has the wrong size or header.
+    """
+    check_ranks(manifest, folder, [rank])
+    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(manifest.ranks.index(rank))
+    paths = manifest.rank_paths(folder)[files]
+    for path in paths:
+        if leads_out(path, folder):
+            raise SplitCheckpointError(f"{path}: is a link out of its folder")
+        if not path.is_file():
+            raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
+    try:
+        return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
+    except SourceError as error:
+        raise SplitCheckpointError(str(error)) from error
+
+
+def check_readable(manifest: Manifest, folders: Sequence[SplitFolder]) -> None:
+    """Check the existence, sizes and headers of all files, without reading their data.
+
+    Raises:
+        SplitCheckpointError: as :func:`read_ranks` and :func:`auxiliary_paths`.
+    """
+    auxiliary_paths(manifest, folders[0].path)
+    _, inputs = read_ranks(manifest, folders)
+    inputs.close()
+
+
+def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
+    """Name to path of the auxiliary files of a split checkpoint.
+
+    Raises:
+        SplitCheckpointError: if one is missing, not a regular file, or a link out of the folder.
+    """
+    paths = {name: folder / name for name in manifest.auxiliary_files}
+    for path in paths.values():
+        if not is_regular_file(path, folder):
+            raise SplitCheckpointError(
+                f"{path}: is missing, not a regular file, or a link out of its folder: restore the file"
+            )
+    return paths
+
+
+def is_regular_file(path: Path, folder: Path) -> bool:
+    """Whether a path is a regular file, and not a link out of its folder."""
+    return path.is_file() and not leads_out(path, folder)
+
+
+def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
+    """Messages for the missing or changed auxiliary files of a split checkpoint."""
+    differences = []
+    for name, expected in manifest.auxiliary_files.items():
+        path = folder / name
+        if not is_regular_file(path, folder):
+            differences.append(f"{name}: is missing, not a regular file, or a link out of its folder")
+        elif checksum_file(path) != expected:
+            differences.append(f"{name}: differs from its checksum")
+    return differences

@@ -1,0 +1,300 @@
+"""Readers of one rank's shards, one tensor at a time, from its rank file or from byte ranges of a source.
+
+They do not depend on torch: callers create tensors from the bytes. Files are mapped into memory, so that only the pages
+with bytes of the shard are read. Full rows are read in blocks only where the tensors of a source are computed, or its
+files cannot be mapped.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint.engine.copy import Progress, Scratch, Shards, Span, StripeState
+from shardconv.checkpoint.engine.geometry import Box, ShardRows, geometry, unsharded
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.rank_files import open_rank
+from shardconv.checkpoint.split.verify_rank import verify_rank
+from shardconv.files.fileio import Bytes, InputFiles
+from shardconv.files.header import DTYPE_BITS, num_bytes
+from shardconv.files.storage.table import remote_file
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.support.errors import SourceError
+
+#: Maximum bytes of full rows in memory.
+_BLOCK_BYTES = 4 * 2**20
+
+
+class RankReader(ABC):
+    """A reader of the shards of one rank; it closes its files when it is garbage collected.
+
+    Files are mapped into memory: a shard that is one range of a file is a view of it, and is not copied. Files must not
+    be modified while the shards are in use.
+
+    Args:
+        files: the open files.
+        tensors: name to dtype and full shape, in the preferred order of reading.
+        plan: their placements.
+        rank: the rank.
+
+    Attributes:
+        num_bytes_read: bytes read from the files so far.
+    """
+
+    def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
+        self.tensors, self.plan, self.rank = tensors, plan, rank
+        self.num_bytes_read = 0
+        self._files = files
+        self._mappings: dict[int, Bytes | None] = {}
+        self.close = weakref.finalize(self, files.close)
+
+    @abstractmethod
+    def read(self, name: str) -> Bytes:
+        """The bytes of the rank's shard of a tensor.
+
+        Raises:
+            SourceError: if a file is too short, was modified since it was opened, or cannot be read.
+        """
+
+    def read_local(self, name: str) -> Bytes:
+        """The bytes of the rank's shard as the rank computes with them: its groups are counted from 0.
+
+        Raises:
+            SourceError: as :meth:`read`.
+        """
+        data, edits = self.read(name), self.plan.tensors[name].edits
+        return data if edits is None else _sum(data, self.tensors[name].dtype, edits[self.rank], sign=-1)
+
+    def shard_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the rank's shard of a tensor."""
+        return self.plan.placement(name).shard_shape(self.tensors[name].shape, self.rank)
+
+    def check_unchanged(self) -> None:
+        """Check that no file was modified since it was opened.
+
+        Raises:
+            SourceError: if one was.
+        """
+        self._files.check_unchanged()
+
+    def _mapping(self, file: int) -> Bytes | None:
+        """A file as it is mapped into memory; None if it cannot be mapped."""
+        if file not in self._mappings:
+            self._mappings[file] = self._files.map(file)
+        return self._mappings[file]
+
+
+class RankFileReader(RankReader):
+    """A reader of the files of a rank.
+
+    Args:
+        manifest: of the split checkpoint.
+        folder: of the split checkpoint.
+        rank: the rank of the files.
+        verify: check the files against their checksums first.
+        progress: called with the number of checked bytes and the total.
+
+    Raises:
+        IntegrityError: if bytes differ from those that were written.
+        SplitCheckpointError: if a file is missing, a link out of its folder, or has the wrong size or header.
+    """
+
+    def __init__(
+        self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
+    ) -> None:
+        layout, files = manifest.rank_layout, open_rank(manifest, folder, rank)
+        super().__init__(files, manifest.tensors, manifest.plan, rank)
+        self._position = manifest.ranks.index(rank)
+        self._first = layout.files_of(self._position).start
+        self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
+        files.fetch()
+        if verify:
+            verify_rank(manifest, files, rank, progress)
+        sizes = layout.file_bytes[layout.files_of(self._position)]
+        files.prefetch((number, 0, size) for number, size in enumerate(sizes))
+
+    def read(self, name: str) -> Bytes:
+        """See :class:`RankReader`."""
+        self._files.check_unchanged()
+        shards, spec, at = self._shards[name], self.tensors[name], self._position
+        if not shards.files:
+            shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
+            return _take_shard(_implied_values(shards), shard)
+        size = _shard_bytes(shards, at)
+        self.num_bytes_read += size
+        file, ranges = shards.files[at] - self._first, shards.ranges(at, 0, size)
+        data = self._read_ranges(file, size, list(ranges))
+        if shards.edits is None or shards.edits.values is None:
+            return data
+        return _sum(data, shards.edits.dtype, shards.edits.values[at], sign=1)
+
+    def _read_ranges(self, file: int, size: int, ranges: Sequence[tuple[int, int]]) -> Bytes:
+        """Ranges of a file, one after the other: a view of the file if there is one, and it is mapped."""
+        mapping = self._mapping(file)
+        if mapping is not None and len(ranges) == 1:
+            ((start, count),) = ranges
+            return mapping[start : start + count]
+        data = memoryview(bytearray(size))
+        self._files.read_ranges(file, data, ranges)
+        return data
+
+
+class SourceReader(RankReader):
+    """A reader of the shards of a plan from the files of a source.
+
+    Args:
+        source: the source.
+        plan: of its tensors.
+        rank: the rank of the shards.
+
+    Raises:
+        SourceError: if a file does not match its header.
+    """
+
+    def __init__(self, source: Source, plan: Plan, rank: int) -> None:
+        self._reader, files = open_tensors(source, source.specs, plan)
+        super().__init__(files, source.specs, plan, rank)
+        self._number = {name: number for number, name in enumerate(source.specs)}
+        self._scratch = Scratch(_BLOCK_BYTES)
+        if files.is_remote:
+            self._reader.prefetch(tuple(span for name in self._number for span in self._spans(name)))
+
+    def _spans(self, name: str) -> Iterator[Span]:
+        """The ranges of a full tensor that are read for its shard."""
+        spec, number = self.tensors[name], self._number[name]
+        full = self._reader.tensors[number]
+        size = full.geometry.num_bytes
+        if full.edits is not None:
+            yield Span(number, 0, size)
+            return
+        for box in geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank].boxes(0, size):
+            rows = Span(number, box.full, box.full + box.rows * box.full_width)
+            _, length, offset = _run(box)
+            yield Span(number, offset, offset + length) if _is_one_run(box) else rows
+
+    def read(self, name: str) -> Bytes:
+        """See :class:`RankReader`."""
+        spec, full = self.tensors[name], self._reader.tensors[self._number[name]]
+        for file in set(full.files):
+            self._files.check_unchanged(file)
+        size = full.geometry.num_bytes
+        shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
+        if not size:
+            return memoryview(bytearray())
+        if full.edits is not None:
+            whole = memoryview(bytearray(size))
+            self._fill(name, whole, 0)  # compares all values with those that follow from the grid
+            return _take_shard(whole, shard)
+        if (mapped := self._mapped(full)) is not None:
+            self._prefetch(full, shard)
+            self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
+            return _take_shard(mapped, shard, is_copied=full.offsets[0] % max(DTYPE_BITS[spec.dtype] // 8, 1) > 0)
+        data = memoryview(bytearray(shard.local(size)))
+        for box in shard.boxes(0, size):
+            if _is_one_run(box):
+                at, length, offset = _run(box)
+                self._fill(name, data[at : at + length], offset)
+            else:
+                self._fill_rows(name, box, data)
+        return data
+
+    def _mapped(self, full: Shards) -> Bytes | None:
+        """A full tensor as a view of the file that stores it; None if it is not one range of a mapped file."""
+        if len(full.files) != 1 or full.geometry != unsharded(full.geometry.num_bytes):
+            return None
+        mapping, start = self._mapping(full.files[0]), full.offsets[0]
+        return None if mapping is None else mapping[start : start + full.geometry.num_bytes]
+
+    def _prefetch(self, full: Shards, shard: ShardRows) -> None:
+        """Ask the operating system to read ahead the range of the file that has the shard."""
+        boxes = list(shard.boxes(0, full.geometry.num_bytes))
+        if boxes:
+            first = min(box.full + box.offset for box in boxes)
+            last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
+            self._files.prefetch([(full.files[0], full.offsets[0] + first, last - first)])
+
+    def _fill(self, name: str, buffer: Bytes, start: int) -> None:
+        """Fill a buffer with the bytes of a full tensor from ``start`` on."""
+        state = StripeState(0)
+        self._reader.gather(state, Span(self._number[name], start, start + len(buffer)), buffer, self._scratch)
+        self.num_bytes_read += len(buffer)
+        if state.problem:
+            raise SourceError(state.problem)
+
+    def _fill_rows(self, name: str, box: Box, data: Bytes) -> None:
+        """Read full rows, block by block, and copy the columns of a box."""
+        step = max(_BLOCK_BYTES // box.full_width, 1)
+        block = memoryview(bytearray(min(step, box.rows) * box.full_width))
+        for row in range(0, box.rows, step):
+            rows = min(step, box.rows - row)
+            block_box = box._replace(full=0, local=0, rows=rows)
+            full_rows = block[: rows * box.full_width]
+            self._fill(name, full_rows, box.full + row * box.full_width)
+            start = box.local + row * box.local_width
+            local_rows = data[start : start + rows * box.local_width]
+            arrays.strided.scatter(full_rows, [block_box], local_rows, is_padded=False)
+
+
+def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
+    """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
+    is_remote = any(remote_file(path) is not None for path in source.paths)
+    stored = {} if source.stored is None else source.stored.shards
+    total = 0
+    for name, spec in source.specs.items():
+        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
+        size = num_bytes(spec.dtype, spec.shape)
+        is_made = name in source.transforms or (name in stored and len(stored[name].files) > 1)
+        if size and (is_remote or is_made or _only_range(shard, size) is None):
+            total += shard.local(size)
+    return total
+
+
+def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> Bytes:
+    """The shard of a full tensor: a view of it if the shard is one range, else, or with ``is_copied``, a copy."""
+    if not is_copied and (found := _only_range(shard, len(full))) is not None:
+        return full[found]
+    data = memoryview(bytearray(shard.local(len(full))))
+    arrays.strided.scatter(full, list(shard.boxes(0, len(full))), data, is_padded=False)
+    return data
+
+
+def _only_range(shard: ShardRows, full_bytes: int) -> slice | None:
+    """The range of the full tensor that is the shard; None if the shard is not one range."""
+    boxes = list(shard.boxes(0, full_bytes))
+    if len(boxes) != 1 or not _is_one_run(boxes[0]) or shard.is_padded:
+        return None
+    _, size, offset = _run(boxes[0])
+    return slice(offset, offset + size)
+
+
+def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:
+    """A copy of a shard with integers added to its elements, or subtracted with ``sign`` -1."""
+    copied = memoryview(bytearray(data))
+    arrays.edits.add(copied, dtype, 0, values, sign=sign)
+    return copied
+
+
+def _implied_values(shards: Shards) -> Bytes:
+    """The values of a tensor that no file has, as they follow from its grid."""
+    assert shards.edits is not None
+    values = memoryview(bytearray(shards.geometry.num_bytes))
+    arrays.edits.fill(values, shards.edits, 0)
+    return values
+
+
+def _is_one_run(box: Box) -> bool:
+    """Whether the bytes of a box are one range of the shard and of the full tensor."""
+    return box.rows == 1 or box.size == box.full_width == box.local_width
+
+
+def _run(box: Box) -> tuple[int, int, int]:
+    """The only run of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
+    return box.local + box.local_offset, box.rows * box.size, box.full + box.offset
+
+
+def _shard_bytes(shards: Shards, position: int) -> int:
+    full = shards.geometry.num_bytes
+    return shards.geometry.shards[position].local(full) if full else 0

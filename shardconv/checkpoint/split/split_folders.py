@@ -1,0 +1,176 @@
+"""Several folders, each with some of the ranks of one split, as one split checkpoint."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from shardconv.checkpoint.sources.planning import StrPath
+from shardconv.checkpoint.sources.source import Source, open_if_external
+from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.rank_files import SplitFolder
+from shardconv.checkpoint.split.vllm_folder import read_split
+from shardconv.files.paths import local_path
+from shardconv.support.errors import SplitCheckpointError, UsageError
+
+_SAMPLE = "sampled values"
+#: Properties of a source, and those of a split, which are the same in all folders of a split.
+_OF_SOURCE: dict[str, Callable[[Manifest], object]] = {
+    "files": lambda manifest: (manifest.source_files, manifest.index, manifest.metadata, manifest.is_folder),
+    "auxiliary files": lambda manifest: manifest.auxiliary_files,
+    "config.json": lambda manifest: manifest.config,
+    _SAMPLE: lambda manifest: manifest.sample,  # None in a folder with all ranks
+}
+_OF_SPLIT: dict[str, Callable[[Manifest], object]] = {
+    "tensor parallel size": lambda manifest: manifest.tp,
+    "plan": lambda manifest: (manifest.plan.to_json(), manifest.request),
+    "layout": lambda manifest: (manifest.layout, manifest.dtype),
+    "checksums": lambda manifest: (manifest.checksums is None, manifest.is_identified, manifest.stripe_bytes),
+    "adapters": lambda manifest: manifest.adapters,
+}
+
+
+class SplitFolders(NamedTuple):
+    """A split checkpoint in one folder, or in several.
+
+    Attributes:
+        manifest: of all ranks, in the order of the folders; a rank that several folders have is in it as often.
+        folders: the folders.
+    """
+
+    manifest: Manifest
+    folders: tuple[SplitFolder, ...]
+
+    @property
+    def first(self) -> Path:
+        """The first folder, whose auxiliary files stand for those of all."""
+        return self.folders[0].path
+
+
+def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[list[Path], Source | None]:
+    """The local paths of one folder or of several, and the source in one with rank files of another tool.
+
+    Args:
+        paths: of the folders.
+        source_layout: the layout of another tool's rank files; None to detect it.
+
+    Raises:
+        UsageError: if no folder is given, one is given twice, or there is a layout for several or for a split
+            checkpoint.
+        SourceError: if rank files of another tool cannot be read.
+    """
+    found = local_folders(paths)
+    if len(found) == 1 and (source := open_if_external(found[0], source_layout)) is not None:
+        return found, source
+    refuse_layout(found, source_layout)
+    return found, None
+
+
+def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
+    """The local paths of one folder or of several.
+
+    Raises:
+        UsageError: if no folder is given, or one is given twice.
+    """
+    found = [local_path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not found:
+        raise UsageError("no folder given (expected at least one): pass the folders of a split")
+    if twice := next((path for at, path in enumerate(found) if path in found[:at]), None):
+        raise UsageError(f"{twice}: is given twice: pass each folder once")
+    return found
+
+
+def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
+    """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint.
+
+    Raises:
+        UsageError: if there is a layout.
+    """
+    if source_layout is not None and len(found) > 1:
+        raise UsageError(f"--from is for one folder (got {len(found)}): remove it, or pass one folder")
+    if source_layout is not None:
+        raise UsageError(
+            f"{found[0]}: is a split checkpoint, and --from is for rank files of other tools: remove --from"
+        )
+
+
+def read_folders(paths: Sequence[Path]) -> SplitFolders:
+    """Read the manifests of folders that have all ranks of a split together.
+
+    Raises:
+        SplitCheckpointError: if a manifest is not valid, the folders are not of one split, or ranks are missing.
+    """
+    folders = tuple(SplitFolder(path, read_split(path)) for path in paths)
+    first = folders[0].manifest
+    if len(folders) > 1 and any(one.manifest.explicit_files is not None for one in folders):
+        raise SplitCheckpointError(f"{paths[0]}: files that an engine saved are in one folder: pass it alone")
+    for other in folders[1:]:
+        _check_same(folders[0], other)
+    _check_replicas(folders)
+    _check_complete(folders)
+    if len(folders) == 1:
+        return SplitFolders(first, folders)
+    ranks = tuple(rank for one in folders for rank in one.manifest.ranks)
+    checksums = first.checksums and tuple(rank for one in folders for rank in one.manifest.checksums or ())
+    return SplitFolders(replace(first, ranks=ranks, checksums=checksums), folders)
+
+
+def _check_same(first: SplitFolder, other: SplitFolder) -> None:
+    """Check that two folders are of the same split of the same source."""
+    options = _differences(_OF_SPLIT, first.manifest, other.manifest)
+    source = _differences(_OF_SOURCE, first.manifest, other.manifest)
+    if source:
+        raise SplitCheckpointError(
+            f"{other.path}: was split from another source than {first.path} (different {', '.join(source)}): split the "
+            f"same source on every host"
+        )
+    if options:
+        raise SplitCheckpointError(
+            f"{other.path}: was split with other options than {first.path} (different {', '.join(options)}): split "
+            f"with the same options on every host"
+        )
+
+
+def _differences(properties: dict[str, Callable[[Manifest], object]], first: Manifest, other: Manifest) -> list[str]:
+    return [
+        name
+        for name, value in properties.items()
+        if (got := value(other)) != (expected := value(first)) and (name != _SAMPLE or None not in {got, expected})
+    ]
+
+
+def _check_replicas(folders: Sequence[SplitFolder]) -> None:
+    """Check that stripes of which every rank has all bytes have the same checksum in all folders."""
+    first, names = folders[0].manifest, list(folders[0].manifest.tensors)
+    for number in _replicated_stripes(first):
+        found = {checksums[number] for one in folders for checksums in one.manifest.checksums or ()}
+        if len(found) > 1:
+            name = names[first.stripes[number][0].tensor]
+            raise SplitCheckpointError(
+                f"{folders[-1].path}: was split from another source than {folders[0].path} (different bytes of "
+                f"{name}, which every rank has): split the same source on every host"
+            )
+
+
+def _replicated_stripes(manifest: Manifest) -> Iterator[int]:
+    """Yield the numbers of the stripes of which every rank has the same bytes."""
+    planned = [manifest.plan.tensors[name] for name in manifest.tensors]
+    is_replicated = [one.placement.dim is None and one.edits is None for one in planned]
+    for number, stripe in enumerate(manifest.stripes if manifest.checksums else ()):
+        if all(is_replicated[span.tensor] for span in stripe):
+            yield number
+
+
+def _check_complete(folders: Sequence[SplitFolder]) -> None:
+    """Check that no rank is missing."""
+    tp = folders[0].manifest.tp
+    found = sorted({rank for one in folders for rank in one.manifest.ranks})
+    if missing := sorted({*range(tp)} - {*found}):
+        given = " ".join(str(one.path) for one in folders)
+        raise SplitCheckpointError(
+            f"{given}: {name_ranks(missing)} of {tp} {'are' if len(missing) > 1 else 'is'} missing (got "
+            f"{name_ranks(found)}): pass the folders with these, too, or write them with shardconv split --tp {tp} "
+            f"--ranks {as_option(missing)}"
+        )

@@ -1,0 +1,160 @@
+"""The plan that is stored in a split checkpoint, as used by reshard, plan and run.
+
+Manifests of format 1 and 2 store placements, but not their rules, so the installed families are used for them. For
+later formats, installed families are never used.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.formats.detect import with_grids
+from shardconv.plan.engines import engine_named
+from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
+from shardconv.plan.request import resolve
+from shardconv.plan.resolver import Resolver
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.unused import known_unused
+from shardconv.support.errors import PlanError, SplitCheckpointError
+
+
+def stored_rules(manifest: Manifest) -> RuleSet:
+    """The rules in a manifest; for format 1 and 2 the installed rules for its request.
+
+    Raises:
+        PlanError: if the installed rules do not fit the checkpoint.
+    """
+    if manifest.plan.rules is not None:
+        return manifest.plan.rules
+    return resolve(quantized_tensors(manifest), manifest.config, manifest.request).resolver.rules
+
+
+def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
+    """The source tensors with the grids that the manifest stores; of a manifest without any, those of its config."""
+    tensors, planned = manifest.source_tensors, manifest.plan.tensors
+    if not any(one.grid for one in planned.values()):
+        return with_grids(tensors, manifest.config)
+    return {name: spec._replace(grid=planned[name].grid) for name, spec in tensors.items()}
+
+
+def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorSpec]:
+    """The source tensors as a model has them: with ``dequantize``, weights in place of the tensors that store them."""
+    tensors = quantized_tensors(manifest)
+    return logical_tensors(tensors) if dequantize else tensors
+
+
+def resolver_of(
+    manifest: Manifest, engine: str | None, *, pad: int | None = None, dequantize: bool = False
+) -> Resolver:
+    """The resolver of the stored rules, which makes the plan for any tensor parallel size.
+
+    Args:
+        manifest: of the split checkpoint.
+        engine: the engine whose boundaries the plan uses; None for those of shardconv.
+        pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for that of the split checkpoint.
+        dequantize: plan the weights of quantized layers, in place of the tensors that store them.
+
+    Raises:
+        PlanError: if the rules do not fit the checkpoint.
+    """
+    rules = stored_rules(manifest)
+    if engine != manifest.request.engine:
+        rules = rules.for_engine(engine_named(engine))
+    tensors = loaded_tensors(manifest, dequantize=dequantize)
+    return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
+
+
+def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False) -> Plan:
+    """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
+
+    Args:
+        manifest: of the split checkpoint.
+        folder: of the split checkpoint, for messages.
+        dequantize: return the plan of the weights of quantized layers, in place of the tensors that store them.
+
+    Raises:
+        SplitCheckpointError: if a placement by the rules differs from the stored one.
+    """
+    stored = manifest.plan
+    reason = _REASONS[stored.rules is None]
+    try:
+        plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
+    except PlanError as error:
+        raise SplitCheckpointError(f"{folder}: {reason}: {error}. {_remedy(folder)}") from error
+    if (name := stored.first_difference(plan)) is None:
+        if dequantize:
+            resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)
+            plan = resolver.plan(manifest.tp, assumed=stored.assumed)
+        return replace(plan, assumed=(*plan.assumed, _OLD_FORMAT)) if stored.rules is None else _relax_unused(plan)
+    raise SplitCheckpointError(
+        f"{folder}: {reason}: {name} was split as {_describe(stored, name)}, and would now be split as "
+        f"{_describe(plan, name)}. {_remedy(folder)}"
+    )
+
+
+#: The assumption for a manifest of an older format.
+_OLD_FORMAT = "its manifest is of format 1 or 2, which does not store module overrides: the installed ones are used"
+
+
+def _relax_unused(plan: Plan) -> Plan:
+    """Make user rules and blocks optional that only match tensors which the model is known not to use.
+
+    All other user rules must match a parameter in memory: names may differ, and another rule would apply instead.
+    """
+    assert plan.rules is not None
+    unused = known_unused(plan.tensors)
+    needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
+
+    def relaxed(model_rules: ModelRules) -> ModelRules:
+        mounts = {rule.mount for rule in model_rules.family.rules if rule.pattern in needed}
+        rules = tuple(
+            replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
+            if rule.by_user and rule.pattern not in needed
+            else rule
+            for rule in model_rules.family.rules
+        )
+        return replace(model_rules, family=replace(model_rules.family, rules=rules))
+
+    return replace(plan, rules=replace(plan.rules, models=tuple(map(relaxed, plan.rules.models))).without_engine())
+
+
+def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = False) -> dict[str, Placement]:
+    """The placements in shardconv's runtime of tensors that the rank files hold replicated for an engine.
+
+    Args:
+        manifest: of the split checkpoint.
+        plan: the result of :func:`runnable_plan`.
+        dequantize: as for the plan.
+
+    Raises:
+        SplitCheckpointError: if a tensor is sharded otherwise than in the runtime.
+    """
+    if plan.rules is None or plan.tp == 1:
+        return {}
+    runtime_plan = Resolver(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
+    placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
+    different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
+    if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:
+        raise SplitCheckpointError(
+            f"{name}: its shard for {manifest.request.engine} is {plan.placement(name).describe()} (expected the full "
+            f"tensor, or {different[name].describe()}): split the source again"
+        )
+    return different
+
+
+#: Why a plan cannot be executed, by whether the manifest lacks rules.
+_REASONS = {
+    True: "its manifest is of format 1 or 2, which does not store rules, and the installed rules differ",
+    False: "it was written by another version of shardconv, which planned differently",
+}
+
+
+def _remedy(folder: Path) -> str:
+    return f"Merge it and split it again: shardconv merge {folder} -o MERGED; shardconv split MERGED --tp N"
+
+
+def _describe(plan: Plan, name: str) -> str:
+    planned = plan.tensors.get(name)
+    return "nothing" if planned is None else f"{planned.style} ({planned.placement.describe()})"

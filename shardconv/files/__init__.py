@@ -1,0 +1,1 @@
+"""Files and the tensors in them: local and remote files, and safetensors, PyTorch and DCP containers."""

@@ -1,0 +1,311 @@
+"""Read, check and build headers of safetensors files (https://github.com/huggingface/safetensors#format).
+
+Files are untrusted input: everything that the reference library refuses is refused here, too.
+"""
+
+import json
+import re
+import stat
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, NoReturn, TypeGuard
+
+from shardconv.files.fileio import InputFile, open_input
+from shardconv.files.text_files import START_BYTES, text_problem
+from shardconv.support.errors import SourceError, UsageError
+
+#: Bits per element of every dtype of the format, by its name in a header.
+DTYPE_BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8,
+    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+#: The floating-point dtypes that tensors can be converted from, and their names in configs.
+FLOAT_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+#: The dtypes that tensors can be converted to, by their names as options.
+TARGET_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+
+#: Maximum size of a header in bytes.
+MAX_HEADER_BYTES = 100_000_000
+
+#: The remedy for a damaged file.
+_AGAIN = "download or copy it again"
+_U64_MAX = 2**64 - 1
+_LENGTH = struct.Struct("<Q")
+_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+class TensorInfo(NamedTuple):
+    """Dtype and shape of one tensor of a file, and its byte range in the data section of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header.
+
+    Attributes:
+        raw: the JSON text exactly as in the file, with its padding and without the length before it.
+        tensors: name to tensor, in the order of the data.
+        metadata: the ``__metadata__`` strings of the file, or None.
+    """
+
+    raw: bytes
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str] | None
+
+    @property
+    def data_offset(self) -> int:
+        """Offset of the data section in the file."""
+        return _LENGTH.size + len(self.raw)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data section."""
+        return max((info.stop for info in self.tensors.values()), default=0)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.data_bytes
+
+    @property
+    def prefix(self) -> bytes:
+        """The bytes of the file before its data section: the length and the text of the header."""
+        return _LENGTH.pack(len(self.raw)) + self.raw
+
+
+def target_dtype(name: str) -> str:
+    """The dtype in headers for a key of :data:`TARGET_DTYPES`.
+
+    Raises:
+        UsageError: if the name is unknown.
+    """
+    if (target := TARGET_DTYPES.get(name)) is None:
+        raise UsageError(f"dtype {name!r:.40} is unknown (expected one of {', '.join(TARGET_DTYPES)}): correct it")
+    return target
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of the file at ``path``.
+
+    Raises:
+        SourceError: if it is not a regular file, or not a valid safetensors file.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SourceError(f"{path}: is not a regular file")
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with closing(open_input(path)) as file:
+        raw = _read_raw(file, path)
+        return parse_header(raw, file.size - _LENGTH.size - len(raw), path)
+
+
+def header_bytes(file: InputFile) -> int:
+    """Bytes of a file before its data section; 8 if the length of the header is not valid, 0 for a shorter file.
+
+    Raises:
+        SourceError: if the file cannot be read.
+    """
+    if file.size < _LENGTH.size:
+        return 0
+    length = _read_length(file)
+    return _LENGTH.size + (length if length <= min(MAX_HEADER_BYTES, file.size - _LENGTH.size) else 0)
+
+
+def _read_length(file: InputFile) -> int:
+    prefix = memoryview(bytearray(_LENGTH.size))
+    file.read(prefix, 0)
+    length: int = _LENGTH.unpack(prefix)[0]
+    return length
+
+
+def _read_raw(file: InputFile, path: Path) -> bytes:
+    if file.size < _LENGTH.size:
+        raise SourceError(f"{path}: is not a safetensors file (got {file.size} bytes, expected at least 8): {_AGAIN}")
+    length = _read_length(file)
+    if length > MAX_HEADER_BYTES:
+        raise SourceError(f"{path}: {': '.join(_other_file(file, length))}")
+    if _LENGTH.size + length > file.size:
+        raise SourceError(
+            f"{path}: is truncated (got {file.size} bytes, expected at least {_LENGTH.size + length}): {_AGAIN}"
+        )
+    raw = bytearray(length)
+    file.read(memoryview(raw), _LENGTH.size)
+    return bytes(raw)
+
+
+def _other_file(file: InputFile, length: int) -> tuple[str, str]:
+    """The problem and the remedy of a file whose first bytes are not the length of a header."""
+    start = memoryview(bytearray(min(START_BYTES, file.size)))
+    file.read(start, 0)
+    not_safetensors = f"is not a safetensors file (got a header of {length} bytes, expected at most {MAX_HEADER_BYTES})"
+    return text_problem(bytes(start)) or (not_safetensors, _AGAIN)
+
+
+def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
+    """Parse the JSON text of a header and check it against the size of the data section.
+
+    Args:
+        raw: the header without its length.
+        data_bytes: bytes of the file after the header.
+        path: the file, for messages only.
+
+    Raises:
+        SourceError: if the header is not valid, or does not describe exactly ``data_bytes`` bytes.
+    """
+    try:
+        entries = _parse_json(raw)
+        metadata = _check_metadata(entries.pop("__metadata__", None))
+        tensors = {name: _check_tensor(name, entry) for name, entry in entries.items()}
+        ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
+        header = Header(raw, ordered, metadata)
+        _check_coverage(ordered)
+    except ValueError as error:
+        raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
+    if header.data_bytes != data_bytes:
+        kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
+        raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
+    return header
+
+
+#: A minus sign where a number may begin. Python parses -0 as 0, but the reference library refuses it.
+_MAYBE_NEGATIVE = re.compile(rb"[\[,:]\s*-")
+
+
+def _parse_json(raw: bytes) -> dict[str, object]:
+    if not raw.startswith(b"{"):
+        raise ValueError("it does not begin with {")
+    try:
+        parse_int = _parse_unsigned if _MAYBE_NEGATIVE.search(raw) else None  # slow, so only where it may matter
+        entries = json.loads(
+            raw.decode(), object_pairs_hook=_unique_keys, parse_int=parse_int, parse_constant=_refuse_constant
+        )
+        if b"\\u" in raw:
+            json.dumps(entries, ensure_ascii=False).encode()  # refuses unpaired surrogates
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    assert isinstance(entries, dict)
+    return entries
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"key {name!r} is duplicated")
+    return result
+
+
+def _parse_unsigned(text: str) -> int:
+    value = int(text) if text.isdigit() and len(text) <= 20 else -1
+    if not 0 <= value <= _U64_MAX:
+        raise ValueError(f"{text[:40]} is not an unsigned 64-bit integer")
+    return value
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_metadata(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("__metadata__ must map strings to strings")
+    return value
+
+
+def _check_tensor(name: str, entry: object) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
+        raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
+    if not _is_integers(shape) or not _is_integers(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
+    info = TensorInfo(dtype, tuple(shape), *offsets)
+    if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
+        raise ValueError(
+            f"tensor {name!r}: data_offsets do not match its size (got bytes {info.start} to {info.stop}, expected "
+            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {shape})"
+        )
+    return info
+
+
+def _is_integers(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
+    end = 0
+    for name, info in ordered.items():
+        if info.start != end:
+            kind = "overlaps the previous tensor" if info.start < end else "leaves a gap after the previous tensor"
+            raise ValueError(f"tensor {name!r} {kind} (got start {info.start}, expected {end})")
+        end = info.stop
+
+
+def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> Header:
+    """Build the header of a file with contiguous tensors.
+
+    Args:
+        tensors: name, dtype and shape of each, in the order of the data.
+        metadata: the ``__metadata__`` strings of the file, or None.
+
+    Raises:
+        SourceError: if the header would be longer than the format allows.
+    """
+    infos: dict[str, TensorInfo] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + num_bytes(dtype, shape)
+        infos[name] = TensorInfo(dtype, shape, start, end)
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    for name, info in infos.items():
+        entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(raw) > MAX_HEADER_BYTES - 8:
+        raise SourceError(
+            f"header is too large (got {len(raw)} bytes, expected at most {MAX_HEADER_BYTES - 8}): use smaller metadata"
+        )
+    return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
+
+
+@lru_cache
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor, checked as in the reference library: no intermediate product may exceed 64 bits.
+
+    Raises:
+        ValueError: if a product overflows, or if the tensor ends inside a byte.
+    """
+    total = 1
+    for size in (*shape, DTYPE_BITS[dtype]):
+        total *= size
+        if not 0 <= size <= _U64_MAX or total > _U64_MAX:
+            raise ValueError(f"shape {list(shape)} overflows")
+    if total % 8:
+        raise ValueError(f"{dtype} of shape {list(shape)} ends inside a byte")
+    return total // 8
+
+
+def total_bytes(specs: Iterable[tuple[str, tuple[int, ...], object]]) -> int:
+    """Bytes of tensors, each with its dtype and shape first."""
+    return sum(num_bytes(dtype, shape) for dtype, shape, *_ in specs)

@@ -1,0 +1,15 @@
+"""Remote files: URLs, object stores, HTTP servers and the Hugging Face Hub, read by ranges of bytes; no torch.
+
+Modules that import asyncio, which is slow and which local files do not need, are imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from shardconv.support.lazy import modules_on_use
+
+__all__ = ["hub", "mirror", "read_ahead", "remote_file", "remote_output", "stores"]
+
+if TYPE_CHECKING:
+    from shardconv.files.storage import hub, mirror, read_ahead, remote_file, remote_output, stores
+else:
+    __getattr__ = modules_on_use(__name__, __all__)

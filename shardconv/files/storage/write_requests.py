@@ -1,0 +1,77 @@
+"""Requests that write to stores: those of an interrupted command are finished before its files are removed."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardconv.files.storage.problems import explain_write, explained
+from shardconv.files.storage.requirements import obstore
+from shardconv.files.storage.transfer import Result, submit, wait
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+#: Seconds that an interrupted command waits for each step of the removal of what was sent.
+_ABORT_SECONDS = 20
+
+
+class Key(NamedTuple):
+    """The place of a file in a store, and its URL in messages."""
+
+    store: "ObjectStore"
+    name: str
+    shown: str
+
+
+class Requests:
+    """Requests of one destination, each with the URL that it may still change after an interruption."""
+
+    def __init__(self) -> None:
+        self._running: dict[Future[Any], str] = {}
+
+    def run(self, start: Callable[[], Awaitable[Result]], shown: str) -> Result:
+        """Start a request, and wait for it.
+
+        Raises:
+            OutputError: if it fails.
+        """
+
+        async def run() -> Result:
+            with explained(shown, explain_write):
+                return await start()
+
+        future = submit(run())
+        self._running[future] = shown
+        result = wait(future)
+        del self._running[future]
+        return result
+
+    def finish(self) -> list[str]:
+        """Finish the requests that were interrupted; returns the URLs of those that do not finish."""
+        return finish(self._running)
+
+
+def finish(requests: Mapping[Future[Any], str]) -> list[str]:
+    """Wait for requests, but not for a store that does not answer; those are canceled, and their URLs returned."""
+    late = wait_for(requests, timeout=_ABORT_SECONDS).not_done
+    for request in late:
+        request.cancel()
+    return [requests[request] for request in late]
+
+
+async def read(key: Key) -> bytes | None:
+    """The bytes of a small file; None if it does not exist."""
+    try:
+        return bytes(await (await obstore().get_async(key.store, key.name)).bytes_async())
+    except FileNotFoundError:
+        return None
+
+
+async def exists(key: Key) -> bool:
+    """Whether a file exists."""
+    try:
+        await obstore().head_async(key.store, key.name)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,216 @@
+"""Read the names, dtypes, shapes and positions of the tensors in PyTorch files (``torch.save``), without their data.
+
+A child process unpickles the files (``torch_listing``), so that this process does not import torch and is not affected
+by what the files contain. The positions are untrusted: they are checked against the sizes of the files.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import NamedTuple, TypedDict
+
+from shardconv.files.child_script import failure_reason, run_script
+from shardconv.files.header import DTYPE_BITS
+from shardconv.files.storage.table import remote_file
+from shardconv.files.text_files import START_BYTES, text_problem
+from shardconv.support.errors import SourceError
+
+#: The script of the child process.
+SCRIPT = Path(__file__).with_name("torch_listing.py")
+#: The first bytes of a zip archive, which torch.save writes since version 1.6, and bytes near the start of older files.
+_ZIP, _LEGACY = b"PK\x03\x04", 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+
+
+class TorchTensor(NamedTuple):
+    """A tensor in a PyTorch file.
+
+    Attributes:
+        name: its key in the state dict.
+        dtype: its dtype, by the name in safetensors files.
+        shape: its shape.
+        strides: for each dim the distance of its indices in the file, in elements.
+        offset: of its first element in the file, in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last one in the file."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.item_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its bytes are those of the tensor."""
+        expected = 1
+        for size, stride in reversed([*zip(self.shape, self.strides, strict=True)]):
+            if size != 1 and stride != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
+
+class TorchFile(NamedTuple):
+    """The contents of a PyTorch file.
+
+    Attributes:
+        tensors: in the order of the state dict.
+        left_out: names of entries that hold no weights, such as the epoch of a training checkpoint.
+    """
+
+    tensors: tuple[TorchTensor, ...]
+    left_out: tuple[str, ...]
+
+
+class TorchProblem(NamedTuple):
+    """Why a file cannot be read, and the remedy."""
+
+    problem: str
+    remedy: str
+
+
+#: Why a remote file cannot be read.
+REMOTE = TorchProblem("is remote, and only safetensors files are read by ranges", "download it first")
+
+
+class _Listed(TypedDict, total=False):
+    """What the child process writes for a file: ``tensors`` and ``left_out``, or ``problem`` and ``remedy``."""
+
+    tensors: list[tuple[str, str, list[int], list[int], int]]
+    left_out: list[str]
+    problem: str
+    remedy: str
+
+
+def read_torch_files(paths: Sequence[Path]) -> list[tuple[TorchTensor, ...]]:
+    """Read the tensors of files that hold nothing else, in one child process.
+
+    Raises:
+        SourceError: if a file cannot be read, its pickle asks for anything but tensors, or it has other entries.
+    """
+    files = read_training_files(paths)
+    for path, file in zip(paths, files, strict=True):
+        if file.left_out:
+            raise SourceError(f"{path}: entry {file.left_out[0]!r:.100} is not a tensor: save the tensors alone")
+    return [file.tensors for file in files]
+
+
+def read_training_files(paths: Sequence[Path]) -> list[TorchFile]:
+    """Read the tensors of files that may have other entries, in one child process.
+
+    Raises:
+        SourceError: if a file cannot be read, or its pickle asks for anything but tensors.
+    """
+    files = []
+    for path, listed in zip(paths, list_torch_files(paths), strict=True):
+        if isinstance(listed, TorchProblem):
+            raise SourceError(f"{path}: {listed.problem}: {listed.remedy}")
+        files.append(listed)
+    return files
+
+
+class TorchChunk(NamedTuple):
+    """A range of bytes of a file that :func:`torch.save` wrote a tensor to."""
+
+    path: Path
+    offset: int
+    size: int
+
+
+def read_torch_chunks(chunks: Sequence[TorchChunk]) -> list[TorchTensor]:
+    """Read the tensor in each range, without its name.
+
+    Raises:
+        SourceError: if a range does not hold a tensor.
+    """
+    tensors = []
+    for chunk, listed in zip(chunks, list_torch_files(chunks), strict=True):
+        if isinstance(listed, TorchProblem):
+            raise SourceError(f"{chunk.path}: {listed.problem}: {listed.remedy}")
+        (tensor,) = listed.tensors
+        if not chunk.offset <= tensor.offset or tensor.offset + tensor.extent > chunk.offset + chunk.size:
+            raise SourceError(f"{chunk.path}: the tensor at byte {chunk.offset} is damaged: copy the checkpoint again")
+        tensors.append(tensor)
+    return tensors
+
+
+def list_torch_files(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+    """The contents of each file, or range of bytes of a file, or why it cannot be read."""
+    found: dict[Path | TorchChunk, TorchFile | TorchProblem] = {}
+    for path in paths:
+        file = path if isinstance(path, Path) else path.path
+        problem = REMOTE if remote_file(file) is not None else None if file is not path else _problem_at_start(file)
+        if problem is not None:
+            found[path] = problem
+    while rest := [path for path in paths if path not in found]:  # a process that crashes is started again for the rest
+        found |= zip(rest, _list_in_child(rest), strict=False)
+    return [found[path] for path in paths]
+
+
+def _problem_at_start(path: Path) -> TorchProblem | None:
+    """Why a file cannot be of torch.save, by its first bytes."""
+    if not path.is_file():
+        return TorchProblem("is not a regular file", "remove it")
+    try:
+        with path.open("rb") as file:
+            start = file.read(START_BYTES)
+    except OSError as error:
+        return TorchProblem(f"cannot be read: {error.strerror or error}", "change its permissions")
+    if start.startswith(_ZIP) or _LEGACY in start:
+        return None
+    if text := text_problem(start):
+        return TorchProblem(*text)
+    if not start:
+        return TorchProblem("is empty (got 0 bytes)", "download or save it again")
+    return TorchProblem("is not a file of torch.save, or it is damaged", "download or save it again")
+
+
+def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+    """The contents of at least one file."""
+    request = [str(one.absolute()) if isinstance(one, Path) else (str(one.path.absolute()), *one[1:]) for one in paths]
+    child = run_script(SCRIPT, request)
+    listed = map(json.loads, child.stdout.splitlines())
+    files = [
+        _checked(one if isinstance(one, Path) else one.path, found) for one, found in zip(paths, listed, strict=False)
+    ]
+    return files if len(files) == len(paths) else [*files, _crash(child)]
+
+
+def _crash(child: CompletedProcess[str]) -> TorchProblem:
+    """The problem with a file at which the child process exited."""
+    reason = failure_reason(child)
+    if reason.startswith("ModuleNotFoundError"):
+        return TorchProblem(f"torch cannot be imported ({reason})", "pip install 'shardconv[torch]'")
+    return TorchProblem(f"torch failed to list its tensors ({reason})", "download or save it again")
+
+
+def _checked(path: Path, listed: _Listed) -> TorchFile | TorchProblem:
+    """The contents of a file, if all tensors are inside the file."""
+    if "problem" in listed:
+        return TorchProblem(listed["problem"], listed["remedy"])
+    tensors = tuple(
+        TorchTensor(name, dtype, tuple(shape), tuple(strides), offset)
+        for name, dtype, shape, strides, offset in listed["tensors"]
+    )
+    size = path.stat().st_size
+    for tensor in tensors:
+        if tensor.offset < 0 or min(tensor.strides, default=0) < 0 or tensor.offset + tensor.extent > size:
+            return TorchProblem(
+                f"is truncated or damaged (got {size} bytes, expected tensor {tensor.name} at bytes {tensor.offset} to "
+                f"{tensor.offset + tensor.extent})",
+                "download or save it again",
+            )
+    return TorchFile(tensors, tuple(listed["left_out"]))

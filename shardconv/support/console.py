@@ -1,0 +1,194 @@
+"""Output: results on stdout, everything else on stderr. No other module prints.
+
+Owns the text and the ``--json`` form of reports, and opens the display of progress. Imports rich only for tables.
+Reports are dataclasses.
+"""
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import click
+
+from shardconv.support.error_messages import describe
+from shardconv.support.formatting import json_text, visible
+from shardconv.support.progress import Bars, Display, Lines, Progress
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+#: Characters without a shape that text for people may have: breaks, and the joiners of scripts and emoji.
+_KEPT = "\n\t\u200c\u200d"
+
+
+def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print text for people: text of a checkpoint cannot control the terminal, or change its direction."""
+    click.echo(visible(text, keep=_KEPT), err=err, nl=nl)
+
+
+def open_streams() -> None:
+    """Open the null device for each standard stream that is closed, so that no other file takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)  # noqa: FBT003 - a positional-only parameter; for the processes of a run
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
+
+
+def discard_unwritten() -> list[str]:
+    """Discard the output of streams that cannot be written, which Python would try to write again at exit.
+
+    Returns:
+        The names of these streams.
+    """
+    names = []
+    for name, stream in (("standard output", sys.stdout), ("standard error", sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            names.append(name)
+    return names
+
+
+class Console:
+    """Prints for one command.
+
+    Args:
+        as_json: print results as one JSON object.
+        quiet: print no results for people, and no progress.
+    """
+
+    def __init__(self, *, as_json: bool, quiet: bool) -> None:
+        self._as_json = as_json
+        self._quiet = quiet
+        self._shown: Display | None = None
+
+    def report(
+        self,
+        report: "DataclassInstance",
+        lines: Sequence[str],
+        *,
+        quiet_lines: Sequence[str] = (),
+        quiet_warnings: Sequence[str] = (),
+    ) -> None:
+        """Print a result: the dataclass as JSON, or ``lines`` for people.
+
+        Args:
+            report: the dataclass.
+            lines: the result for people.
+            quiet_lines: the result with ``quiet``.
+            quiet_warnings: the warnings among ``lines``; with ``quiet`` they are printed on stderr.
+        """
+        if self._as_json:
+            click.echo(json_text(report))
+            return
+        if shown := quiet_lines if self._quiet else lines:
+            _echo("\n".join(shown))
+        if self._quiet:
+            self.warn(quiet_warnings)
+
+    def warn(self, lines: Sequence[str]) -> None:
+        """Print warnings on stderr, also with ``quiet``."""
+        if lines:
+            _echo("\n".join(lines), err=True)
+
+    def stream(self, text: str) -> None:
+        """Print a piece of a result at once, unless the output is JSON."""
+        if not self._as_json:
+            _echo(text, nl=False)
+            sys.stdout.flush()
+
+    def document(self, text: str, parse: Callable[[str], object]) -> None:
+        """Print the text of a file; with ``--json`` its content as JSON."""
+        if self._as_json:
+            click.echo(json.dumps(parse(text)))
+        else:
+            click.echo(visible(text, keep=_KEPT) if sys.stdout.isatty() else text, nl=False)
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Print measurements and other notes on stderr, except with ``quiet``."""
+        if not self._quiet and lines:
+            _echo("\n".join(lines), err=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
+        if self._as_json or self._quiet:
+            return
+        rows = [[visible(cell) for cell in row] for row in rows]
+        widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
+        terminal_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths)
+        if sum(widths) - 2 > terminal_width:
+            click.echo("\n".join(_entries(columns, rows, terminal_width)))
+            return
+        from rich.console import Console as RichConsole
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console = RichConsole(
+            width=max(terminal_width, 80), height=25, highlight=False
+        )  # a dumb terminal has 80 columns else
+        with console.capture() as captured:
+            console.print(table)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+    @contextmanager
+    def progress(self, what: str, *, counts: bool = False) -> Iterator[Progress | None]:
+        """A callback for progress: a bar on a terminal, a line every ten seconds elsewhere.
+
+        It is shown from the first call on. Activities can be nested: each has a bar, and its time begins with its
+        first call.
+
+        Args:
+            what: name of the activity.
+            counts: whether amounts are counts instead of bytes.
+        """
+        if self._quiet:
+            yield None
+            return
+        with self._display() as display:
+            yield display.activity(visible(what), counts=counts)
+
+    @contextmanager
+    def _display(self) -> Iterator[Display]:
+        """The display of progress, which activities share."""
+        if self._shown is not None:
+            yield self._shown
+            return
+        display = Bars() if sys.stderr.isatty() else Lines(lambda line: click.echo(line, err=True))
+        with display as self._shown:
+            yield display
+        self._shown = None
+
+
+def _entries(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """The lines of a table with the first cell of each row above the others, which are named."""
+    for name, *cells in rows:
+        yield from textwrap.wrap(name, width)
+        named = ", ".join(f"{column} {cell}" for column, cell in zip(columns[1:], cells, strict=True))
+        yield from textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ")
+
+
+def show_error(error: BaseException, *, as_json: bool) -> int:
+    """Print the message of an exception, with ``as_json`` also as an object; returns its exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    message, code = describe(error)
+    with suppress(OSError):  # the error may be that a stream cannot be written
+        if as_json:
+            click.echo(json.dumps({"error": message, "exit_code": code}))
+    with suppress(OSError):
+        if message:
+            _echo(f"shardconv: {message}", err=True)
+    return code
