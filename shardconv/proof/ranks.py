@@ -125,9 +125,16 @@ def prove_rank(folder: Path) -> None:
         group = dist.new_group(list(range(tp)))
         if rank < tp:
             result = _compare(folder, as_axis(group), request)
-            (folder / RESULT.format(tp=tp, rank=rank)).write_text(json.dumps(asdict(result)))
+            _write(result, folder / RESULT.format(tp=tp, rank=rank))
             if result.problem:
                 raise RunError(result.problem)
+
+
+def _write(result: RankResult, path: Path) -> None:
+    """Write a result whole or not at all: the launcher stops this process when another rank fails."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(result)))
+    temporary.rename(path)
 
 
 def _compare(folder: Path, axis: Axis, request: PlanRequest) -> RankResult:
