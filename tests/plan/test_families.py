@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
+from transformers import DiaConfig, DiaForConditionalGeneration
 
 import shardconv
 from shardconv.plan.family import NAMES_FAMILY
@@ -835,3 +836,30 @@ def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
         written, packed = read(checkpoint(name)), read(checkpoint(f"{name}-packed")) if name in MODELS else {}
         assert len([tensor for tensor in written if re.search(r"layers\.1\..*\.experts\.\d+\.", tensor)]) == 3 * EXPERTS
         assert "model.layers.1.mlp.experts.gate_up_proj" in packed
+
+
+def test_cross_attention_with_other_numbers_of_heads(tmp_path):
+    """As in Dia 1.6B: 4 KV heads in the self-attention of the decoder, and 16 in its cross attention."""
+    decoder = {
+        "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 1, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 8,
+        "cross_hidden_size": 32, "vocab_size": 1028, "max_position_embeddings": 16,
+    }  # fmt: skip
+    encoder = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    made = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder))
+    made.save_pretrained(tmp_path / "source")
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=4)
+    source, ranks = read(tmp_path / "source"), rank_files(tmp_path / "split", 4)
+    layer = "model.decoder.layers.0."
+    for rank, tensors in enumerate(ranks):
+        heads = slice(rank * 8, (rank + 1) * 8)
+        name = f"{layer}cross_attention.k_proj.weight"
+        assert torch.equal(tensors[name], source[name][heads])
+        name = f"{layer}self_attention.k_proj.weight"
+        assert torch.equal(tensors[name], source[name]), "one KV head, on every rank"
