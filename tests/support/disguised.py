@@ -41,6 +41,7 @@ _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense", "aten:
 
 #: Functions that make a tensor of a list, which may contain tensors.
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray}
+_INDEXERS = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 class DeviceTensor(Tensor):
@@ -119,7 +120,16 @@ class _Functions(TorchFunctionMode):
             args = (args[0].cpu(),)
         if func in _MAKERS and isinstance(args[0], list | tuple):  # they read numbers without operators
             args = tree_map_only(DeviceTensor, lambda each: each.cpu().tolist(), args)
+        if func in _INDEXERS and isinstance(args[1], tuple):  # so do they, with sequences among the indices
+            args = (args[0], tuple(map(self._index, args[1])), *args[2:])
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _index(index: Any) -> Any:
+        """An index whose numbers are on the CPU if it is a sequence."""
+        if isinstance(index, list | tuple):
+            return tree_map_only(DeviceTensor, lambda each: each.cpu().tolist(), index)
+        return index
 
     @staticmethod
     def _set_data(tensor: Tensor, made: DeviceTensor) -> None:
