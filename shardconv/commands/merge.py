@@ -59,7 +59,6 @@ def merge(
         None: "as the source, but not verified (no checksums)",
     }[report.is_identical]
     origin = "; ".join(report.derived) or origin
-    origin = f"from rank files that {report.saved_by} saved" if report.saved_by else origin
     verb = written(report, report.num_bytes)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     adapters = [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"] * bool(

@@ -13,8 +13,7 @@ from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE,
 from shardconv.files.header import TARGET_DTYPES
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import is_url
-from shardconv.layouts.choice import LAYOUTS
-from shardconv.layouts.external import SOURCE_LAYOUTS
+from shardconv.layouts import LAYOUTS, SOURCE_LAYOUTS
 from shardconv.plan.engines import ENGINES, SHARDCONV
 
 if TYPE_CHECKING:

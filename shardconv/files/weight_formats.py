@@ -157,7 +157,7 @@ def without_manifest(folder: Path, name: str) -> str:
 
 
 def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
-    """Refuse a folder with rank files of vLLM, which does not have a manifest.
+    """Refuse rank files of vLLM that cannot be read as those of one folder, such as those of pipeline stages.
 
     Args:
         folder: the folder.
@@ -168,8 +168,8 @@ def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
     """
     if name := next(filter(is_sharded_state, sorted(names)), None):
         raise SourceError(
-            f"{folder}: holds {name}, a rank file in vLLM's format sharded_state, without a shardconv.json (expected "
-            f"full tensors): merge it first (shardconv merge {folder}), or use the checkpoint vLLM was started with"
+            f"{folder}: holds {name}, a rank file in vLLM's format sharded_state, without a shardconv.json: pass its "
+            f"folder alone, or use the checkpoint vLLM was started with (pipeline parallelism is not supported)"
         )
 
 

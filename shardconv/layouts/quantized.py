@@ -7,52 +7,15 @@ weight are also those for these tensors, unless the layout refuses them.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Required, Self, TypedDict
+from typing import Self
 
 from shardconv.layouts.layout import REMEDY, FileTensor
-from shardconv.layouts.rules import WEIGHT, ConstantRule, ConstantTable, Pattern, Rule, constant_rules, patterns
+from shardconv.layouts.layout_file import QuantizedTable, RefusedTable
+from shardconv.layouts.relation import WEIGHT, ConstantRule, Pattern, Rule, parse_constants, parse_patterns
 from shardconv.plan.grid import Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import PlanError
-
-
-class RefusedTable(TypedDict, total=False):
-    """Tensors that a layout does not support.
-
-    Attributes:
-        reason: the reason.
-        unless: end of the name of another tensor of the layer, with which they are supported.
-        methods: the quantization methods for which they are not supported; by default all.
-        setting: a quantization setting with which they are supported.
-    """
-
-    reason: Required[str]
-    unless: str
-    methods: list[str]
-    setting: str
-
-
-class QuantizedTable(TypedDict):
-    """The section ``quantized`` of a layout file.
-
-    Attributes:
-        groups: the groups whose rules hold for quantized layers.
-        ends: the ends of names of supported tensors.
-        values: those of them that a layer has in place of ``weight``.
-        last: those of them of which the engine keeps one of several, the last; values of the others follow from grids.
-        dropped: further ends, of tensors that the engine does not have; their values follow from grids.
-        refuse: pattern to tensors of quantized layers that are not supported.
-        methods: supported quantization method to its constants.
-    """
-
-    groups: list[str]
-    ends: list[str]
-    values: list[str]
-    last: list[str]
-    dropped: list[str]
-    refuse: dict[str, RefusedTable]
-    methods: dict[str, dict[str, ConstantTable]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +42,9 @@ class Quantized:
         method = str(settings.get("quant_method") or "compressed-tensors") if isinstance(found, Mapping) else ""
         refused = [
             (pattern, one)
-            for text, one in table["refuse"].items()
-            if method in one.get("methods", [method]) and not settings.get(one.get("setting", ""))
-            for pattern in patterns(text)
+            for text, one in table.refuse.items()
+            if (one.methods is None or method in one.methods) and not settings.get(one.setting)
+            for pattern in parse_patterns([text])
         ]
         return cls(layout, table, method, refused)
 
@@ -100,13 +63,13 @@ class Quantized:
             raise PlanError(
                 "quantization_config describes quantized layers, but no tensor is quantized: remove it from config.json"
             )
-        if self.method not in self.table["methods"]:
+        if self.method not in self.table.methods:
             raise PlanError(
                 f"layout {self.layout} does not support this quantization method (got "
                 f"{repr(self.method)[:60] if self.method else 'none in config.json'}, expected "
-                f"{', '.join(self.table['methods'])}): {REMEDY}"
+                f"{', '.join(self.table.methods)}): {REMEDY}"
             )
-        if others := [group for group in groups if group not in self.table["groups"]]:
+        if others := [group for group in groups if group not in self.table.groups]:
             raise PlanError(
                 f"layout {self.layout} does not support quantized checkpoints of this model type (it has rules for "
                 f"{', '.join(others)}): {REMEDY}"
@@ -118,30 +81,30 @@ class Quantized:
                 continue
             layer, _, end = name.rpartition(".")
             reasons = [
-                f" ({one['reason']})"
+                f" ({one.reason})"
                 for pattern, one in self.refused
-                if pattern.match(name) and ("unless" not in one or f"{layer}.{one['unless']}" not in tensors)
+                if pattern.match(name) and (one.unless is None or f"{layer}.{one.unless}" not in tensors)
             ]
-            if reasons or end not in (WEIGHT, *self.table["ends"], *self.table["dropped"]):
+            if reasons or end not in (WEIGHT, *self.table.ends, *self.table.dropped):
                 raise PlanError(
                     f"{name}: layout {self.layout} does not support this tensor of a quantized layer"
                     f"{''.join(reasons[:1])}: {REMEDY}"
                 )
 
-    def rules(self, rules: Sequence[Rule]) -> list[Rule]:
+    def rules(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
         """The rules, with those for the tensors of quantized layers."""
         table = self.table
-        added = [rule.with_end(end, is_last=end in table["last"]) for rule in rules for end in table["ends"]]
-        return [*rules, *(rule for rule in added if rule is not None)]
+        added = [rule.with_end(end, is_last=end in table.last) for rule in rules for end in table.ends]
+        return (*rules, *(rule for rule in added if rule is not None))
 
     def constants(self) -> list[ConstantRule]:
         """The rules of the constants of the quantization method."""
-        tables = self.table["methods"][self.method]
-        return [rule for target, table in tables.items() for rule in constant_rules(target, table)]
+        tables = self.table.methods[self.method]
+        return [rule for target, table in tables.items() for rule in parse_constants(target, table)]
 
     def as_weights(self, names: Iterable[str]) -> list[str]:
         """The names of file tensors, with ``weight`` for tensors in its place."""
-        values = tuple(f".{end}" for end in self.table["values"])
+        values = tuple(f".{end}" for end in self.table.values)
         return [f"{name.rpartition('.')[0]}.{WEIGHT}" if name.endswith(values) else name for name in names]
 
     def with_dropped(self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec]) -> tuple[FileTensor, ...]:
@@ -149,8 +112,8 @@ class Quantized:
         dropped: dict[str, list[str]] = {}
         for name, spec in tensors.items():
             layer, _, end = name.rpartition(".")
-            if spec.grid is not None and end in self.table["dropped"]:
-                values = next(value for end in self.table["values"] if (value := f"{layer}.{end}") in tensors)
+            if spec.grid is not None and end in self.table.dropped:
+                values = next(value for end in self.table.values if (value := f"{layer}.{end}") in tensors)
                 dropped.setdefault(values, []).append(name)
         changed = list(changed)
         held = {member for tensor in changed for member in tensor.members}

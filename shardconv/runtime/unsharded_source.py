@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
-from shardconv.checkpoint.sources.external_source import detect
+from shardconv.checkpoint.sources.layout_source import detect
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.checkpoint.split.manifest import Manifest

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.layouts.choice import LAYOUTS
-from shardconv.layouts.external import META, SOURCE_LAYOUTS
+from shardconv.layouts import LAYOUTS, META, SOURCE_LAYOUTS
 from tests.checkpoint.test_adapter import TPS as OF_ADAPTERS
 from tests.checkpoint.test_dcp_source import TPS as OF_DCP
 from tests.checkpoint.test_external import DEEPSEEK_TPS, DEEPSPEED_TPS, META_TPS, MISTRAL_TPS, WRITTEN_TPS
+from tests.checkpoint.test_saved_by_vllm import TPS as OF_VLLM
 from tests.checkpoint.test_torch_source import TPS as OF_PYTORCH
 from tests.plan.test_families import TPS as OF_SAFETENSORS
 
@@ -67,6 +67,13 @@ ROWS = (
         DEEPSPEED_TPS,
     ),
     Row(
+        "vLLM's `model-rank-R-part-P.safetensors` (`save_sharded_state`)",
+        "vllm",
+        "`split --layout vllm`",
+        "tensors of transformers' Llama, Qwen2 and Qwen3",
+        OF_VLLM,
+    ),
+    Row(
         "torch.distributed.checkpoint: `.metadata` and `*.distcp`",
         "dcp",
         "no; see `--layout dcp`",
@@ -84,4 +91,5 @@ def test_the_page_has_the_table():
 
 def test_the_table_has_all_layouts_that_are_read_and_those_that_are_written():
     assert {row.layout for row in ROWS if row.layout} == {*SOURCE_LAYOUTS}
-    assert {layout for layout in LAYOUTS if any(f"split --layout {layout}" in row.written for row in ROWS)} == {META}
+    written = {layout for layout in LAYOUTS if any(f"split --layout {layout}`" in row.written for row in ROWS)}
+    assert written == {META, "vllm"}

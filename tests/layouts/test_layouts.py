@@ -9,6 +9,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,9 +23,9 @@ import shardconv
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.layouts import choice
+from shardconv.layouts import SYSTEMS, layout_file
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
-from shardconv.layouts.rules import Group, file_tensors
+from shardconv.layouts.relation import file_tensors
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
@@ -219,12 +220,15 @@ def test_reshard_to_any_layout_equals_a_split_of_the_source(split_of, tmp_path, 
 
 @pytest.fixture
 def no_layouts(tmp_path, monkeypatch):
-    """No layouts are installed: the manifest stores that of a split checkpoint, so the installed one may change."""
+    """Installed layouts without rules, which may change: the manifest stores the layout of a split checkpoint."""
     (tmp_path / "none").mkdir()
-    monkeypatch.setattr(choice, "FOLDER", tmp_path / "none")
-    choice._file.cache_clear()
+    for name in SYSTEMS:
+        text = "title = ''\nfiles = 'none'\nengine = 'vllm'\ntypes = { none = [] }\ngroups = {}\n"
+        (tmp_path / "none" / f"{name}.toml").write_text(text)
+    monkeypatch.setattr(layout_file, "FOLDER", tmp_path / "none")
+    layout_file.layout_file.cache_clear()
     yield
-    choice._file.cache_clear()
+    layout_file.layout_file.cache_clear()
 
 
 @pytest.fixture
@@ -234,7 +238,7 @@ def split(split_of):
 
 
 def test_split_reads_the_installed_layout(source_of, no_layouts, tmp_path):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(PlanError, match="does not support model type 'qwen3_moe'"):
         shardconv.split(source_of("qwen3_moe"), tmp_path / "no", tp=2, layout="vllm")
 
 
@@ -396,14 +400,14 @@ def test_reshard_refuses_another_plan(source_of, tmp_path, options):
 
 @pytest.mark.parametrize("name", ["model-rank-0-part-0.safetensors", "model-pp-0-tp-0-part-1.safetensors"])
 @pytest.mark.parametrize("command", ["split", "plan"])
-def test_folder_saved_by_vllm_is_not_a_source(source_of, tmp_path, name, command):
+def test_files_with_names_of_vllm_and_other_tensors_are_refused(source_of, tmp_path, name, command):
     """A folder of one rank, whose tensors could be those of a checkpoint."""
     folder = shutil.copytree(source_of("llama"), tmp_path / "saved")
     (folder / "model.safetensors").rename(folder / name)
     result = call(command, folder, "--tp", 2, *(["-o", tmp_path / "out"] if command == "split" else []))
     assert (result.code, (tmp_path / "out").exists()) == (1, False)
-    assert f"holds {name}, a rank file in vLLM's format sharded_state" in " ".join(result.err.split())
-    assert f"merge it first (shardconv merge {folder})" in " ".join(result.err.split())
+    expected = "is missing in all layers" if "rank" in name else "pipeline parallelism is not supported"
+    assert expected in " ".join(result.err.split())
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -669,6 +673,10 @@ EXPERTS = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
 NAMES = [*(f"x.1.{part}.{leaf}" for leaf in "wb" for part in "ab"), *sorted(EXPERTS, reverse=True), "old", "row", "q"]
 
 
+def rules_of(tensors):
+    return msgspec.convert({"tensors": tensors}, layout_file.GroupTable).rules
+
+
 #: Rules of a layout, and the tensors that they make of NAMES.
 RULES = {
     "fused": (
@@ -683,13 +691,13 @@ RULES = {
 
 @pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
 def test_tensors_of_a_rule(rules, expected):
-    assert set(file_tensors(Group.of_table({"tensors": rules}).rules, NAMES, {})) == expected
+    assert set(file_tensors(rules_of(rules), NAMES, {})) == expected
 
 
 def test_tensors_of_several_rules_are_those_of_each():
     rules = {name: sources for table, _ in RULES.values() for name, sources in table.items()}
     expected = set().union(*(tensors for _, tensors in RULES.values()))
-    assert set(file_tensors(Group.of_table({"tensors": rules}).rules, NAMES, {})) == expected
+    assert set(file_tensors(rules_of(rules), NAMES, {})) == expected
 
 
 @pytest.mark.parametrize(
@@ -697,13 +705,13 @@ def test_tensors_of_several_rules_are_those_of_each():
     [({"a": 1, "b": 0}, True), ({"a": 1, "b": None}, False), ({"a": 1}, False), ({"a": 2, "b": 0}, False)],
 )
 def test_condition_of_a_rule(config, applies):
-    (rule,) = Group.of_table({"tensors": {"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}}}).rules
+    (rule,) = rules_of({"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}})
     assert rule.applies(config) == applies
 
 
 def test_layout_file_with_an_unknown_key_is_refused():
-    with pytest.raises(ValueError, match=r"unknown keys .* .got tensor,"):
-        Group.of_table({"tensor": {}})
+    with pytest.raises(ValueError, match="unknown field `tensor`"):
+        msgspec.convert({"tensor": {}}, layout_file.GroupTable)
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

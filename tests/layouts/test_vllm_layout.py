@@ -9,14 +9,15 @@ from safetensors.numpy import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 import shardconv
-from shardconv.layouts import choice
+from shardconv.layouts.layout_file import layout_file
 from shardconv.support.errors import PlanError
 from tests.support.checkpoints import contents
 from tests.support.matrix import cases
 from tests.support.models import change_config
 from tests.support.vllm_fixture import LOADED, digest, expected, supported_tp, write
 
-TYPES = set(choice._file("vllm")["types"])
+VLLM = layout_file("vllm")
+TYPES = set(VLLM.types)
 TYPE_OF = {name: line["config"]["model_type"] for name, line in LOADED.items()}
 #: Checkpoints of these types with tensors that vLLM drops.
 DROPPED = {"cohere-biases": "model.layers.0.self_attn.k_proj.bias"}
@@ -137,8 +138,8 @@ def tensors_of(path):
 
 @pytest.mark.parametrize("model_type", sorted(TYPES.intersection(CONFIG_MAPPING)))
 def test_defaults_equal_those_of_transformers(model_type):
-    groups = choice._groups("vllm", model_type)
-    if not any("tie_word_embeddings" in rule.when for group in groups for rule in group.rules):
+    groups = VLLM.rules_for({"model_type": model_type}).groups
+    if not any("tie_word_embeddings" in rule.options.when for group in groups for rule in group.rules):
         return
     defaults = {field: value for group in groups for field, value in group.defaults.items()}
     expected_value = CONFIG_MAPPING[model_type]().tie_word_embeddings

@@ -75,17 +75,15 @@ class Layout:
 
 
 class ExplicitFiles(NamedTuple):
-    """Rank files whose names and headers are stored instead of computed: those of vLLM and of padded checkpoints.
+    """Files whose names and layout do not follow from those of a split: those of padded checkpoints.
 
     Attributes:
         names: of the files.
         layout: their headers and shards.
-        notes: possible differences from the checkpoint that the engine loaded, one sentence each.
     """
 
     names: tuple[str, ...]
     layout: Layout
-    notes: tuple[str, ...]
 
 
 def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

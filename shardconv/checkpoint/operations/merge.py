@@ -42,9 +42,7 @@ class MergeReport:
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
-        saved_by: the engine that saved the rank files; None for a split checkpoint.
-        notes: possible differences from the checkpoint that the engine loaded, assumptions, and why merged adapters
-            differ from those that were split.
+        notes: assumptions, and why merged adapters differ from those that were split.
         derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
         resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
@@ -58,7 +56,6 @@ class MergeReport:
     seconds: float
     dry_run: bool
     destination_exists: bool
-    saved_by: str | None = None
     notes: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
@@ -136,8 +133,7 @@ def merge(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        saved_by=manifest.saved_by,
-        notes=(*manifest.notes, *(() if source is None else source.assumed), *_adapter_notes(adapters)),
+        notes=(*(() if source is None else source.assumed), *_adapter_notes(adapters)),
         derived=manifest.derived,
         adapters=manifest.adapters,
         resumed_bytes=resumed_bytes,

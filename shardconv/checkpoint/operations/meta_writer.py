@@ -20,7 +20,9 @@ from shardconv.files.fileio import InputFiles, create, permissions
 from shardconv.files.header import num_bytes
 from shardconv.files.torch_archive import TorchArchive
 from shardconv.files.weight_formats import CONFIG_NAME
-from shardconv.layouts.external import META, external_layout
+from shardconv.layouts import META
+from shardconv.layouts.layout_file import layout_file
+from shardconv.layouts.relation import find_source
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.tp_sizes import CANDIDATE_TPS
@@ -83,11 +85,11 @@ def check_meta(source: Source, tp: int) -> None:
     Raises:
         PlanError: if they cannot; with the sizes that divide.
     """
-    layout, config = external_layout(META), source.config or {}
-    if config.get("model_type") not in layout.model_types:
+    types, config = layout_file(META).types, source.config or {}
+    if config.get("model_type") not in types:
         raise PlanError(
             f"layout meta does not support model type {config.get('model_type')!r:.60} (expected one of "
-            f"{', '.join(layout.model_types)}): {_REMEDY}"
+            f"{', '.join(types)}): {_REMEDY}"
         )
     units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
     if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
@@ -116,15 +118,15 @@ class _Units:
 
 def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units | None:
     """What ranks divide of a tensor; None for one that they replicate, or that the layout does not have."""
-    known = external_layout(META).external(name)
-    if known is None or not known.rule.dims or len(spec.shape) < 2:
+    known = find_source(layout_file(META).all_rules.rules, name)
+    if known is None or not known.rule.options.dims or len(spec.shape) < 2:
         return None
-    rule = known.rule
-    if rule.heads is not None:
+    options = known.rule.options
+    if options.heads is not None:
         sizes = head_sizes(config)
-        count = sizes.heads if rule.gives_tp else sizes.kv_heads
-        return _Units(name, f"heads ({rule.heads})", count, may_repeat=not rule.gives_tp)
-    dim = rule.dims[0]
+        count = sizes.heads if options.gives_tp else sizes.kv_heads
+        return _Units(name, f"heads ({options.heads})", count, may_repeat=not options.gives_tp)
+    dim = options.dims[0]
     return _Units(name, ("rows", "columns")[dim], spec.shape[dim], may_repeat=False)
 
 
@@ -134,7 +136,7 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
     Raises:
         PlanError: if the layout cannot express a tensor, its placement, or the config.
     """
-    layout, config = external_layout(META), source.config or {}
+    rules, config = layout_file(META).all_rules.rules, source.config or {}
     tensors, transforms = dict(source.specs), dict[str, Transform]()
     placements = {name: plan.placement(name) for name in tensors}
     if HEAD not in tensors:
@@ -149,12 +151,12 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
         transforms[HEAD] = JoinedRows((Rows(EMBEDDING, 0, size),), num_bytes(spec.dtype, spec.shape[1:]))
     names = {}
     for name, spec in tensors.items():
-        if (known := layout.external(name)) is None:
+        if (known := find_source(rules, name)) is None:
             raise PlanError(f"{name}: layout meta does not have this tensor: {_REMEDY}")
-        names[name] = known.name
-        _check_placement(name, placements[name], known.rule.dims)
-        if known.rule.is_rotary:
-            transforms[name] = _rotary_rows(name, spec, config, is_query=known.rule.gives_tp)
+        options, names[name] = known.rule.options, known.target
+        _check_placement(name, placements[name], options.dims)
+        if options.rotary:
+            transforms[name] = _rotary_rows(name, spec, config, is_query=options.gives_tp)
     archives = tuple(_archive(rank, tensors, placements, names) for rank in range(plan.tp))
     offsets = [archive.offsets for archive in archives]
     shards = tuple(

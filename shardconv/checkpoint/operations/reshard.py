@@ -19,7 +19,6 @@ from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest
-from shardconv.checkpoint.split.rank_files import auxiliary_paths
 from shardconv.checkpoint.split.split_folders import find_folders, read_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
 from shardconv.files.fileio import permissions
@@ -27,8 +26,8 @@ from shardconv.files.header import total_bytes
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import ADAPTER_CONFIG
-from shardconv.layouts.choice import choose_layout, with_max_file_size
-from shardconv.layouts.external import META
+from shardconv.layouts import LAYOUTS, META
+from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
 from shardconv.support.errors import UsageError
@@ -50,7 +49,7 @@ class ReshardReport:
         seconds: wall time in seconds.
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
-        notes: possible differences between rank files that an engine saved and the checkpoint that it loaded.
+        notes: why the source differs from rank files of another tool, and assumptions.
         padding: padded units and their cost.
         files_per_rank: number of files of each new rank.
         resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
@@ -129,8 +128,11 @@ def reshard(
     check_resume(resume=resume, dry_run=dry_run)
     paths, source = find_folders(src, source_layout)
     if source is not None:
+        saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
+        layout = layout or (source.layout if saved_for else None) or NATIVE.name
+        engine = engine or (None if layout == DCP.name else saved_for)
         report = split(
-            source, dst, tp=tp, layout=layout or NATIVE.name, max_file_size=max_file_size, engine=engine, pad=pad,
+            source, dst, tp=tp, layout=layout, max_file_size=max_file_size, engine=engine, pad=pad,
             overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
             progress=progress,
         )  # fmt: skip
@@ -168,7 +170,6 @@ def reshard(
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        notes=old.notes,
         padding=padding,
         files_per_rank=new.files_per_rank,
         resumed_bytes=resumed_bytes,
@@ -232,8 +233,7 @@ def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> int:
         for name in old.adapters:
             paths = [one.path / ADAPTERS / name for one in rewrite.folders]
             reshard(paths, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
-        is_split = old.explicit_files is None
-        mode = permissions([folder / MANIFEST_NAME] if is_split else auxiliary_paths(old, folder).values())
+        mode = permissions([folder / MANIFEST_NAME])
         write_indexes(new, staged.folder, staged.mode)
         written = new.written(staged.checksums, staged.auxiliary_files)
         write_manifest(written, staged.folder, f"shardconv {__version__}", mode=mode)

@@ -24,8 +24,8 @@ from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
+from shardconv.layouts import META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
-from shardconv.layouts.external import META
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport

@@ -25,14 +25,16 @@ from shardconv.checkpoint.sources.source import Source, open_if_external, open_s
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file, read_ranks
 from shardconv.checkpoint.split.split_folders import SplitFolders, local_folders, read_folders, refuse_layout
-from shardconv.checkpoint.split.vllm_folder import read_split
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.header import total_bytes
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
+from shardconv.layouts import LAYOUTS
+from shardconv.layouts.choice import engine_of
 from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError
 
 
@@ -55,7 +57,7 @@ class VerifyReport:
         differences: descriptions of all differences; empty if there are none.
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
-        saved_by: the engine that saved the rank files; None for a split checkpoint.
+        saved_by: who saved the rank files, if shardconv did not.
         ranks: the ranks that the folders have, which were checked.
         is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
             from each other, and not only from ``against``.
@@ -132,7 +134,7 @@ def verify(
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
     compared_with = None if against is None else shown(against)
-    checked = () if manifest.explicit_files else ("auxiliary files",)
+    checked: tuple[str, ...] = ("auxiliary files",)
     damages = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
     differences = [] if source is None else tensor_differences(manifest.source_tensors, source)
     if source is not None and not is_other_model(manifest.source_tensors, source):
@@ -155,7 +157,6 @@ def verify(
         differences=tuple(map(shown, (*damages, *differences, *ranks.differences.found))),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
-        saved_by=manifest.saved_by,
         ranks=_held(manifest),
         is_damaged=bool(damages) or ranks.differences.is_damaged,
     )
@@ -170,7 +171,7 @@ def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_l
 
 def _one_folder(path: Path) -> SplitFolders:
     """One folder, which may have some of the ranks."""
-    manifest = read_split(path)
+    manifest = read_manifest(path)
     return SplitFolders(manifest, (SplitFolder(path, manifest),))
 
 
@@ -219,6 +220,7 @@ def _verify_external(
         checked=(
             "names and shapes",
             "replicas",
+            *(["padding"] if external.layout in LAYOUTS and engine_of(external.layout) else []),
             *([f"every tensor of {compared_with}"] if is_compared else []),
         ),
         is_compared=is_compared,
@@ -298,7 +300,7 @@ def _index_differences(manifest: Manifest, folder: Path) -> list[str]:
 def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     """Differences between the files that merge would write and a source with the same weight files."""
     headers = {file.name: file.header.raw for file in source.files}
-    if manifest.explicit_files or headers.keys() != {name for name, _ in manifest.source_files}:
+    if headers.keys() != {name for name, _ in manifest.source_files}:
         return []  # other weight files, such as one merged file: only tensors can be compared
     differences = [
         f"{name}: its header differs from the source" for name, h in manifest.source_files if h.raw != headers[name]

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypedDict
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.auxiliary import check_link
-from shardconv.checkpoint.sources.external_files import FullTensors, is_contiguous
+from shardconv.checkpoint.sources.layout_files import FullTensors, is_contiguous
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.files.child_script import failure_reason, run_script

@@ -11,7 +11,9 @@ from shardconv.files.header import read_header
 from shardconv.files.json_files import read_json
 from shardconv.files.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
-from shardconv.layouts.external import META, external_layout
+from shardconv.layouts import META
+from shardconv.layouts.layout_file import layout_file
+from shardconv.layouts.relation import find_target
 from shardconv.support.errors import SourceError
 
 
@@ -34,7 +36,7 @@ def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -
     pickles = [name for name in files if name.endswith(PYTORCH.suffixes) and reasons[name] != _PROVEN]
     for name, listed in zip(pickles, list_torch_files([files[name] for name in pickles]), strict=True):
         reasons[name] = _first_mismatch(listed, shapes)
-    for name in [name for name in files if SAFETENSORS.has(name) and external_layout(META).files.fullmatch(name)]:
+    for name in [name for name in files if SAFETENSORS.has(name) and layout_file(META).names.fullmatch(name)]:
         reasons[name] = _first_mismatch(_read_tensors(files[name]), shapes)
     indexes |= {name: _index(name, path) for name, path in files.items() if name == _META_INDEX}
     for name, index in indexes.items():
@@ -81,12 +83,12 @@ def _read_tensors(path: Path) -> TorchFile | TorchProblem:
 
 def _with_model_names(tensors: tuple[TorchTensor, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TorchTensor]:
     """The tensors, those of Meta's layout with their names in the checkpoint, and without those that follow from it."""
-    layout = external_layout(META)
+    layout = layout_file(META).all_rules
     for tensor in tensors:
-        known = layout.known(tensor.name)
+        known = find_target(layout.rules, tensor.name)
         if known is not None and tensor.name not in shapes:
-            yield tensor._replace(name=known.name)
-        elif tensor.name in shapes or not layout.is_left_out(tensor.name):
+            yield tensor._replace(name=known.sources[0])
+        elif tensor.name in shapes or not layout.is_without_source(tensor.name):
             yield tensor
 
 

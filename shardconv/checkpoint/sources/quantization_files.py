@@ -4,33 +4,49 @@
 """
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shardconv.checkpoint.sources.source import Source
 from shardconv.files.json_files import read_json
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.sources.source import Source
 
 #: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
 _TEXT_MODELS = ("text_config", "decoder", "generator")
 
 
-def config_with_quantization(source: Source) -> Mapping[str, object] | None:
-    """The config of a source; quantization settings of its text model or of another file are added if it has none.
+def config_with_quantization(source: "Source") -> Mapping[str, object] | None:
+    """The config of a source, as :func:`with_quantization`."""
+    return with_quantization(source.config, source.auxiliary_files, source.metadata)
+
+
+def with_quantization(
+    given: Mapping[str, object] | None, auxiliary_files: Mapping[str, Path], metadata: Mapping[str, str]
+) -> Mapping[str, object] | None:
+    """A config; quantization settings of its text model or of another file are added if it has none.
+
+    Args:
+        given: the config.
+        auxiliary_files: name to path of the files beside it.
+        metadata: of the files with tensors.
 
     Raises:
         SourceError: if the file cannot be read.
     """
-    config = source.config or {}
+    config = given or {}
     sections = [config, *(config.get(key) for key in _TEXT_MODELS)]
     tables = (section.get(SETTINGS_KEY) for section in sections if isinstance(section, Mapping))
     if (table := next((table for table in tables if table is not None), None)) is not None:
         if isinstance(table, Mapping) and table.get("quant_method") == "torchao":
-            table = {**table, METADATA_KEY: source.metadata}
+            table = {**table, METADATA_KEY: metadata}
         return {**config, SETTINGS_KEY: table}
     for name in SETTINGS_FILES:
-        path = source.auxiliary_files.get(name)
+        path = auxiliary_files.get(name)
         if path is not None and (settings := _settings(name, read_json(path))) is not None:
             return {**config, SETTINGS_KEY: settings}
-    return source.config
+    return given
 
 
 def _settings(name: str, table: Mapping[str, object]) -> Mapping[str, object] | None:

@@ -119,16 +119,6 @@ class Manifest:
         ).checked_for_layout()
 
     @property
-    def saved_by(self) -> str | None:
-        """The engine that wrote the rank files; None if shardconv did."""
-        return None if self.explicit_files is None else self.layout.engine
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Possible differences between rank files of an engine and the checkpoint that it loaded."""
-        return () if self.explicit_files is None else self.explicit_files.notes
-
-    @property
     def tp(self) -> int:
         """Number of ranks."""
         return self.plan.tp

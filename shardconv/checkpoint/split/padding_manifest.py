@@ -20,7 +20,7 @@ def with_files(manifest: Manifest) -> Manifest:
     """The manifest for padded tensors in files with the names of the source files."""
     names = tuple(name for name, _ in manifest.source_files)
     layout = lay_out_padded([header for _, header in manifest.source_files], manifest.tensors, manifest.plan)
-    return replace(manifest, explicit_files=ExplicitFiles(names, layout, ()))
+    return replace(manifest, explicit_files=ExplicitFiles(names, layout))
 
 
 def write_padding(

@@ -10,8 +10,8 @@ from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source, open_if_external
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder
-from shardconv.checkpoint.split.vllm_folder import read_split
 from shardconv.files.paths import local_path
 from shardconv.support.errors import SplitCheckpointError, UsageError
 
@@ -102,10 +102,8 @@ def read_folders(paths: Sequence[Path]) -> SplitFolders:
     Raises:
         SplitCheckpointError: if a manifest is not valid, the folders are not of one split, or ranks are missing.
     """
-    folders = tuple(SplitFolder(path, read_split(path)) for path in paths)
+    folders = tuple(SplitFolder(path, read_manifest(path)) for path in paths)
     first = folders[0].manifest
-    if len(folders) > 1 and any(one.manifest.explicit_files is not None for one in folders):
-        raise SplitCheckpointError(f"{paths[0]}: files that an engine saved are in one folder: pass it alone")
     for other in folders[1:]:
         _check_same(folders[0], other)
     _check_replicas(folders)

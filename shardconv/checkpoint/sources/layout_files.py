@@ -10,7 +10,6 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.sources.auxiliary import check_link
 from shardconv.checkpoint.sources.source_reader import Transform
-from shardconv.checkpoint.sources.vllm_files import StoredTensor
 from shardconv.files.file_state import FileState, file_states
 from shardconv.files.header import read_header
 from shardconv.files.torch_files import TorchTensor, read_torch_files
@@ -22,7 +21,8 @@ from shardconv.files.weight_formats import (
     is_trainer_state,
     is_weights,
 )
-from shardconv.layouts.external import EXTERNAL, ExternalLayout, external_layout
+from shardconv.layouts import SYSTEMS
+from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 from shardconv.support.formatting import counted
@@ -30,6 +30,14 @@ from shardconv.support.formatting import counted
 _AGAIN = "copy the folder again"
 #: The most tensors in a message.
 _MAX_NAMES = 3
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a rank: its dtype and shape, the index of its file, and its offset in the file."""
+
+    spec: TensorSpec
+    file: int
+    offset: int
 
 
 class RankFiles(NamedTuple):
@@ -66,7 +74,7 @@ class FullTensors(NamedTuple):
     transforms: dict[str, Transform]
 
 
-def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None:
+def detect_layout(folder: Path, names: Collection[str]) -> LayoutFile | None:
     """The layout of other tools' rank files among the files of a folder; None if there is none.
 
     Args:
@@ -76,9 +84,10 @@ def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None
     Raises:
         SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
-    if any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names)):
-        return None
-    for layout in map(external_layout, EXTERNAL):
+    has_checkpoint = any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names))
+    for layout in map(layout_file, SYSTEMS):
+        if has_checkpoint and layout.engine is None:  # only the names of an engine's files are unmistakable
+            continue
         if not (found := rank_files(layout, names)):
             continue
         if layout.beside is None or layout.beside in names:
@@ -98,8 +107,8 @@ def refuse_rank_file(path: Path) -> None:
     Raises:
         SourceError: if a file has such a name, and the file that has to be beside it exists.
     """
-    for layout in map(external_layout, EXTERNAL):
-        if layout.files.fullmatch(path.name) and (layout.beside is None or (path.parent / layout.beside).exists()):
+    for layout in map(layout_file, SYSTEMS):
+        if layout.names.fullmatch(path.name) and (layout.beside is None or (path.parent / layout.beside).exists()):
             raise SourceError(f"{path}: is a rank file of {layout.title}: pass its folder {path.parent} instead")
 
 
@@ -108,12 +117,12 @@ def is_hugging_face_index(name: str) -> bool:
     return is_index(name) and not name.startswith("consolidated")
 
 
-def rank_files(layout: ExternalLayout, names: Collection[str]) -> list[str]:
+def rank_files(layout: LayoutFile, names: Collection[str]) -> list[str]:
     """The names of rank files, sorted."""
-    return sorted(name for name in names if layout.files.fullmatch(name))
+    return sorted(name for name in names if layout.names.fullmatch(name))
 
 
-def read_rank_files(folder: Path, layout: ExternalLayout, names: Collection[str], *, follow_links: bool) -> RankFiles:
+def read_rank_files(folder: Path, layout: LayoutFile, names: Collection[str], *, follow_links: bool) -> RankFiles:
     """Read the positions of all tensors.
 
     Args:
@@ -135,12 +144,11 @@ def read_rank_files(folder: Path, layout: ExternalLayout, names: Collection[str]
     return found._replace(ranks=ranks)
 
 
-def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list[list[str]]:
+def _by_rank(folder: Path, layout: LayoutFile, names: Sequence[str]) -> list[list[str]]:
     """For each rank the names of its files."""
     suffixes = {Path(name).suffix for name in names}
-    found = {name: match.groupdict() for name in names if (match := layout.files.fullmatch(name))}
-    counts = {group["tp"] for group in found.values() if group.get("tp")}
-    counts |= {group["parts"] for group in found.values() if group.get("parts")}
+    found = {name: match.groupdict() for name in names if (match := layout.names.fullmatch(name))}
+    counts = {count for group in found.values() if (count := group.get("tp") or group.get("parts"))}
     if len(suffixes) > 1 or len(counts) > 1 or ((NUMBERED_NAME.fullmatch(names[0]) is None) and _is_mixed(found)):
         raise SourceError(
             f"{folder}: holds rank files of several checkpoints ({', '.join(names[:_MAX_NAMES])}, ...): leave those of "
@@ -148,17 +156,20 @@ def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list
         )
     if not any(group.get("rank") for group in found.values()):
         parts = {int(group.get("part") or 1) for group in found.values()}
-        refuse_missing(folder, layout, names, {*range(1, 1 + int(next(iter(counts), 0)))} - parts)
+        refuse_missing(folder, layout, names, {*range(1, 1 + int(next(iter(counts), 0)))} - parts, kind="part")
         _check_count(folder, names, int(next(iter(counts), 1)))
         return [list(names)]
     by_rank: dict[int, list[str]] = {}
-    for name, group in found.items():
+    for name, group in sorted(found.items(), key=lambda item: int(item[1].get("part") or 0)):
         if group["rank"] is not None:
             by_rank.setdefault(int(group["rank"]), []).append(name)
     tp = int(next(iter(counts), 1 + max(by_rank)))
     refuse_missing(folder, layout, [name for held in by_rank.values() for name in held], {*range(tp)} - by_rank.keys())
     for rank, held in by_rank.items():
-        if rank >= tp or len(held) != layout.files_per_rank:
+        if "part" in layout.names.groupindex and layout.engine is not None:
+            parts = {int(found[name]["part"] or 0) for name in held}
+            refuse_missing(folder, layout, held, {*range(max(parts))} - parts, kind="part")
+        elif rank >= tp or len(held) != layout.files_per_rank:
             raise SourceError(
                 f"{folder}: rank {rank} of {tp} has {counted(len(held), 'file')} (got {held[-1]}, expected "
                 f"{layout.files_per_rank}): {_AGAIN}"
@@ -167,7 +178,9 @@ def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list
     return [by_rank[rank] for rank in range(tp)]
 
 
-def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], missing: Collection[int]) -> None:
+def refuse_missing(
+    folder: Path, layout: LayoutFile, names: Sequence[str], missing: Collection[int], *, kind: str = "rank"
+) -> None:
     """Refuse files without those of some ranks, or without some parts.
 
     Args:
@@ -175,19 +188,19 @@ def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], m
         layout: of the files.
         names: of all files that exist.
         missing: numbers of the others.
+        kind: "rank" or "part", the group of the number in the names; nothing is missing where names do not have it.
 
     Raises:
         SourceError: if there are missing files.
     """
-    found = layout.files.fullmatch(names[0])
+    found = layout.names.fullmatch(names[0])
     assert found is not None
-    kind = "rank" if found["rank"] is not None else "part"
     if not missing or found[kind] is None:
         return
     start, end = found.span(kind)
     file = f"{names[0][:start]}{min(missing):0{end - start}}{names[0][end:]}"
     more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-    held = {match[kind] for match in map(layout.files.fullmatch, names) if match is not None and match[kind]}
+    held = {match[kind] for match in map(layout.names.fullmatch, names) if match is not None and match[kind]}
     raise SourceError(
         f"{folder}: {file}, the file of {kind} {min(missing)}, is missing{more} (got {', '.join(names[:_MAX_NAMES])}, "
         f"expected {counted(len(held) + len(missing), kind)}): {_AGAIN}"

@@ -1,21 +1,25 @@
-"""Inverse of a layout: derives the names and full shapes of the source tensors from the tensors of a rank file.
+"""Full tensors of the tensors of rank files: the names and shapes of the source tensors, and their placements.
 
-If shapes do not follow from the config, the result is a guess: callers must lay out these tensors and compare the
+The dims that ranks shard are those of the layout's rules, or of the plan of the model that an engine has loaded. If
+shapes do not follow from the config there, the result is a guess: callers must lay out these tensors and compare the
 result with the rank files.
 """
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from shardconv.layouts.choice import ChosenRules, rules_for
-from shardconv.layouts.rules import Rule
+from shardconv.layouts.layout_file import ChosenRules, layout_file
+from shardconv.layouts.relation import Rule, RuleTable, find_target
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import ShardedDim
 from shardconv.support.errors import PlanError
+from shardconv.support.formatting import counted
 
 #: The index of a layer in a name.
 _LAYER = re.compile(r"\.(\d{1,6})\.")
@@ -23,10 +27,93 @@ _LAYER = re.compile(r"\.(\d{1,6})\.")
 _NOT_SAVED = "for example because vLLM ran on a CPU, where it packs weights of linear layers and does not save them"
 
 
-def full_tensors(
+class FullTensor(NamedTuple):
+    """A full tensor: its shape, how ranks hold it, and the number of heads whose rows are in another order, or 0."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+    rotary_heads: int = 0
+
+
+def num_ranks(options: RuleTable, shard: tuple[int, ...], config: Mapping[str, object]) -> int | None:
+    """The number of ranks by the heads of a shard; None if they do not give it.
+
+    Raises:
+        PlanError: if the config does not have the heads.
+    """
+    if not options.gives_tp or options.heads is None:
+        return None
+    rows = _positive(config, options.heads) * _positive(config, "head_dim")
+    return None if not shard or not shard[0] or rows % shard[0] else rows // shard[0]
+
+
+def full_tensor(options: RuleTable, shards: Sequence[tuple[int, ...]], config: Mapping[str, object]) -> FullTensor:
+    """The full tensor of the shards of all ranks, which must have equal shapes, by the dims of a rule.
+
+    Raises:
+        PlanError: if the shards do not form a tensor that fits the config.
+    """
+    if len(set(shards)) > 1:
+        got = " and ".join(str(list(shape)) for shape in dict.fromkeys(shards))
+        raise PlanError(f"ranks have different shapes (got {got})")
+    if max(options.dims, default=-1) >= len(shards[0]):
+        raise PlanError(f"it has shape {list(shards[0])} on each rank (expected {max(options.dims) + 1} dims)")
+    candidates = [_sharded(options, shards[0], dim, len(shards), config) for dim in options.dims or (None,)]
+    expected = _expected(options, config)
+    fitting = (
+        one
+        for one in candidates
+        if all(one.shape[dim] == size for dim, (size, _) in expected.items() if dim < len(one.shape))
+    )
+    full = next(fitting, candidates[0])
+    for dim, (size, field) in expected.items():
+        if len(full.shape) <= dim or full.shape[dim] != size:
+            raise PlanError(
+                f"the shards of {counted(full.placement.tp, 'rank')} form a tensor of shape {list(full.shape)} "
+                f"(expected {size} in dim {dim}, which is {field})"
+            )
+    return full
+
+
+def _sharded(
+    options: RuleTable, shard: tuple[int, ...], dim: int | None, tp: int, config: Mapping[str, object]
+) -> FullTensor:
+    if dim is None:
+        return FullTensor(shard, Placement.replicated(tp))
+    heads = None if options.heads is None else _positive(config, options.heads)
+    replicas = 1 if heads is None or heads >= tp else tp // heads
+    if heads is not None and (tp % heads if heads < tp else heads % tp):
+        raise PlanError(f"{options.heads} is {heads}, which cannot be divided over {tp} ranks")
+    size = shard[dim]
+    ranks = tuple((Interval(at * size, (at + 1) * size),) for at in (rank // replicas for rank in range(tp)))
+    full = size * tp // replicas
+    placement = Placement(dim, full, ranks if size else ((),) * tp) if tp > 1 else Placement.replicated(1)
+    shape = (*shard[:dim], full, *shard[dim + 1 :])
+    return FullTensor(shape, placement, heads if options.rotary and heads is not None else 0)
+
+
+def _expected(options: RuleTable, config: Mapping[str, object]) -> dict[int, tuple[int, str]]:
+    """Dim to its expected size in the full tensor, and the fields of the config that have it."""
+    expected = {dim: (_positive(config, field), field) for dim, field in options.shape.items()}
+    if options.heads is not None:
+        heads, head_dim = _positive(config, options.heads), _positive(config, "head_dim")
+        expected[0] = (heads * head_dim, f"{options.heads} * head_dim")
+        if options.rotary and head_dim % 2:
+            raise PlanError(f"head_dim is {head_dim} (expected an even number)")
+    return expected
+
+
+def _positive(config: Mapping[str, object], field: str) -> int:
+    value = config.get(field)
+    if type(value) is not int or value < 1:
+        raise PlanError(f"{field} in the config is {value!r:.40} (expected a positive integer)")
+    return value
+
+
+def planned_tensors(
     layout: str, rank_tensors: Mapping[str, TensorSpec], tp: int, config: Mapping[str, object], request: PlanRequest
 ) -> dict[str, TensorSpec]:
-    """The source tensors of rank files.
+    """The source tensors of the rank files of an engine, by the plan of the model.
 
     Args:
         layout: the name of an engine's layout.
@@ -39,14 +126,14 @@ def full_tensors(
         Name to dtype and full shape, in the order in which the safetensors library writes tensors of one dtype.
 
     Raises:
-        PlanError: as :func:`rules_for` and :func:`members_of`, if a layer lacks a tensor, or no plan is known.
+        PlanError: if the layout does not support the model, a layer lacks a tensor, or no plan is known.
     """
     if config.get(SETTINGS_KEY) is not None:
         raise PlanError(f"layout {layout} does not support quantized checkpoints")
-    chosen = rules_for(layout, config)
-    members = members_of(chosen, rank_tensors)
+    members = _members_of(layout_file(layout).rules_for(config), rank_tensors)
     shards, resolver = _resolved(members, rank_tensors, config, request)
-    _check_layers(shards, config)
+    check_layers(shards, config)
+    _check_equal_layers(shards, config)
     return {
         name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
         for name in sorted(shards)
@@ -93,23 +180,34 @@ def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[i
     return (*shard[: sharded.dim], size, *shard[sharded.dim + 1 :])
 
 
-def _check_layers(names: Collection[str], config: Mapping[str, object]) -> None:
-    """Check that layers of the same type have the same tensors: vLLM saves only one of tensors that share memory."""
+def check_layers(names: Iterable[str], config: Mapping[str, object]) -> None:
+    """Check that all layers of the config have tensors.
+
+    Raises:
+        PlanError: if layers are missing, or the config has fewer.
+    """
+    layers = _layers(names).keys()
+    expected = config.get("num_hidden_layers", len(layers))
+    if layers != set(range(len(layers))) or len(layers) != expected:
+        last = f", the last with index {max(layers)}" if layers else ""
+        raise PlanError(f"layers are missing (got {counted(len(layers), 'layer')}{last}, expected {expected})")
+
+
+def _layers(names: Iterable[str]) -> dict[int, set[str]]:
+    """Index of each layer to its tensors, by their names in any layer."""
     layers: dict[int, set[str]] = {}
     for name in names:
         if (match := _LAYER.search(name)) is not None:
             layers.setdefault(int(match[1]), set()).add(_LAYER.sub(".*.", name, count=1))
-    if not layers:
-        return
-    count = 1 + max(layers)
-    expected = config.get("num_hidden_layers", count)
-    if layers.keys() != set(range(count)) or expected != count:
-        raise PlanError(
-            f"layers are missing (got {len(layers)} layers, the last with index {max(layers)}, expected {expected})"
-        )
+    return layers
+
+
+def _check_equal_layers(names: Collection[str], config: Mapping[str, object]) -> None:
+    """Check that layers of the same type have the same tensors: vLLM saves only one of tensors that share memory."""
+    layers = _layers(names)
     layer_types = config.get("layer_types")
-    types = [""] * count
-    if isinstance(layer_types, list) and len(layer_types) == count:
+    types = [""] * len(layers)
+    if isinstance(layer_types, list) and len(layer_types) == len(layers):
         types = [str(layer_type) for layer_type in layer_types]
     for layer, layer_type in enumerate(types):
         first = layers[types.index(layer_type)]
@@ -118,12 +216,8 @@ def _check_layers(names: Collection[str], config: Mapping[str, object]) -> None:
             raise PlanError(f"{name.replace('*', str(at))}: is missing, but another layer of this type has it")
 
 
-def members_of(chosen: ChosenRules, names: Collection[str]) -> dict[str, tuple[str, ...]]:
+def _members_of(chosen: ChosenRules, names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """The source tensors of each tensor of a rank file, in order, without constants.
-
-    Args:
-        chosen: the rules of the layout.
-        names: of the tensors of a rank file.
 
     Raises:
         PlanError: if a tensor belongs to experts, or a source is missing or duplicated.
@@ -131,10 +225,8 @@ def members_of(chosen: ChosenRules, names: Collection[str]) -> dict[str, tuple[s
     if (name := next((name for name in names if ".experts." in name), None)) is not None:
         raise PlanError(f"{name}: belongs to experts, which vLLM repacks before it saves them")
     _check_groups(chosen, names)
-    constants = [rule.target for group in chosen.groups for rule in group.constants]
-    result = {
-        name: _members(name, chosen.rules) for name in names if not any(constant.match(name) for constant in constants)
-    }
+    found = {name: find_target(chosen.rules, name) for name in names if not chosen.is_without_source(name)}
+    result = {name: (name,) if one is None else tuple(one.sources) for name, one in found.items()}
     counts = Counter(member for members in result.values() for member in members)
     if (duplicate := next((name for name, count in counts.items() if count > 1), None)) is not None:
         raise PlanError(f"{duplicate}: is in {counts[duplicate]} tensors of a rank (expected one)")
@@ -173,24 +265,15 @@ def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
             raise PlanError(f"{module}: does not have a {kind}-parallel weight, {_NOT_SAVED}")
 
 
-def _members(name: str, rules: Sequence[Rule]) -> tuple[str, ...]:
-    """The members by the first rule with this target; the tensor itself if there is none."""
-    for rule in rules:
-        if (match := rule.target.match(name)) is not None:
-            return tuple(source.name(match) for source in rule.sources)
-    return (name,)
-
-
 def _check_sources(rule: Rule, names: Collection[str], members: Collection[str]) -> None:
     """Refuse tensors whose source would be another tensor under another config.
 
     Otherwise files of a model with tied embeddings would be accepted as those of a model without input embeddings.
     """
     for name in names:
-        match = rule.target.match(name)
-        sources = [] if match is None else [source.name(match) for source in rule.sources]
+        sources = [] if (match := rule.target.match(name)) is None else rule.source_names(match.texts)
         if missing := [source for source in sources if source not in members]:
-            expected = ", ".join(f"{field} = {value}" for field, value in rule.when.items())
+            expected = ", ".join(f"{field} = {value}" for field, value in rule.options.when.items())
             raise PlanError(
                 f"{missing[0]}: is missing (got {name}, which is the same tensor if config.json has {expected})"
             )

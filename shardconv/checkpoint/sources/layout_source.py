@@ -8,15 +8,15 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.sources.auxiliary import FolderFiles, find_auxiliary
 from shardconv.checkpoint.sources.dcp_files import METADATA_NAME, SUFFIX, read_dcp
-from shardconv.checkpoint.sources.external_files import (
+from shardconv.checkpoint.sources.full_tensors import read_full_tensors
+from shardconv.checkpoint.sources.ignore import ignore_options
+from shardconv.checkpoint.sources.layout_files import (
     FullTensors,
     detect_layout,
     is_hugging_face_index,
     rank_files,
     read_rank_files,
 )
-from shardconv.checkpoint.sources.external_tensors import full_tensors
-from shardconv.checkpoint.sources.ignore import ignore_options
 from shardconv.checkpoint.sources.meta_params import (
     PARAMS_NAME,
     ConfigWithAssumptions,
@@ -24,21 +24,31 @@ from shardconv.checkpoint.sources.meta_params import (
     config_of_params,
     head_sizes,
 )
+from shardconv.checkpoint.sources.quantization_files import with_quantization
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.header import build_header
+from shardconv.files.header import FLOAT_NAMES, build_header
 from shardconv.files.json_files import read_json
-from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, is_trainer_state, is_weights
-from shardconv.layouts.external import DCP_NAME, DCP_TITLE, META, external_layout
+from shardconv.files.weight_formats import (
+    ADAPTER_FILES,
+    CONFIG_NAME,
+    is_trainer_state,
+    is_weights,
+    refuse_sharded_state,
+)
+from shardconv.layouts import DCP_NAME, META, SOURCE_LAYOUTS
+from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, UsageError
 from shardconv.support.formatting import counted
 
+#: The title of layout dcp, which does not have rules: its files have the names and shapes of full tensors.
+_DCP_TITLE = "torch.distributed.checkpoint"
 #: Name and metadata of the file that a merge writes.
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
 
 
-class ExternalSource(NamedTuple):
+class LayoutSource(NamedTuple):
     """Attributes of a :class:`~shardconv.checkpoint.sources.source.Source` from rank files of another tool."""
 
     files: tuple[SourceFile, ...]
@@ -56,7 +66,7 @@ class ExternalSource(NamedTuple):
 
 def open_external(
     folder: Path, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
-) -> ExternalSource | None:
+) -> LayoutSource | None:
     """Open rank files of another tool; None if the folder does not hold any.
 
     Args:
@@ -74,26 +84,30 @@ def open_external(
     key = asked or detect(folder, names)
     if key is None or (asked is None and MANIFEST_NAME in names):
         return None
+    if key not in SOURCE_LAYOUTS:
+        raise UsageError(f"layout {key!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
+    layout = None if key == DCP_NAME else layout_file(key)
     weights = _weights(folder, key, names)
-    title = DCP_TITLE if key == DCP_NAME else external_layout(key).title
+    title = _DCP_TITLE if layout is None else layout.title
+    if layout is not None and layout.engine is not None:
+        refuse_sharded_state(folder, {*names} - {*weights})
     left_out = _left_out(folder, files, weights, title, key, asked)
     auxiliary_files = find_auxiliary(folder, files, [*weights, *left_out], follow_links=follow_links)
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
-    params = None
-    if key != DCP_NAME and PARAMS_NAME in auxiliary_files:
-        params = read_json(auxiliary_files[PARAMS_NAME])
-    read = _read_dcp if key == DCP_NAME else _read_ranks
-    found = read(_Folder(folder, key, weights, params, config, follow_links))
-    beside = None if key == DCP_NAME else external_layout(key).beside
-    if beside is not None and auxiliary_files.pop(beside, None) is not None:
-        left_out |= {
-            beside: "its values are in config.json" if beside == PARAMS_NAME else f"lists the files of {title}"
-        }
+    if layout is None:
+        found = _read_dcp(folder, config, follow_links=follow_links)
+    else:
+        params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
+        found = _read_ranks(_Folder(folder, layout, weights, params, config, auxiliary_files, follow_links))
+        if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
+            left_out[layout.beside] = (
+                "its values are in config.json" if layout.beside == PARAMS_NAME else f"lists the files of {title}"
+            )
     missing = f", without {' and '.join(found.missing)}" if found.missing else ""
     derived = f"converted from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
     made_files = {} if found.made.config is config else {CONFIG_NAME: json.dumps(found.made.config, indent=2) + "\n"}
-    return ExternalSource(
+    return LayoutSource(
         _files(folder, found.tensors.specs), found.stored, found.tensors.transforms, (derived,), found.made.config,
         auxiliary_files, made_files, found.made.assumed, left_out, key, found.num_ranks,
     )  # fmt: skip
@@ -117,7 +131,7 @@ def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
         files = sorted(name for name in names if name == METADATA_NAME or name.endswith(SUFFIX))
         is_there = METADATA_NAME in files
     else:
-        files = rank_files(external_layout(key), names)
+        files = rank_files(layout_file(key), names)
         is_there = bool(files)
     if not is_there:
         raise UsageError(f"{folder}: does not hold files of --from {key}: correct or remove --from")
@@ -128,10 +142,11 @@ class _Folder(NamedTuple):
     """The files of another tool: the names of the weights, params.json, the user's or the folder's config."""
 
     path: Path
-    layout: str
+    layout: LayoutFile
     weights: Collection[str]
     params: dict[str, object] | None
     config: dict[str, object] | None
+    auxiliary_files: Mapping[str, Path]
     follow_links: bool
 
 
@@ -145,29 +160,40 @@ class _Read(NamedTuple):
     missing: tuple[str, ...]
 
 
-def _read_dcp(folder: _Folder) -> _Read:
-    found = read_dcp(folder.path, follow_links=folder.follow_links)
+def _read_dcp(folder: Path, config: dict[str, object] | None, *, follow_links: bool) -> _Read:
+    found = read_dcp(folder, follow_links=follow_links)
     stored = StoredFiles.listed(found.paths, found.states, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(found.paths), found.left_out)
+    return _Read(found.tensors, stored, ConfigWithAssumptions(config, ()), len(found.paths), found.left_out)
 
 
 def _read_ranks(folder: _Folder) -> _Read:
-    layout, params = external_layout(folder.layout), folder.params
-    if folder.config is None and params is None and layout.beside is not None:
+    layout, params = folder.layout, folder.params
+    if folder.config is None and params is None and (layout.beside is not None or layout.engine is not None):
         needed = PARAMS_NAME if layout.beside == PARAMS_NAME else CONFIG_NAME
         raise SourceError(
             f"{folder.path}: does not have {needed}, which has the sizes of the model: copy it into the folder, or "
             f"pass the model's config.json (--config)"
         )
     found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
-    tensors = full_tensors(folder.path, layout, found, _known_config(folder))
-    made = ConfigWithAssumptions(folder.config, ())
+    tensors = read_full_tensors(folder.path, layout, found, _known_config(folder))
+    made = ConfigWithAssumptions(folder.config, _dtype_note(folder, tensors.specs))
     if folder.config is None and params is not None:
         shapes = {name: spec.shape for name, spec in tensors.specs.items()}
         dtype = tensors.specs["model.embed_tokens.weight"].dtype
         made = complete_config(folder.path / PARAMS_NAME, params, shapes, dtype)
     stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards, found.states)
     return _Read(tensors, stored, made, len(found.ranks), layout.missing)
+
+
+def _dtype_note(folder: _Folder, specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """A note on tensors of another dtype than the config has, which an engine may have converted."""
+    config = folder.config or {}
+    config_dtype = config.get("dtype", config.get("torch_dtype"))
+    dtypes = sorted({spec.dtype for spec in specs.values()})
+    found = [FLOAT_NAMES.get(dtype) for dtype in dtypes]
+    if folder.layout.engine is None or config_dtype not in FLOAT_NAMES.values() or found == [config_dtype]:
+        return ()
+    return (f"tensors are {', '.join(dtypes)}, but config.json has {config_dtype}: they may have been converted",)
 
 
 def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
@@ -180,10 +206,13 @@ def _left_out(
     folder: Path, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
 ) -> dict[str, str]:
     """Name to reason of all other files with weights."""
+    has_engine = key != DCP_NAME and layout_file(key).engine is not None
     others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
     reasons |= {
-        name: f"index of {title}" for name in others if name.endswith(".index.json") and not is_hugging_face_index(name)
+        name: f"index of {title}" if not is_hugging_face_index(name) else "index of another checkpoint"
+        for name in others
+        if name.endswith(".index.json") and (has_engine or not is_hugging_face_index(name))
     }
     if asked is None and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
@@ -199,6 +228,8 @@ def _known_config(folder: _Folder) -> dict[str, object]:
     Raises:
         SourceError: if the two differ.
     """
+    if folder.layout.engine is not None:
+        return dict(with_quantization(folder.config, folder.auxiliary_files, {}) or {})
     stated = {field: value for field, value in (folder.config or {}).items() if value is not None}
     if folder.params is None:
         return _with_heads(folder, stated)
@@ -214,7 +245,7 @@ def _known_config(folder: _Folder) -> dict[str, object]:
 
 def _with_heads(folder: _Folder, config: dict[str, object]) -> dict[str, object]:
     """A config with the fields of heads that its class has defaults for, if it is that of a Llama."""
-    if config.get("model_type") not in external_layout(META).model_types:
+    if config.get("model_type") not in layout_file(META).types:
         return config
     try:
         sizes = head_sizes(config)

@@ -1,0 +1,243 @@
+"""The full tensors of rank files of another tool, under the names of a Hugging Face checkpoint, by their layout.
+
+Most layouts have the dims that ranks shard. Rank files of an engine have those of the plan of its model, with which
+shardconv would write the same files: the tensors of every rank must be those.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+from shardconv.checkpoint.engine.copy import Shards
+from shardconv.checkpoint.engine.geometry import geometry, unsharded
+from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
+from shardconv.checkpoint.sources.layout_files import FullTensors, RankFiles, StoredTensor, refuse_missing
+from shardconv.checkpoint.sources.row_order import RotaryRows
+from shardconv.files.fileio import InputFiles
+from shardconv.files.header import num_bytes
+from shardconv.layouts.choice import choose_layout
+from shardconv.layouts.full_tensors import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
+from shardconv.layouts.layout import FileLayout
+from shardconv.layouts.layout_file import LayoutFile
+from shardconv.layouts.relation import Related, find_target
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.request import PlanRequest, resolve
+from shardconv.support.errors import IntegrityError, PlanError, SourceError
+
+_AGAIN = "copy the folder again"
+_OTHERS = f"{_AGAIN}, or pass the checkpoint that the ranks have shards of"
+_OTHER_MODEL = (
+    "rank files are missing, or config.json belongs to another model: save the folder again, or use the checkpoint "
+    "that the engine was started with"
+)
+#: The remedies in messages about plans, which only apply to sources.
+_ADVICE = re.compile(r"(\. |[:;] (or )?(pass|use|add|give|remove|name) ).*", re.DOTALL)
+
+
+def read_full_tensors(folder: Path, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
+    """Assemble the full tensors.
+
+    Args:
+        folder: the folder, for messages.
+        layout: of its rank files.
+        found: the rank files.
+        config: the config that their shapes must fit.
+
+    Raises:
+        SourceError: if a tensor is unknown, missing on a rank, or does not fit the config.
+        IntegrityError: if a constant has another value.
+    """
+    if layout.engine is not None:
+        return _by_plan(folder, layout, found, config)
+    tensors = FullTensors({}, {}, {}, {})
+    rules = layout.all_rules
+    names = [name for name in _names(found) if not rules.is_without_source(name)]
+    related = {name: one for name in names if (one := find_target(rules.rules, name)) is not None}
+    _check_even(folder, related, found)
+    _check_ranks(folder, layout, related, found, config)
+    for name in names:
+        if name not in related:
+            raise SourceError(
+                f"{folder}: tensor {name} is unknown in {layout.title}: only models that this layout describes are "
+                f"supported"
+            )
+        _add(tensors, folder, name, related[name], found, config)
+    try:
+        check_layers(tensors.specs, config)
+    except PlanError as error:
+        raise SourceError(f"{folder}: {error}: {_AGAIN}") from error
+    return tensors
+
+
+def _names(found: RankFiles) -> list[str]:
+    return list(dict.fromkeys(name for rank in found.ranks for name in rank))
+
+
+def _add(
+    tensors: FullTensors, folder: Path, name: str, related: Related, found: RankFiles, config: Mapping[str, object]
+) -> None:
+    """Add one full tensor."""
+    options, (source,) = related.rule.options, related.sources
+    shards = _shards_of(folder, name, found, on_all=not options.on_one_rank)
+    if source in tensors.specs:
+        raise SourceError(f"{folder}: two tensors are {source} (got {name} as the second, expected one)")
+    try:
+        full = full_tensor(options, [shard.spec.shape for shard in shards], config)
+    except PlanError as error:
+        raise SourceError(
+            f"{folder}: {name}: {error}: files of a rank are missing, or the config is that of another model"
+        ) from error
+    spec = TensorSpec(shards[0].spec.dtype, full.shape)
+    tensors.specs[source] = spec
+    stored = name if full.rotary_heads else source
+    tensors.stored[stored] = spec
+    tensors.shards[stored] = _positions(folder, name, spec, full.placement, shards)
+    if full.rotary_heads:
+        row_bytes = num_bytes(spec.dtype, spec.shape[1:])
+        tensors.transforms[source] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
+
+
+def _shards_of(folder: Path, name: str, found: RankFiles, *, on_all: bool = True) -> list[StoredTensor]:
+    """The shards of a tensor by rank, all of the same dtype; ``on_all`` if every rank must have one."""
+    shards = [rank[name] for rank in found.ranks if name in rank]
+    if len(shards) < len(found.ranks) and on_all:
+        missing = next(rank for rank, held in enumerate(found.ranks) if name not in held)
+        raise SourceError(f"{folder}: rank {missing} does not have {name}, which other ranks have: {_OTHERS}")
+    dtypes = sorted({shard.spec.dtype for shard in shards})
+    if len(dtypes) > 1:
+        raise SourceError(
+            f"{folder}: {name} has several dtypes (got {', '.join(dtypes)}, expected the same on all ranks)"
+        )
+    return shards
+
+
+def _positions(
+    folder: Path, name: str, spec: TensorSpec, placement: Placement, shards: Sequence[StoredTensor]
+) -> Shards:
+    files, offsets = tuple(shard.file for shard in shards), tuple(shard.offset for shard in shards)
+    try:
+        if len(shards) == 1:
+            return Shards(unsharded(num_bytes(*spec[:2])), files, offsets)
+        return Shards(geometry(placement, spec.dtype, spec.shape), files, offsets)
+    except ValueError as error:
+        raise SourceError(f"{folder}: {name} cannot be merged: {error}") from error
+
+
+def _check_even(folder: Path, related: Mapping[str, Related], found: RankFiles) -> None:
+    """Check that each tensor of one rank is on no other, and that ranks have equal numbers of them."""
+    single = [
+        [name for name in rank if name in related and related[name].rule.options.on_one_rank] for rank in found.ranks
+    ]
+    counts = Counter(name for names in single for name in names)
+    if (name := next((name for name, count in counts.items() if count > 1), None)) is not None:
+        raise SourceError(f"{folder}: {name} is on {counts[name]} ranks (expected one): {_AGAIN}")
+    if len({len(names) for names in single}) > 1:
+        numbers = ", ".join(str(len(names)) for names in single)
+        raise SourceError(
+            f"{folder}: ranks have different numbers of experts' tensors (got {numbers}, "
+            f"expected equal numbers): {_AGAIN}"
+        )
+
+
+def _check_ranks(
+    folder: Path, layout: LayoutFile, related: Mapping[str, Related], found: RankFiles, config: Mapping[str, object]
+) -> None:
+    """Check the number of files where their names do not have it: the last ones may be missing."""
+    for name, one in related.items():
+        if (shard := found.ranks[0].get(name)) is None:
+            continue
+        try:
+            expected = num_ranks(one.rule.options, shard.spec.shape, config)
+        except PlanError as error:
+            raise SourceError(f"{folder}: {name}: {error}: correct the config") from error
+        if expected is not None:
+            refuse_missing(folder, layout, [path.name for path in found.paths], range(len(found.ranks), expected))
+            return
+
+
+# --- rank files of an engine ----------------------------------------------------------------------------------------
+
+
+def _by_plan(folder: Path, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
+    """The full tensors of which a split in this layout has the same rank files, except for the order of tensors."""
+    for name in _names(found):
+        _shards_of(folder, name, found)
+    tp, request = len(found.ranks), PlanRequest(engine=layout.engine)
+    rank_tensors = {name: stored.spec for name, stored in found.ranks[0].items()}
+    try:
+        full = planned_tensors(layout.key, rank_tensors, tp, config, request)
+        resolver, assumed = resolve(full, config, request)
+        file_layout = choose_layout(layout.key, full, config)
+        try:
+            plan = resolver.plan(tp, assumed=assumed)
+        except PlanError as error:
+            reason = _ADVICE.sub("", str(error))
+            raise SourceError(
+                f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({reason}): "
+                f"{_OTHER_MODEL}"
+            ) from error
+        check_pairs(plan, full)
+        tensors = in_file_order(full)
+        file_layout.check(tensors, plan)
+    except PlanError as error:
+        reason = _ADVICE.sub("", str(error))
+        raise SourceError(
+            f"{folder}: was saved by {layout.engine}, and its full tensors cannot be derived: {reason}. Only dense "
+            f"unquantized models are supported: for others, use the checkpoint that the engine was started with"
+        ) from error
+    _check_tensors(folder, found, tensors, plan, file_layout)
+    _check_constants(found, file_layout)
+    shards = dict(_planned_shards(found, tensors, plan, file_layout))
+    return FullTensors(tensors, tensors, shards, {})
+
+
+def _check_tensors(
+    folder: Path, found: RankFiles, tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout
+) -> None:
+    """Check that ranks have the tensors of the layout; constants may be missing, as no source tensor is in them."""
+    constants = {constant.name for constant in layout.constants}
+    for rank, header in enumerate(lay_out_ranks(tensors, plan, {}, layout=layout).headers):
+        expected = {name: TensorSpec(info.dtype, info.shape) for name, info in header.tensors.items()}
+        held = {name: stored.spec for name, stored in found.ranks[rank].items()}
+        for name in [*held, *(expected.keys() - constants)]:
+            if held.get(name) != expected.get(name):
+                raise SourceError(
+                    f"{folder}: {name} is {_describe(held.get(name))} on rank {rank} (expected "
+                    f"{_describe(expected.get(name))} by config.json for {plan.tp} ranks): {_OTHER_MODEL}"
+                )
+
+
+def _describe(spec: TensorSpec | None) -> str:
+    return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)}"
+
+
+def _check_constants(found: RankFiles, layout: FileLayout) -> None:
+    """Check the values of constants, because they are not in the full tensors."""
+    with InputFiles(found.paths, found.prefixes, found.sizes) as inputs:
+        for constant, rank in product(layout.constants, found.ranks):
+            if (stored := rank.get(constant.name)) is None:
+                continue
+            data = memoryview(bytearray(len(constant.data)))
+            inputs.read(stored.file, data, stored.offset)
+            if data != constant.data:
+                raise IntegrityError(
+                    f"{found.paths[stored.file]}: {constant.name} has other values (expected the constant "
+                    f"{constant.value:g}): use the checkpoint that the engine was started with"
+                )
+
+
+def _planned_shards(
+    found: RankFiles, tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout
+) -> Iterator[tuple[str, Shards]]:
+    """Each tensor with the positions of its shards, which are one behind the other in a file tensor."""
+    for file_tensor in layout.file_tensors(tensors):
+        stored = [rank[file_tensor.name] for rank in found.ranks]
+        files, offsets = [one.file for one in stored], [one.offset for one in stored]
+        for name in file_tensor.members:
+            placement, (dtype, shape, *_) = plan.placement(name), tensors[name]
+            yield name, Shards(geometry(placement, dtype, shape), tuple(files), tuple(offsets))
+            sizes = [num_bytes(dtype, placement.shard_shape(shape, rank)) for rank in range(plan.tp)]
+            offsets = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
