@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from shardconv.layouts import LAYOUTS, SYSTEMS
+from shardconv.layouts import LAYOUTS, SOURCE_LAYOUTS
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout
 from shardconv.layouts.layout_file import GroupTable, layout_file
 from shardconv.layouts.quantized import Quantized, joined_by_grids, with_vectors
@@ -24,7 +24,7 @@ def engine_of(layout: str) -> str | None:
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
-    return layout_file(layout).engine if layout in SYSTEMS else None
+    return layout_file(layout).engine if layout in SOURCE_LAYOUTS else None
 
 
 def versions_of(layout: str) -> str | None:

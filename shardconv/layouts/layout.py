@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any, Self
 
-from shardconv.layouts.dcp import first_unreadable, why_unreadable
 from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError
@@ -181,8 +180,8 @@ class FileLayout:
                 support a placement.
             ValueError: if a constant is invalid.
         """
-        if self.has_offsets and (name := first_unreadable(plan, tensors)) is not None:
-            raise PlanError(why_unreadable(name, plan.placement(name)))
+        if self.has_offsets:
+            _check_offsets(tensors, plan)
         if not self.changed and not self.constants and not self.padded_to:
             return
         if self.has_offsets:
@@ -337,6 +336,19 @@ def _numbers(key: str, value: object) -> list[int]:
     if not isinstance(value, list) or not all(type(number) is int for number in value):
         raise ValueError(f"{key} is {value!r:.40} (expected integers)")
     return value
+
+
+def _check_offsets(names: Iterable[str], plan: Plan) -> None:
+    """Check that each shard is one box: together they determine the full shape for torch.distributed.checkpoint."""
+    for name in names:
+        placement = plan.placement(name)
+        if placement.is_padded or any(len(ranges) > 1 for ranges in placement.ranks):
+            raise PlanError(
+                f"{name}: is sharded as {placement.describe()}, but torch.distributed.checkpoint reads one interval "
+                f"per rank, without padding. Replicate it (--replicate {name}), or use the native layout (--layout "
+                f"native); for a checkpoint in torch's format, load the model and save "
+                f"shardconv.tensor.as_dtensor(model)"
+            )
 
 
 def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str:

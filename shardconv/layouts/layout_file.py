@@ -131,7 +131,8 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         groups: by name.
         types: model type to names of groups; empty if all groups apply to all models.
         files_per_rank: the number of files of each rank, where their names do not have parts.
-        beside: a file beside them, without which the names are not enough to detect the layout.
+        beside: a file beside them that is needed to read them. Without it, names are not enough to detect the layout.
+        is_certain: whether the names alone decide, also in the folder of a Hugging Face checkpoint.
         missing: contents of a checkpoint that the files do not have.
         file_name: of a rank file that is written, see :class:`~shardconv.layouts.layout.FileLayout`.
         engine: the engine that reads the files; its plan has the sharded dims.
@@ -146,6 +147,7 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     types: dict[str, tuple[str, ...]] = {}
     files_per_rank: int = 1
     beside: str | None = None
+    is_certain: bool = False
     missing: tuple[str, ...] = ()
     file_name: str = ""
     engine: str | None = None
@@ -192,6 +194,6 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
 @cache
 def layout_file(key: str) -> LayoutFile:
-    """Read the layout file of a system, one of :data:`~shardconv.layouts.SYSTEMS`."""
+    """Read the layout file of a system, one of :data:`~shardconv.layouts.SOURCE_LAYOUTS`."""
     table = tomllib.loads((FOLDER / f"{key}.toml").read_text("utf-8"))
     return msgspec.convert({**table, "key": key}, LayoutFile, str_keys=True)

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
-from shardconv.checkpoint.sources.layout_source import detect
+from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.checkpoint.split.manifest import Manifest
@@ -56,10 +56,10 @@ def _check_folder(folder: Path) -> None:
             f"--check {folder}: is a split checkpoint (expected the unsharded model): pass the source that it was "
             f"split from, or merge it first (shardconv merge {folder} -o DIR)"
         )
-    if (layout := detect(folder, [path.name for path in folder.iterdir()])) is not None:
+    if (layout := detect_layout(folder, [path.name for path in folder.iterdir()])) is not None:
         raise RunError(
-            f"--check {folder}: holds rank files of another tool ({layout}), which transformers does not load: merge "
-            f"them first (shardconv merge {folder} -o DIR), and pass --check DIR"
+            f"--check {folder}: holds rank files of another tool ({layout.key}), which transformers does not load: "
+            f"merge them first (shardconv merge {folder} -o DIR), and pass --check DIR"
         )
     if not (folder / CONFIG_NAME).is_file():
         raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")

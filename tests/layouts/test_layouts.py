@@ -9,7 +9,6 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,9 +22,8 @@ import shardconv
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.layouts import SYSTEMS, layout_file
+from shardconv.layouts import SOURCE_LAYOUTS, layout_file
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
-from shardconv.layouts.relation import file_tensors
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
@@ -222,7 +220,7 @@ def test_reshard_to_any_layout_equals_a_split_of_the_source(split_of, tmp_path, 
 def no_layouts(tmp_path, monkeypatch):
     """Installed layouts without rules, which may change: the manifest stores the layout of a split checkpoint."""
     (tmp_path / "none").mkdir()
-    for name in SYSTEMS:
+    for name in SOURCE_LAYOUTS:
         text = "title = ''\nfiles = 'none'\nengine = 'vllm'\ntypes = { none = [] }\ngroups = {}\n"
         (tmp_path / "none" / f"{name}.toml").write_text(text)
     monkeypatch.setattr(layout_file, "FOLDER", tmp_path / "none")
@@ -663,55 +661,6 @@ def as_integers(path):
         for name, info in json.loads(raw[8:start]).items()
         if name != "__metadata__"
     }
-
-
-# --- rules ----------------------------------------------------------------------------------------------------------
-
-
-EXPERTS = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
-#: Experts in the order of text, in which 10 is between 0 and 2.
-NAMES = [*(f"x.1.{part}.{leaf}" for leaf in "wb" for part in "ab"), *sorted(EXPERTS, reverse=True), "old", "row", "q"]
-
-
-def rules_of(tensors):
-    return msgspec.convert({"tensors": tensors}, layout_file.GroupTable).rules
-
-
-#: Rules of a layout, and the tensors that they make of NAMES.
-RULES = {
-    "fused": (
-        {"*.ab.{w,b}": ["*.a.{w,b}", "*.b.{w,b}"]},
-        {FileTensor("x.1.ab.w", ("x.1.a.w", "x.1.b.w")), FileTensor("x.1.ab.b", ("x.1.a.b", "x.1.b.b"))},
-    ),
-    "stacked in the order of numbers": ({"*.all": ["*.e.#.a", "*.e.#.b"]}, {FileTensor("y.all", EXPERTS, 11)}),
-    "renamed": ({"new": ["old"]}, {FileTensor("new", ("old",))}),
-    "squeezed": ({"flat": {"sources": ["row"], "squeeze": True}}, {FileTensor("flat", ("row",), squeeze=True)}),
-}
-
-
-@pytest.mark.parametrize(("rules", "expected"), RULES.values(), ids=RULES)
-def test_tensors_of_a_rule(rules, expected):
-    assert set(file_tensors(rules_of(rules), NAMES, {})) == expected
-
-
-def test_tensors_of_several_rules_are_those_of_each():
-    rules = {name: sources for table, _ in RULES.values() for name, sources in table.items()}
-    expected = set().union(*(tensors for _, tensors in RULES.values()))
-    assert set(file_tensors(rules_of(rules), NAMES, {})) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "applies"),
-    [({"a": 1, "b": 0}, True), ({"a": 1, "b": None}, False), ({"a": 1}, False), ({"a": 2, "b": 0}, False)],
-)
-def test_condition_of_a_rule(config, applies):
-    (rule,) = rules_of({"new": {"sources": ["old"], "when": {"a": 1}, "given": ["b"]}})
-    assert rule.applies(config) == applies
-
-
-def test_layout_file_with_an_unknown_key_is_refused():
-    with pytest.raises(ValueError, match="unknown field `tensor`"):
-        msgspec.convert({"tensor": {}}, layout_file.GroupTable)
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

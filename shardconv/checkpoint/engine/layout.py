@@ -4,6 +4,7 @@ They follow from the source's headers, a plan and a layout (``layouts/``), so a 
 headers that are computed again from its manifest.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,8 @@ from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
 from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
 from shardconv.files.header import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
-from shardconv.layouts.dcp import KEY, offsets_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
+from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError
 
@@ -25,6 +26,8 @@ MANIFEST_NAME = "shardconv.json"
 ADAPTERS = "adapters"
 #: Key of the identity of a split checkpoint in the metadata of its rank files.
 IDENTITY_KEY = "shardconv"
+#: Keys of the offsets of shards in the metadata of a file: see torch/distributed/checkpoint/_hf_utils.py.
+_OFFSETS_KEYS = "DCP_SHARDING_INFO", "saved_offsets"
 #: Maximum number of rank files, all of which are open while they are written.
 _MAX_FILES = 10_000
 
@@ -215,7 +218,7 @@ def _lay_out_rank(
         for tensor in file_tensors
     )
     of_rank = (
-        {KEY: offsets_metadata({name: tensors[name] for name in members}, placements, rank)}
+        {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, rank)}
         if layout.has_offsets
         else rank_metadata(metadata, plan, rank)
     )
@@ -228,6 +231,24 @@ def _lay_out_rank(
         )
     }
     return _RankFile(header, positions)
+
+
+def _offsets_metadata(shapes: Mapping[str, tuple[int, ...]], placements: Mapping[str, Placement], rank: int) -> str:
+    """The offsets of a rank's shards in full tensors of these shapes, as HuggingFaceStorageReader of torch reads them.
+
+    For a replicated tensor it finds the same box in several files, and reads the last.
+    """
+    offsets = {name: {_OFFSETS_KEYS[1]: _offsets(placements[name], shape, rank)} for name, shape in shapes.items()}
+    return json.dumps(offsets, separators=(",", ":"), ensure_ascii=False)
+
+
+def _offsets(placement: Placement, shape: tuple[int, ...], rank: int) -> list[int]:
+    offsets = [0] * len(shape)
+    if placement.dim is not None:
+        rank_intervals = intervals(placement.ranks[rank])
+        # The reader identifies a box by its offsets: those of an empty shard must differ from all other boxes.
+        offsets[placement.dim] = rank_intervals[0].start if rank_intervals else placement.size
+    return offsets
 
 
 def _positions(
@@ -279,16 +300,13 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
         tensors: name to dtype and shape of the tensors, in order.
         plan: their placements, if the source is not yet known to have the values that follow from their grids.
     """
-    positions = {
-        name: (number, header.data_offset + info.start, info.num_bytes)
-        for number, header in enumerate(headers)
-        for name, info in header.tensors.items()
-    }
-    shards = (
-        Shards(unsharded(size), (file,), (offset,), None if plan is None else edits_of(name, tensors[name], plan))
-        for name, (file, offset, size) in ((name, positions[name]) for name in tensors)
+    return _lay_out_files_of(
+        headers,
+        {
+            name: (unsharded(num_bytes(spec.dtype, spec.shape)), None if plan is None else edits_of(name, spec, plan))
+            for name, spec in tensors.items()
+        },
     )
-    return Layout(tuple(headers), tuple(shards))
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
@@ -306,14 +324,20 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
         )
         return build_header(shapes, header.metadata)
 
-    padded_headers = tuple(map(padded, headers))
+    return _lay_out_files_of(
+        [padded(header) for header in headers],
+        {name: (geometry(plan.placement(name), spec.dtype, spec.shape), None) for name, spec in tensors.items()},
+    )
+
+
+def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, tuple[Geometry, Edits | None]]) -> Layout:
+    """The layout of files with one shard of each tensor."""
     positions = {
         name: (number, header.data_offset + info.start)
-        for number, header in enumerate(padded_headers)
+        for number, header in enumerate(headers)
         for name, info in header.tensors.items()
     }
     shards = (
-        Shards(geometry(plan.placement(name), spec.dtype, spec.shape), (positions[name][0],), (positions[name][1],))
-        for name, spec in tensors.items()
+        Shards(one, (positions[name][0],), (positions[name][1],), edits) for name, (one, edits) in tensors.items()
     )
-    return Layout(padded_headers, tuple(shards))
+    return Layout(tuple(headers), tuple(shards))

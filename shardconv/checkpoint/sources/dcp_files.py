@@ -26,7 +26,6 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
 METADATA_NAME = ".metadata"
-SUFFIX = ".distcp"
 #: The script of the child process.
 SCRIPT = Path(__file__).parents[2] / "files" / "dcp_listing.py"
 #: Keys of the entry that is the state dict of the model, if there are several entries.

@@ -21,7 +21,7 @@ from shardconv.files.weight_formats import (
     is_trainer_state,
     is_weights,
 )
-from shardconv.layouts import SYSTEMS
+from shardconv.layouts import SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
@@ -85,18 +85,16 @@ def detect_layout(folder: Path, names: Collection[str]) -> LayoutFile | None:
         SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
     has_checkpoint = any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names))
-    for layout in map(layout_file, SYSTEMS):
-        if has_checkpoint and layout.engine is None:  # only the names of an engine's files are unmistakable
-            continue
-        if not (found := rank_files(layout, names)):
+    for layout in map(layout_file, SOURCE_LAYOUTS):
+        if (has_checkpoint and not layout.is_certain) or not (found := rank_files(layout, names)):
             continue
         if layout.beside is None or layout.beside in names:
             return layout
         if not any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names):
+            config = f"pass the model's config.json (--from {layout.key} --config FILE), " if layout.groups else ""
             raise SourceError(
                 f"{folder}: holds {found[0]}, a rank file of {layout.title}, without {layout.beside}: copy "
-                f"{layout.beside} into the folder, pass the model's config.json (--from {layout.key} --config FILE), "
-                f"or pass the file alone if it is another checkpoint"
+                f"{layout.beside} into the folder, {config}or pass the file alone if it is another checkpoint"
             )
     return None
 
@@ -107,7 +105,7 @@ def refuse_rank_file(path: Path) -> None:
     Raises:
         SourceError: if a file has such a name, and the file that has to be beside it exists.
     """
-    for layout in map(layout_file, SYSTEMS):
+    for layout in map(layout_file, SOURCE_LAYOUTS):
         if layout.names.fullmatch(path.name) and (layout.beside is None or (path.parent / layout.beside).exists()):
             raise SourceError(f"{path}: is a rank file of {layout.title}: pass its folder {path.parent} instead")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.sources.auxiliary import FolderFiles, find_auxiliary
-from shardconv.checkpoint.sources.dcp_files import METADATA_NAME, SUFFIX, read_dcp
+from shardconv.checkpoint.sources.dcp_files import read_dcp
 from shardconv.checkpoint.sources.full_tensors import read_full_tensors
 from shardconv.checkpoint.sources.ignore import ignore_options
 from shardconv.checkpoint.sources.layout_files import (
@@ -21,8 +21,7 @@ from shardconv.checkpoint.sources.meta_params import (
     PARAMS_NAME,
     ConfigWithAssumptions,
     complete_config,
-    config_of_params,
-    head_sizes,
+    known_config,
 )
 from shardconv.checkpoint.sources.quantization_files import with_quantization
 from shardconv.checkpoint.sources.source_files import SourceFile
@@ -36,14 +35,12 @@ from shardconv.files.weight_formats import (
     is_weights,
     refuse_sharded_state,
 )
-from shardconv.layouts import DCP_NAME, META, SOURCE_LAYOUTS
+from shardconv.layouts import SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import PlanError, SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError
 from shardconv.support.formatting import counted
 
-#: The title of layout dcp, which does not have rules: its files have the names and shapes of full tensors.
-_DCP_TITLE = "torch.distributed.checkpoint"
 #: Name and metadata of the file that a merge writes.
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
 
@@ -81,61 +78,41 @@ def open_external(
         UsageError: if the layout is unknown, or the folder does not hold files of it.
     """
     names = [name for name, path in files.kept.items() if "/" not in name and not path.is_dir()]
-    key = asked or detect(folder, names)
-    if key is None or (asked is None and MANIFEST_NAME in names):
+    if (layout := _layout(folder, names, asked)) is None:
         return None
-    if key not in SOURCE_LAYOUTS:
-        raise UsageError(f"layout {key!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
-    layout = None if key == DCP_NAME else layout_file(key)
-    weights = _weights(folder, key, names)
-    title = _DCP_TITLE if layout is None else layout.title
-    if layout is not None and layout.engine is not None:
+    weights = rank_files(layout, names)
+    if layout.engine is not None:
         refuse_sharded_state(folder, {*names} - {*weights})
-    left_out = _left_out(folder, files, weights, title, key, asked)
+    left_out = _left_out(folder, files, weights, layout, asked)
     auxiliary_files = find_auxiliary(folder, files, [*weights, *left_out], follow_links=follow_links)
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
-    if layout is None:
-        found = _read_dcp(folder, config, follow_links=follow_links)
-    else:
-        params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
-        found = _read_ranks(_Folder(folder, layout, weights, params, config, auxiliary_files, follow_links))
-        if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
-            left_out[layout.beside] = (
-                "its values are in config.json" if layout.beside == PARAMS_NAME else f"lists the files of {title}"
-            )
-    missing = f", without {' and '.join(found.missing)}" if found.missing else ""
-    derived = f"converted from {counted(len(found.stored.paths), 'file')} of {title}{missing}"
-    made_files = {} if found.made.config is config else {CONFIG_NAME: json.dumps(found.made.config, indent=2) + "\n"}
+    params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
+    found = _Folder(folder, layout, weights, params, config, auxiliary_files, follow_links)
+    read = _read_ranks(found) if layout.groups else _read_dcp(found)
+    if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
+        is_params = layout.beside == PARAMS_NAME
+        left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
+    missing = f", without {' and '.join(read.missing)}" if read.missing else ""
+    derived = f"converted from {counted(len(read.stored.paths), 'file')} of {layout.title}{missing}"
+    made_files = {} if read.made.config is config else {CONFIG_NAME: json.dumps(read.made.config, indent=2) + "\n"}
     return LayoutSource(
-        _files(folder, found.tensors.specs), found.stored, found.tensors.transforms, (derived,), found.made.config,
-        auxiliary_files, made_files, found.made.assumed, left_out, key, found.num_ranks,
+        _files(folder, read.tensors.specs), read.stored, read.tensors.transforms, (derived,), read.made.config,
+        auxiliary_files, made_files, read.made.assumed, left_out, layout.key, read.num_ranks,
     )  # fmt: skip
 
 
-def detect(folder: Path, names: Collection[str]) -> str | None:
-    """The layout of the files of a folder; None for a Hugging Face checkpoint.
-
-    Raises:
-        SourceError: if the folder holds rank files without a file that is needed to read them.
-    """
-    if METADATA_NAME in names and any(name.endswith(SUFFIX) for name in names):
-        return DCP_NAME
-    layout = detect_layout(folder, names)
-    return None if layout is None else layout.key
-
-
-def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
-    """The names of the rank files, with that of their metadata."""
-    if key == DCP_NAME:
-        files = sorted(name for name in names if name == METADATA_NAME or name.endswith(SUFFIX))
-        is_there = METADATA_NAME in files
-    else:
-        files = rank_files(layout_file(key), names)
-        is_there = bool(files)
-    if not is_there:
-        raise UsageError(f"{folder}: does not hold files of --from {key}: correct or remove --from")
-    return files
+def _layout(folder: Path, names: Collection[str], asked: str | None) -> LayoutFile | None:
+    """The layout that the user asked for, or that of the files; a folder with a manifest is not of another tool."""
+    if asked is None:
+        layout = detect_layout(folder, names)
+        return None if MANIFEST_NAME in names else layout
+    if asked not in SOURCE_LAYOUTS:
+        raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
+    layout = layout_file(asked)
+    if not rank_files(layout, names):
+        raise UsageError(f"{folder}: does not hold files of --from {asked}: correct or remove --from")
+    return layout
 
 
 class _Folder(NamedTuple):
@@ -160,10 +137,10 @@ class _Read(NamedTuple):
     missing: tuple[str, ...]
 
 
-def _read_dcp(folder: Path, config: dict[str, object] | None, *, follow_links: bool) -> _Read:
-    found = read_dcp(folder, follow_links=follow_links)
+def _read_dcp(folder: _Folder) -> _Read:
+    found = read_dcp(folder.path, follow_links=folder.follow_links)
     stored = StoredFiles.listed(found.paths, found.states, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, ConfigWithAssumptions(config, ()), len(found.paths), found.left_out)
+    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(found.paths), found.left_out)
 
 
 def _read_ranks(folder: _Folder) -> _Read:
@@ -175,7 +152,11 @@ def _read_ranks(folder: _Folder) -> _Read:
             f"pass the model's config.json (--config)"
         )
     found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
-    tensors = read_full_tensors(folder.path, layout, found, _known_config(folder))
+    if layout.engine is not None:
+        config = with_quantization(folder.config, folder.auxiliary_files, {}) or {}
+    else:
+        config = known_config(folder.path, folder.params, folder.config)
+    tensors = read_full_tensors(folder.path, layout, found, config)
     made = ConfigWithAssumptions(folder.config, _dtype_note(folder, tensors.specs))
     if folder.config is None and params is not None:
         shapes = {name: spec.shape for name, spec in tensors.specs.items()}
@@ -203,52 +184,19 @@ def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, .
 
 
 def _left_out(
-    folder: Path, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
+    folder: Path, files: FolderFiles, weights: Collection[str], layout: LayoutFile, asked: str | None
 ) -> dict[str, str]:
     """Name to reason of all other files with weights."""
-    has_engine = key != DCP_NAME and layout_file(key).engine is not None
     others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
-    reasons |= {
-        name: f"index of {title}" if not is_hugging_face_index(name) else "index of another checkpoint"
-        for name in others
-        if name.endswith(".index.json") and (has_engine or not is_hugging_face_index(name))
-    }
+    indexes = [name for name in others if name.endswith(".index.json")]
+    reasons |= {name: f"index of {layout.title}" for name in indexes if not is_hugging_face_index(name)}
+    if layout.engine is not None:
+        reasons |= dict.fromkeys(indexes, "index of another checkpoint")
     if asked is None and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
-            f"{folder}: holds weights or an adapter besides the files of {title}: {', '.join(unknown[:5])}: pass "
-            f"{ignore_options(unknown, files.kept.keys() - {*unknown})}, or --from {key} to use those files only"
+            f"{folder}: holds weights or an adapter besides the files of {layout.title}: {', '.join(unknown[:5])}: "
+            f"pass {ignore_options(unknown, files.kept.keys() - {*unknown})}, or --from {layout.key} to use those "
+            f"files only"
         )
-    return files.left_out | dict.fromkeys(others, f"not a file of --from {key}") | reasons
-
-
-def _known_config(folder: _Folder) -> dict[str, object]:
-    """The config with the values of params.json; null in the config states nothing.
-
-    Raises:
-        SourceError: if the two differ.
-    """
-    if folder.layout.engine is not None:
-        return dict(with_quantization(folder.config, folder.auxiliary_files, {}) or {})
-    stated = {field: value for field, value in (folder.config or {}).items() if value is not None}
-    if folder.params is None:
-        return _with_heads(folder, stated)
-    expected = config_of_params(folder.path / PARAMS_NAME, folder.params)
-    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
-        if field in stated and stated[field] != expected[field]:
-            raise SourceError(
-                f"{folder.path}: {field} is {stated[field]!r:.40} in the config (expected {expected[field]!r:.40} by "
-                f"{PARAMS_NAME}): pass the config of this model"
-            )
-    return expected | stated
-
-
-def _with_heads(folder: _Folder, config: dict[str, object]) -> dict[str, object]:
-    """A config with the fields of heads that its class has defaults for, if it is that of a Llama."""
-    if config.get("model_type") not in layout_file(META).types:
-        return config
-    try:
-        sizes = head_sizes(config)
-    except PlanError as error:
-        raise SourceError(f"{folder.path}: {error}") from error
-    return {"num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim} | config
+    return files.left_out | dict.fromkeys(others, f"not a file of --from {layout.key}") | reasons

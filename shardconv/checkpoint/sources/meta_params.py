@@ -1,6 +1,7 @@
 """The config of a Hugging Face checkpoint from params.json of Meta's and Mistral's checkpoints."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.files.header import FLOAT_NAMES
@@ -8,6 +9,8 @@ from shardconv.plan.units import round_up
 from shardconv.support.errors import PlanError, SourceError
 
 PARAMS_NAME = "params.json"
+#: The models that have params.json.
+MODEL_TYPES = ("llama", "mistral")
 #: Field of params.json, by field of config.json.
 _FIELDS = {
     "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
@@ -83,6 +86,35 @@ def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, ob
     if type(multiple := params.get("multiple_of")) is int and multiple > 0:
         config = {"intermediate_size": _width(hidden, multiple, params.get("ffn_dim_multiplier"))} | config
     return {"num_key_value_heads": heads, "head_dim": hidden // max(heads, 1), **_PARAM_DEFAULTS} | config
+
+
+def known_config(
+    folder: Path, params: Mapping[str, object] | None, config: Mapping[str, object] | None
+) -> dict[str, object]:
+    """A config with the values of params.json; null in the config states nothing.
+
+    Without params.json, a Llama or Mistral has the heads that its class has by default.
+
+    Raises:
+        SourceError: if the two differ.
+    """
+    stated = {field: value for field, value in (config or {}).items() if value is not None}
+    if params is None:
+        if stated.get("model_type") not in MODEL_TYPES:
+            return stated
+        try:
+            sizes = head_sizes(stated)
+        except PlanError as error:
+            raise SourceError(f"{folder}: {error}") from error
+        return {"num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim} | stated
+    expected = config_of_params(folder / PARAMS_NAME, params)
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        if field in stated and stated[field] != expected[field]:
+            raise SourceError(
+                f"{folder}: {field} is {stated[field]!r:.40} in the config (expected {expected[field]!r:.40} by "
+                f"{PARAMS_NAME}): pass the config of this model"
+            )
+    return expected | stated
 
 
 def _width(hidden: int, multiple: int, factor: object) -> int:
