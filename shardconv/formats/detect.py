@@ -5,18 +5,20 @@ each layer has the tensors of its format with the dtypes and shapes that its set
 only quantized layers have. What does not fit is an error.
 """
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
-from shardconv.formats.cache_scales import cache_grids
 from shardconv.formats.layer import Layer, LayerKey
 from shardconv.formats.scheme import Scheme, Settings
 from shardconv.formats.settings import read_settings
-from shardconv.plan.grid import NO_DIM, Grid
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.grid import NO_DIM, Grid, GridDim
+from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
 from shardconv.support.errors import PlanError
 
+#: A scale or zero point of keys or values.
+_SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_point)")
 _OTHER_SETTINGS = "pass --config FILE with the quantization_config of this checkpoint"
 
 
@@ -47,7 +49,7 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
             grids[name] = Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ())
     found = {name: spec._replace(grid=grids.get(name)) for name, spec in tensors.items()}
     if table.get("kv_cache_scheme"):
-        found |= {name: found[name]._replace(grid=grid) for name, grid in cache_grids(found, config or {}).items()}
+        found |= {name: found[name]._replace(grid=grid) for name, grid in _cache_grids(found, config or {}).items()}
     return found
 
 
@@ -127,3 +129,39 @@ def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> 
     if form.suffix not in ("", "weight"):  # no other tensor has this name
         return True
     return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
+
+
+def _cache_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object]) -> dict[str, Grid]:
+    """The grids of scales of a KV cache with several elements, over the weight of the projection.
+
+    Args:
+        tensors: name to dtype, shape and grid; those of quantized layers have one.
+        config: the contents of config.json.
+
+    Raises:
+        PlanError: if a scale does not have one element per KV head.
+    """
+    scales = {name: match for name in tensors if (match := _SCALE.fullmatch(name)) and prod(tensors[name].shape) != 1}
+    matrices = logical_tensors(tensors) if scales else {}
+    heads = _kv_heads(config)
+    grids = {}
+    for name, match in scales.items():
+        weight = f"{match['of']}_proj.weight"
+        matrix, shape = matrices.get(match["attention"] + weight), tensors[name].shape
+        if matrix is None or not heads or matrix.shape[0] % heads or shape not in ((heads,), (heads, 1, 1)):
+            raise PlanError(
+                f"{name} has shape {list(shape)}, which is not supported (expected one element, or one per KV head, "
+                f"of which there are {heads or 'an unknown number'}, beside a {weight}): quantize the KV cache with "
+                f"one scale per layer"
+            )
+        dims = (GridDim(0, matrix.shape[0] // heads, 1, "KV head"), *(NO_DIM,) * (len(shape) - 1))
+        grids[name] = Grid(name.removeprefix(match["attention"]), weight, matrix.shape, dims, ("output", "input"))
+    return grids
+
+
+def _kv_heads(config: Mapping[str, object]) -> int:
+    """The number of KV heads by the config; 0 if it has none."""
+    text = config.get("text_config")
+    fields = {**config, **text} if isinstance(text, Mapping) else config
+    heads = fields.get("num_key_value_heads", fields.get("num_attention_heads"))
+    return heads if type(heads) is int and heads > 0 else 0

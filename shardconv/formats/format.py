@@ -2,9 +2,11 @@
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+import msgspec
 
 from shardconv.plan.grid import CONTENTS, NUMBERS, PLAIN, ROLES, VALUES
 
@@ -17,16 +19,18 @@ SCALE_DIMS = {
 }
 #: The same for zero points that are packed into words.
 PACKED_SCALE_DIMS = {"channel": ("out / word", "1"), "group": ("out / word", "in / group")}
+#: Bits of a word that holds packed values.
+WORD_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One stored tensor of a quantized layer.
 
     Attributes:
         dims: see ``formats.toml``; ``scale``, ``packed_scale`` or ``number`` instead of a list depend on the settings.
-        dtypes: the supported dtypes, the usual one first, each with how its entries are read, see ``formats.toml``;
-            empty for any dtype, if the weight does not depend on the tensor.
+        dtypes: the supported dtypes, the usual one first, perhaps with the ``numbers`` of each; empty for any dtype, if
+            the weight does not depend on the tensor.
+        numbers: how its entries are read, see ``formats.toml``.
         optional: whether it may be missing.
         usual: whether libraries write it although it is optional.
         asymmetric: whether it exists in asymmetric quantization only.
@@ -35,23 +39,45 @@ class StoredTensor:
     """
 
     dims: tuple[str, ...] | str
-    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: dict[str, str] | tuple[str, ...] = ()
+    numbers: str = PLAIN
     optional: bool = False
     usual: bool = False
     asymmetric: bool = False
     content: str = PLAIN
     role: str = ""
 
+    def __post_init__(self) -> None:
+        """Check the words, which the types do not."""
+        numbers = self.dtypes.values() if isinstance(self.dtypes, dict) else [self.numbers]
+        if self.role not in ("", *ROLES) or self.content not in (PLAIN, *CONTENTS) or not {*numbers} <= NUMBERS:
+            raise ValueError("role, content or numbers is unknown")
+        if self.role and not self.dtypes:
+            raise ValueError(f"a tensor of role {self.role} needs dtypes")
 
-@dataclass(frozen=True, slots=True)
-class Format:
+    def numbers_of(self, dtype: str) -> str:
+        """How the entries of a tensor of this dtype are read."""
+        return self.dtypes.get(dtype, PLAIN) if isinstance(self.dtypes, dict) else self.numbers
+
+
+class StoredValues(StoredTensor, frozen=True, kw_only=True):
+    """The stored tensor with the values.
+
+    Attributes:
+        suffix: end of its name.
+        weight: what the name of the logical matrix has in its place.
+    """
+
+    suffix: str
+    weight: str
+
+
+class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a quantization format stores a weight.
 
     Attributes:
         name: its key in ``formats.toml``.
         axes: what the last dims of the logical matrix are.
-        suffix: end of the name of the tensor with the values.
-        weight: what the name of the logical matrix has in its place.
         values: the tensor with the values.
         companions: end of the name to the other tensors, which begin with the name of the layer.
         settings: name of a block to that of the setting with its size, for messages.
@@ -59,11 +85,19 @@ class Format:
 
     name: str
     axes: tuple[str, ...]
-    suffix: str
-    weight: str
-    values: StoredTensor
-    companions: Mapping[str, StoredTensor] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    values: StoredValues
+    companions: dict[str, StoredTensor] = msgspec.field(name="tensors", default_factory=dict)
+    settings: dict[str, str] = {}
+
+    @property
+    def suffix(self) -> str:
+        """End of the name of the tensor with the values."""
+        return self.values.suffix
+
+    @property
+    def weight(self) -> str:
+        """What the name of the logical matrix has in its place."""
+        return self.values.weight
 
     def is_for(self, shape: Sequence[int]) -> bool:
         """Whether libraries store matrices of this shape so: one matrix [out, in], or experts [experts, in, out]."""
@@ -74,46 +108,15 @@ class Format:
 def formats() -> Mapping[str, Format]:
     """All formats, by name."""
     tables = tomllib.loads(files(__package__).joinpath("formats.toml").read_text("utf-8"))
-    return {name: _format(name, _with_base(table, tables)) for name, table in tables.items()}
+    return {
+        name: msgspec.convert({"name": name, **_with_base(table, tables)}, Format) for name, table in tables.items()
+    }
 
 
-def _with_base(table: Mapping[str, object], tables: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return a table with the keys of its base that it does not have."""
-    if "base" not in table:
-        return dict(table)
-    base = _with_base(tables[str(table["base"])], tables)
-    own, inherited = table.get("tensors", {}), base["tensors"]
-    assert isinstance(own, dict)
-    assert isinstance(inherited, dict)
-    return {**base, **table, "tensors": inherited | own}
-
-
-def _format(name: str, table: Mapping[str, object]) -> Format:
-    axes, values, tensors, settings = (table.get(key, {}) for key in ("axes", "values", "tensors", "settings"))
-    assert isinstance(axes, list)
-    assert isinstance(values, dict)
-    assert isinstance(tensors, dict)
-    assert isinstance(settings, dict)
-    companions = {suffix: _stored(tensor) for suffix, tensor in tensors.items()}
-    stored = _stored({**values, "role": VALUES})
-    return Format(name, tuple(axes), values["suffix"], values["weight"], stored, companions, settings)
-
-
-def _stored(table: Mapping[str, object]) -> StoredTensor:
-    dims, content, role = (table.get(key, "") for key in ("dims", "content", "role"))
-    dtypes = table.get("dtypes", ())
-    assert isinstance(dtypes, dict | list | tuple)
-    numbers = dtypes if isinstance(dtypes, dict) else dict.fromkeys(dtypes, str(table.get("numbers", PLAIN)))
-    assert role in ("", *ROLES)
-    assert numbers or not role, f"a tensor of role {role} needs dtypes: {table}"
-    assert content in ("", *CONTENTS)
-    assert set(numbers.values()) <= NUMBERS
-    return StoredTensor(
-        tuple(dims) if isinstance(dims, list) else str(dims),
-        numbers,
-        optional=table.get("optional") is True,
-        usual=table.get("usual") is True,
-        asymmetric=table.get("asymmetric") is True,
-        content=str(content) or PLAIN,
-        role=str(role),
-    )
+def _with_base(table: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a table with the keys of its base that it does not have, and the role of its values."""
+    table = dict(table)
+    base = _with_base(tables[table.pop("base")], tables) if "base" in table else {}
+    tensors = base.get("tensors", {}) | table.get("tensors", {})
+    merged = {**base, **table, "tensors": tensors}
+    return merged | {"values": {**merged["values"], "role": VALUES}}

@@ -4,12 +4,13 @@ Everything must fit together: the tensors of the format are there, with the dtyp
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm, prod
 
-from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
+from msgspec import structs
+
+from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, WORD_BITS, StoredTensor
 from shardconv.formats.scheme import Block, Scheme
-from shardconv.formats.setting_values import WORD_BITS
 from shardconv.plan.grid import (
     GROUP_INDEX,
     NO_DIM,
@@ -91,7 +92,7 @@ class Layer:
         if not self.scheme.has_act_order:
             return found
         indices = {
-            suffix: replace(stored, optional=False, content=PLAIN, role=GROUP_INDEX)
+            suffix: structs.replace(stored, optional=False, content=PLAIN, role=GROUP_INDEX)
             for suffix, stored in found.items()
             if stored.content == GROUP_INDEX
         }
@@ -197,7 +198,7 @@ class Layer:
             stored.content,
             self.scheme.blocks.get("group", (0, 1))[0] if GROUP_INDEX in (stored.content, stored.role) else 0,
             stored.role,
-            stored.dtypes.get(spec.dtype, PLAIN),
+            stored.numbers_of(spec.dtype),
         )
 
     def _grid_dims(

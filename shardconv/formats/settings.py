@@ -5,21 +5,20 @@ Settings are ``quantization_config`` of config.json, or of a file beside it
 other sizes has wrong values.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from shardconv.formats.format import formats
-from shardconv.formats.scheme import Block, Scheme, Settings
-from shardconv.formats.setting_values import (
-    group_block,
-    list_of_names,
-    one_of,
-    positive_integer,
-    rows_and_columns,
-    word_block,
-)
+from shardconv.formats.format import WORD_BITS, formats
+from shardconv.formats.scheme import Block, Scheme, Settings, check_pattern
 from shardconv.formats.torchao import FORMATS, read_metadata
-from shardconv.plan.quantization import METADATA_KEY
+from shardconv.plan.quantization import METADATA_KEY, SETTINGS_KEY
 from shardconv.support.errors import PlanError
+
+_Value = TypeVar("_Value", int, str)
+#: Keys of the format in the settings of different methods, of which the first counts, and of the bits of a weight.
+_FORMATS = ("format", "checkpoint_format", "quant_algo", "fmt", "version")
+_BITS = ("bits", "w_bit", "num_bits")
 
 
 def read_settings(table: Mapping[str, object]) -> Settings:
@@ -38,7 +37,7 @@ def read_settings(table: Mapping[str, object]) -> Settings:
             f"quantization {method!r:.60} is not supported, as {reason} (expected quant_method {', '.join(_READERS)}): "
             f"split the unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
         )
-    ignored = [name for key in _IGNORED for name in list_of_names(table, key)]
+    ignored = [name for key in _IGNORED for name in _list_of_names(table, key)]
     patterns = tuple(name for name in ignored if name.startswith("re:") or "*" in name)
     return Settings(method, tuple(reader(table)), frozenset(ignored) - frozenset(patterns), patterns)
 
@@ -48,24 +47,24 @@ _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modul
 
 
 def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
-    bits = one_of(table, "bits", (2, 3, 4, 8))
-    version = one_of(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", "")) or "gptq"
-    has_act_order = table.get("desc_act") is True and group_block(table)[0] > 0
+    bits = _one_of(table, "bits", (2, 3, 4, 8))
+    version = _one_of(table, "checkpoint_format", ("gptq", "gptq_v2", ""), table.get("format", "")) or "gptq"
+    has_act_order = table.get("desc_act") is True and _group_block(table)[0] > 0
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
         # those with -: are layers without quantization, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
-    blocks = {"word": word_block(bits), "group": group_block(table)}
+    blocks = {"word": _word_block(bits), "group": _group_block(table)}
     yield Scheme(formats()[version], blocks, is_symmetric=False, has_act_order=has_act_order)
 
 
 def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
-    bits = one_of({"bits": table.get("bits", table.get("w_bit"))}, "bits", (4,))
+    bits = _one_of({"bits": table.get("bits", table.get("w_bit"))}, "bits", (4,))
     version = str(table.get("version", table.get("format", "gemm"))).lower()
     if version != "gemm":
         raise PlanError(f"AWQ version {version!r:.40} is not supported (expected gemm): split the unquantized one")
-    group = group_block({"group_size": table.get("group_size", table.get("q_group_size", 128))})
-    yield Scheme(formats()["awq"], {"word": word_block(bits), "group": group}, is_symmetric=False)
+    group = _group_block({"group_size": table.get("group_size", table.get("q_group_size", 128))})
+    yield Scheme(formats()["awq"], {"word": _word_block(bits), "group": group}, is_symmetric=False)
 
 
 def _compressed_tensors(table: Mapping[str, object]) -> Iterator[Scheme]:
@@ -105,17 +104,17 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     strategy = {"tensor_group": "group"}.get(str(weights.get("strategy")), str(weights.get("strategy")))
     blocks: dict[str, Block] = {"pair": (2, 1)}
     if kind == "pack-quantized":
-        blocks["word"] = word_block(one_of(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
+        blocks["word"] = _word_block(_one_of(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
     if strategy == "group":
-        blocks["group"] = (positive_integer(weights, "group_size"), 1)
+        blocks["group"] = (_positive_integer(weights, "group_size"), 1)
     elif strategy == "block":
-        blocks |= rows_and_columns(weights, "block_structure")
+        blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
         raise PlanError(f"compressed-tensors: strategy {strategy!r:.40} of config_groups.{name} is not supported")
     has_act_order = strategy == "group" and str(weights.get("actorder")).lower() in ("true", "group", "dynamic")
     if has_act_order and kind != "pack-quantized":
         raise PlanError(f"compressed-tensors: actorder with format {kind} is not supported: quantize without it")
-    is_symmetric, targets = weights.get("symmetric", True) is not False, tuple(list_of_names(group, "targets"))
+    is_symmetric, targets = weights.get("symmetric", True) is not False, tuple(_list_of_names(group, "targets"))
     return Scheme(formats()[kind], blocks, strategy, is_symmetric, has_act_order, targets)
 
 
@@ -129,7 +128,7 @@ def _fp8(table: Mapping[str, object]) -> Iterator[Scheme]:
     if (dtype := table.get("expert_dtype", "fp8")) != "fp8":
         raise PlanError(f"FP8 with experts of {dtype!r:.20} is not supported: split the unquantized checkpoint")
     has_blocks = table.get("weight_block_size") is not None
-    blocks = rows_and_columns(table, "weight_block_size") if has_blocks else {}
+    blocks = _rows_and_columns(table, "weight_block_size") if has_blocks else {}
     yield Scheme(formats()["fp8"], blocks)
     yield Scheme(formats()["autofp8"], blocks)
 
@@ -139,7 +138,7 @@ def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:
     if algorithm == "FP8":
         yield Scheme(formats()["modelopt_fp8"])
     elif algorithm == "NVFP4":
-        yield Scheme(formats()["modelopt_nvfp4"], {"pair": (2, 1), "group": group_block({"group_size": 16, **table})})
+        yield Scheme(formats()["modelopt_nvfp4"], {"pair": (2, 1), "group": _group_block({"group_size": 16, **table})})
     else:
         raise PlanError(f"ModelOpt's {algorithm!r:.40} is not supported (expected FP8 or NVFP4)")
 
@@ -208,3 +207,104 @@ _REFUSED = {
     "bitnet": "its weights are packed over the rows of the full weight",
     "auto-round": "its packing depends on a backend that the checkpoint does not name",
 }
+
+
+# --- values of settings ---------------------------------------------------------------------------------------------
+
+
+def _word_block(bits: int) -> Block:
+    """Elements and entries of the smallest number of full words of 32 bits."""
+    return (WORD_BITS // bits, 1) if WORD_BITS % bits == 0 else (WORD_BITS, bits)
+
+
+def _group_block(table: Mapping[str, object]) -> Block:
+    """Elements of a group with one scale; 0 for one group over all input features."""
+    size = table.get("group_size", 128)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise _invalid("group_size", size, "a positive integer or -1")
+    return (max(size, 0), 1)
+
+
+def _rows_and_columns(table: Mapping[str, object], key: str) -> dict[str, Block]:
+    """The rows and columns of a block with one scale, as a list or a text such as ``128x128``."""
+    value = table.get(key)
+    sizes = re.split("[x, ]+", value) if isinstance(value, str) else value
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2:
+        raise _invalid(key, value, "rows and columns")
+    rows, columns = (int(size) if isinstance(size, str) and size.isdecimal() else size for size in sizes)
+    if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
+        raise _invalid(key, value, "two positive integers")
+    return {"rows": (rows, 1), "columns": (columns, 1)}
+
+
+def _positive_integer(table: Mapping[str, object], key: str) -> int:
+    """A positive integer."""
+    value = table.get(key)
+    if type(value) is not int or value < 1:
+        raise _invalid(key, value, "a positive integer")
+    return value
+
+
+def _one_of(table: Mapping[str, object], key: str, choices: Sequence[_Value], default: object = None) -> _Value:
+    """One of some integers or texts."""
+    value = table.get(key, default)
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    raise _invalid(key, value, f"one of {', '.join(map(str, filter(None, choices)))}")
+
+
+def _list_of_names(table: Mapping[str, object], key: str) -> list[str]:
+    """A list of names and patterns; empty if the settings do not have it."""
+    value = table.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise _invalid(key, value, "a list of names")
+    for name in value:
+        if name.startswith("re:"):
+            check_pattern(name.removeprefix("re:"), key)
+    return value
+
+
+def _invalid(key: str, value: object, expected: str) -> PlanError:
+    return PlanError(
+        f"quantization_config: {key} is {value!r:.60} (expected {expected}): pass --config FILE with the "
+        f"quantization_config of this checkpoint"
+    )
+
+
+# --- description ----------------------------------------------------------------------------------------------------
+
+
+def describe_settings(config: Mapping[str, object] | None) -> str:
+    """The method, formats and bits of quantized weights, such as ``compressed-tensors pack-quantized, 4 bits``.
+
+    Args:
+        config: the contents of config.json, with ``quantization_config``; None without a config.
+
+    Returns:
+        The description; "" without quantization settings.
+    """
+    table = (config or {}).get(SETTINGS_KEY)
+    if not isinstance(table, Mapping):
+        return ""
+    method = str(table.get("quant_method") or "compressed-tensors")
+    tables = [*_sections(table)] or [table]
+    formats = _values(tables, _FORMATS[:1]) or _values([table], _FORMATS)[:1]
+    bits = ", ".join(f"{value} bits" for value in _values(tables, _BITS))
+    named = " ".join([method, ", ".join(kind for kind in formats if kind != method)]).rstrip()
+    return f"{named}, {bits}" if bits else named
+
+
+def _sections(table: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    """Yield the settings of each group of layers, and of their weights."""
+    groups = table.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            yield group
+            if isinstance(weights := group.get("weights"), Mapping):
+                yield weights
+
+
+def _values(tables: list[Mapping[str, object]], keys: tuple[str, ...]) -> list[str]:
+    """The different values of keys, in order."""
+    return [*dict.fromkeys(str(table[key]) for key in keys for table in tables if table.get(key))]

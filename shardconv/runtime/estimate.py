@@ -24,8 +24,8 @@ from shardconv.files.header import Header, TensorInfo, num_bytes
 from shardconv.files.json_files import read_json
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
-from shardconv.formats.description import describe_settings
 from shardconv.formats.detect import stored_tensors
+from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY

@@ -17,7 +17,7 @@ def test_the_table_has_the_dtypes_of_each_tensor_of_the_weight(name):
     for suffix, stored in {form.suffix: form.values, **form.companions}.items():
         assert stored.dtypes or not stored.role, suffix
         if stored.role in (SCALE, FACTOR, DIVISOR):
-            plain = [dtype for dtype, numbers in stored.dtypes.items() if numbers == PLAIN]
+            plain = [dtype for dtype in stored.dtypes if stored.numbers_of(dtype) == PLAIN]
             assert all(dtype.startswith(("F", "BF")) for dtype in plain), suffix
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardconv.files.json_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
-from shardconv.formats.patterns import check_pattern
+from shardconv.formats.scheme import check_pattern
 from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
 from shardconv.support.errors import PlanError, SourceError
 

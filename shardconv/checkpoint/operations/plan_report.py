@@ -17,7 +17,7 @@ from shardconv.files.header import num_bytes, total_bytes
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import ADAPTER_CONFIG
-from shardconv.formats.description import describe_settings
+from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
