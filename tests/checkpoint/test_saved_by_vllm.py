@@ -124,52 +124,22 @@ def test_merge_of_one_file_per_rank_to_a_file(sources, tmp_path):
     assert (tmp_path / "merged.safetensors").read_bytes() == (sources["llama"] / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def of_another_dtype(sources, tmp_path_factory):
-    """An F32 checkpoint that vLLM converted to BF16 and saved, merged; config.json is unchanged.
-
-    Returns the tensors, the folder and what the command printed.
-    """
-    folder = tmp_path_factory.mktemp("dtype")
+def test_merge_of_another_dtype_than_the_config_has(sources, tmp_path):
+    """An F32 checkpoint that vLLM converted to BF16 and saved: config.json is unchanged, and an index may be left."""
     full = {name: tensor.bfloat16() for name, tensor in read(sources["llama"]).items()}
-    saved = save(sources["llama"], folder / "saved", 2, full=full)
+    saved = save(sources["llama"], tmp_path / "saved", 2, full=full)
     (saved / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    result = call("merge", saved, "-o", folder / "merged")
+    result = call("merge", saved, "-o", tmp_path / "merged")
+    printed = " ".join(result.out.split())
     assert result.code == 0
-    return full, folder / "merged", " ".join(result.out.split())
-
-
-def test_merge_of_saved_files_does_not_claim_the_bytes_of_the_source(of_another_dtype):
-    _, _, printed = of_another_dtype
     assert re.search(r"converted from \d+ files of vLLM's layout", printed)
     assert "the source's bytes" not in printed
-
-
-def test_another_dtype_is_noted(of_another_dtype):
-    assert "tensors are BF16, but config.json has float32" in of_another_dtype[2]
-
-
-def test_merge_keeps_the_saved_dtype(of_another_dtype):
-    full, merged, _ = of_another_dtype
-    found = load_file(merged / "model.safetensors")
+    assert "tensors are BF16, but config.json has float32" in printed
+    found = load_file(tmp_path / "merged" / "model.safetensors")
     assert found.keys() == full.keys()
     assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], full[name]) for name in full)
-
-
-def test_merge_leaves_out_the_index(of_another_dtype):
-    _, merged, _ = of_another_dtype
-    assert not (merged / "model.safetensors.index.json").exists()
-
-
-def test_merge_copies_the_config(of_another_dtype, sources):
-    config = "config.json"
-    assert (of_another_dtype[1] / config).read_bytes() == (sources["llama"] / config).read_bytes()
-
-
-def test_a_dry_run_writes_nothing(sources, tmp_path):
-    folder = save(sources["llama"], tmp_path / "saved", 2)
-    assert shardconv.merge(folder, tmp_path / "merged", dry_run=True).dry_run
-    assert not (tmp_path / "merged").exists()
+    names = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert names == {path.name for path in sources["llama"].iterdir()}
 
 
 # --- verify and reshard ---------------------------------------------------------------------------------------------
@@ -222,11 +192,8 @@ def resharded(request, sources, tmp_path_factory):
     return Resharded(sources[kind], tp, layout, folder / "new", report)
 
 
-def test_reshard_reports_the_layouts(resharded):
+def test_reshard_reports_the_layouts_and_that_files_are_converted(resharded):
     assert (resharded.report.layout, resharded.report.old_layout) == (resharded.layout or "vllm", "vllm")
-
-
-def test_reshard_notes_that_files_are_converted(resharded):
     assert any("converted from" in note for note in resharded.report.notes)
 
 
@@ -236,13 +203,7 @@ def test_resharded_files_equal_those_of_a_split_of_the_source(resharded, tmp_pat
     expected, found = contents(tmp_path / "split"), contents(resharded.path)
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} <= {"shardconv.json"}
-
-
-def test_verify_of_resharded_files_finds_no_differences(resharded):
     assert shardconv.verify(resharded.path, against=resharded.source).differences == ()
-
-
-def test_merge_of_resharded_files_restores_the_source(resharded, tmp_path):
     assert shardconv.merge(resharded.path, tmp_path / "merged").is_identical is False
     assert contents(tmp_path / "merged") == contents(resharded.source)
 

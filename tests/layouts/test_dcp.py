@@ -17,8 +17,6 @@ from shardconv import convert_model, gather_state_dict
 from shardconv.layouts.layout import DCP
 from shardconv.support.errors import PlanError, SplitCheckpointError
 from shardconv.tensor import as_dtensor
-from tests.support.checkpoints import contents
-from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import each_once
 
@@ -92,33 +90,6 @@ def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
     ranks(layout, check, str(tmp_path / "out"), str(source / "model.safetensors"))
 
 
-@pytest.fixture(scope="module")
-def splits(tmp_path_factory):
-    """A source and its splits for four and two ranks."""
-    folder = tmp_path_factory.mktemp("splits")
-    source = write(folder, "llama")
-    shardconv.split(source, folder / "four", tp=4, layout="dcp")
-    shardconv.split(source, folder / "two", tp=2, layout="dcp")
-    return source, folder / "four", folder / "two"
-
-
-def test_verify_finds_no_differences(splits):
-    source, four, _ = splits
-    assert shardconv.verify(four, against=source).differences == ()
-
-
-def test_merge_restores_the_source(splits, tmp_path):
-    source, four, _ = splits
-    assert shardconv.merge(four, tmp_path / "back").is_identical
-    assert contents(tmp_path / "back") == contents(source)
-
-
-def test_reshard_equals_a_split_of_the_source(splits, tmp_path):
-    _, four, two = splits
-    shardconv.reshard(four, tmp_path / "resharded", tp=2)
-    assert contents(tmp_path / "resharded") == contents(two)
-
-
 def test_dcp_metadata_is_written_only_with_the_layout(tmp_path):
     source = write(tmp_path, "llama")
     name = "model.layers.0.mlp.down_proj.weight"
@@ -162,16 +133,3 @@ def test_manifest_with_an_unsupported_placement(tmp_path):
     change_manifest(tmp_path / "out", lambda data: data.update(layout=DCP.to_json(())))
     with pytest.raises(SplitCheckpointError, match=r"cannot be used: lm_head\.weight: is sharded as dim 0, padded"):
         shardconv.merge(tmp_path / "out", tmp_path / "back")
-
-
-def test_command_writes_the_layout(splits, tmp_path):
-    source, _, _ = splits
-    expected = load_file(source / "model.safetensors")
-    assert call("split", source, "--tp", "4", "--layout", "dcp", "-o", tmp_path / "out").code == 0
-    assert_equal(load_full(tmp_path / "out", expected), expected)
-
-
-def test_command_refuses_unsupported_placements(tmp_path):
-    refused = call("split", write(tmp_path, "phi3"), "--tp", "4", "--layout", "dcp", "-o", tmp_path / "no")
-    assert refused.code == 1
-    assert "gate_up_proj.weight: is sharded as dim 0, 2 intervals" in " ".join(refused.err.split())

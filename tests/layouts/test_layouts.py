@@ -182,22 +182,25 @@ def test_kinds_cover_all_forms(source_of):
 ENGINE_OF = {"native": "shardconv"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_verify_finds_no_differences(source_of, split_of, kind):
-    report = shardconv.verify(split_of(kind, "vllm", 4), against=source_of(kind))
-    assert (report.differences, report.other_weights, report.layout) == ((), (), "vllm")
+SPLITS = [*((kind, "vllm") for kind in KINDS), ("llama", "dcp")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_merge_restores_the_source(source_of, split_of, tmp_path, kind):
-    assert shardconv.merge(split_of(kind, "vllm", 4), tmp_path / "back").is_identical
+@pytest.mark.parametrize(("kind", "layout"), SPLITS)
+def test_verify_finds_no_differences(source_of, split_of, kind, layout):
+    report = shardconv.verify(split_of(kind, layout, 4), against=source_of(kind))
+    assert (report.differences, report.other_weights, report.layout) == ((), (), layout)
+
+
+@pytest.mark.parametrize(("kind", "layout"), SPLITS)
+def test_merge_restores_the_source(source_of, split_of, tmp_path, kind, layout):
+    assert shardconv.merge(split_of(kind, layout, 4), tmp_path / "back").is_identical
     assert contents(tmp_path / "back") == contents(source_of(kind))
 
 
 #: Layout and tp before, and after; torch cannot read tensors of two intervals, as those of packed experts are.
 RESHARDS = [
     ("native", 2, "vllm", 4), ("vllm", 4, "native", 2), ("vllm", 2, None, 4), ("vllm", 4, "vllm", 4),
-    ("vllm", 4, "dcp", 2), ("dcp", 2, "vllm", 4), ("dcp", 4, "native", 2),
+    ("vllm", 4, "dcp", 2), ("dcp", 2, "vllm", 4), ("dcp", 4, "native", 2), ("dcp", 4, None, 2),
 ]  # fmt: skip
 
 
@@ -666,39 +669,30 @@ def as_integers(path):
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-def test_split_prints_the_layout(source_of, tmp_path):
-    made = call("split", source_of("llama"), "--tp", 2, "--layout", "vllm", "-o", tmp_path / "out")
-    assert (made.code, ", layout vllm" in made.out) == (0, True)
+def test_commands_print_the_layout_unless_it_is_native(source_of, split_of, tmp_path):
+    split, native = split_of("llama", "vllm", 2), split_of("llama", "native", 2)
+    runs = {
+        "split": call("split", source_of("llama"), "--tp", 2, "--layout", "vllm", "-o", tmp_path / "out"),
+        "reshard": call("reshard", split, "--tp", 4, "-o", tmp_path / "four"),
+        "verify": call("verify", split),
+        "plan": call("plan", split),
+    }
+    assert {name: (run.code, ", layout vllm" in run.out) for name, run in runs.items()} == dict.fromkeys(
+        runs, (0, True)
+    )
+    assert ", layout" not in call("verify", native).out
 
 
 @pytest.mark.parametrize("command", ["verify", "plan", "reshard"])
-def test_commands_print_the_layout_of_a_split_checkpoint(split_of, tmp_path, command):
-    options = ["--tp", 4, "-o", tmp_path / "four"] if command == "reshard" else []
-    assert ", layout vllm" in call(command, split_of("llama", "vllm", 2), *options).out
-
-
-@pytest.mark.parametrize("command", ["verify", "plan"])
-def test_reports_of_commands_have_the_layout(split_of, command):
-    assert json.loads(call(command, split_of("llama", "vllm", 2), "--json").out)["layout"] == "vllm"
-
-
-def test_report_of_reshard_has_both_layouts(split_of, tmp_path):
-    split = split_of("llama", "vllm", 2)
-    native = ["reshard", split, "--tp", 2, "--layout", "native", "-o", tmp_path / "native"]
-    report = json.loads(call(*native, "--json").out)
-    assert (report["old_layout"], report["layout"]) == ("vllm", "native")
-
-
-def test_native_layout_is_not_printed(split_of):
-    assert ", layout" not in call("verify", split_of("llama", "native", 2)).out
+def test_reports_have_the_layout(split_of, tmp_path, command):
+    options = ["--tp", 2, "--layout", "native", "-o", tmp_path / "native"] if command == "reshard" else []
+    report = json.loads(call(command, split_of("llama", "vllm", 2), *options, "--json").out)
+    assert report["old_layout" if options else "layout"] == "vllm"
+    assert not options or report["layout"] == "native"
 
 
 def test_unknown_layout_is_an_error_of_usage(source_of, tmp_path):
     assert call("split", source_of("llama"), "--tp", 2, "--layout", "other", "-o", tmp_path / "no").code == 2
-
-
-def test_help_of_split_has_no_option_for_dcp():
-    assert "--dcp" not in call("split", "--help").out
 
 
 def test_split_replaces_a_split_checkpoint_of_any_layout(source_of, tmp_path):
