@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.operations.reshard import ReshardReport
-from shardconv.layouts import full_tensors
+from shardconv.layouts import full_shapes
 from shardconv.layouts.layout_file import layout_file
 from shardconv.support.errors import ShardconvError
 from tests.support.checkpoints import contents
@@ -371,7 +371,7 @@ def test_fused_tensor_that_the_checkpoint_may_have_is_refused(tmp_path, monkeypa
     """glm4 stores q, k and v, and phi3 stores qkv: a family of both does not determine the names."""
     types = {**layout_file("vllm").types, "phi3": ("attention", "vocabulary")}
     changed = msgspec.structs.replace(layout_file("vllm"), types=types)
-    monkeypatch.setattr(full_tensors, "layout_file", lambda _: changed)
+    monkeypatch.setattr(full_shapes, "layout_file", lambda _: changed)
     source = Model("phi3", {**DENSE, "vocab_size": 256}).write(tmp_path / "source")
     shardconv.split(source, tmp_path / "saved", tp=2, layout="vllm")
     (tmp_path / "saved" / "shardconv.json").unlink()

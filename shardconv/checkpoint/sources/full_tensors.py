@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.files.fileio import InputFiles
 from shardconv.files.header import num_bytes
 from shardconv.layouts.choice import choose_layout
-from shardconv.layouts.full_tensors import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
+from shardconv.layouts.full_shapes import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
 from shardconv.layouts.layout import FileLayout
 from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
