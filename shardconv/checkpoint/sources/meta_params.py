@@ -1,16 +1,16 @@
-"""The config of a Hugging Face checkpoint from params.json of Meta's and Mistral's checkpoints."""
+"""The config of a Hugging Face checkpoint from params.json of Meta's and Mistral's checkpoints, and the way back."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.files.header import FLOAT_NAMES
+from shardconv.layouts import META
+from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.units import round_up
 from shardconv.support.errors import PlanError, SourceError
 
 PARAMS_NAME = "params.json"
-#: The models that have params.json.
-MODEL_TYPES = ("llama", "mistral")
 #: Field of params.json, by field of config.json.
 _FIELDS = {
     "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
@@ -100,7 +100,7 @@ def known_config(
     """
     stated = {field: value for field, value in (config or {}).items() if value is not None}
     if params is None:
-        if stated.get("model_type") not in MODEL_TYPES:
+        if stated.get("model_type") not in layout_file(META).types:
             return stated
         try:
             sizes = head_sizes(stated)
