@@ -2,7 +2,7 @@
 
     python -m tools.code_lines [COMMIT]
 
-Docstrings, comments and blank lines are no code; of tests, all lines are counted. With a commit, the table compares it
+Docstrings, comments and blank lines are not counted, except in tests. With a commit, the table compares it
 with the working tree.
 """
 
