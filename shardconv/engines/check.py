@@ -6,13 +6,13 @@ use must be on the rank, and they must load every parameter.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from shardconv.checkpoint.sources.planning import StrPath

@@ -10,7 +10,6 @@ import struct
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
@@ -56,7 +55,6 @@ class TensorInfo(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
 class Header:
     """A checked header.
 
@@ -69,6 +67,17 @@ class Header:
     raw: bytes
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str] | None
+
+    __slots__ = ("metadata", "raw", "tensors")
+
+    def __init__(self, raw: bytes, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
+        self.raw, self.tensors, self.metadata = raw, tensors, metadata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Header) and self.raw == other.raw
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
 
     @property
     def data_offset(self) -> int:
@@ -160,12 +169,12 @@ def _other_file(file: InputFile, length: int) -> tuple[str, str]:
     return text_problem(bytes(start)) or (not_safetensors, _AGAIN)
 
 
-def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
+def parse_header(raw: bytes, data_bytes: int | None, path: Path) -> Header:
     """Parse the JSON text of a header and check it against the size of the data section.
 
     Args:
         raw: the header without its length.
-        data_bytes: bytes of the file after the header.
+        data_bytes: bytes of the file after the header; None if they are not known.
         path: the file, for messages only.
 
     Raises:
@@ -180,7 +189,7 @@ def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
         _check_coverage(ordered)
     except ValueError as error:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
-    if header.data_bytes != data_bytes:
+    if data_bytes is not None and header.data_bytes != data_bytes:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
         raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
     return header

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
+from msgspec import structs
+
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, StoredTensor
 from shardconv.formats.scheme import Block, Scheme
 from shardconv.formats.setting_values import WORD_BITS
@@ -151,7 +153,7 @@ class Layer:
             if (name := self.stem + suffix) in self.tensors:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
         padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
-        return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
+        return {suffix: structs.replace(grid, padding=padding) for suffix, grid in grids.items()}
 
     def _padding_block(self, at: int, grids: Mapping[str, Grid]) -> int:
         """The elements of a block of padding along a dim of the matrix; 0 if padding would not be the value 0."""

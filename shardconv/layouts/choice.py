@@ -5,11 +5,12 @@ The layouts of engines are defined in the TOML files of this package.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypedDict, cast
+
+from msgspec.structs import replace
 
 from shardconv.layouts.external import META
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout

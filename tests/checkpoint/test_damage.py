@@ -475,7 +475,7 @@ def test_manifest_of_a_newer_version(folder):
 
 
 @pytest.mark.parametrize(
-    "key", ["created_by", "tp", "plan", "request", "source", "auxiliary_files", "checksums", "manifest_checksum"]
+    "key", ["created_by", "plan", "request", "source_files", "auxiliary_files", "checksums", "manifest_checksum"]
 )
 def test_changed_field_is_found(folder, key):
     change_manifest(folder, lambda data: data.update({key: 0}), sign=False)
@@ -489,7 +489,7 @@ def test_added_field_is_found(folder):
 
 @pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
 def test_invalid_patterns_of_ignored_files(folder, ignore):
-    change_manifest(folder, lambda data: data["source"].update(ignore=ignore))
+    change_manifest(folder, lambda data: data.update(ignore=ignore))
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
@@ -513,9 +513,9 @@ UNSAFE_NAMES = [
 def test_names_that_lead_out_of_the_folder(folder, where, name):
     def change(data: dict[str, Any]) -> None:
         if where == "part":
-            data["source"]["files"][0]["name"] = name
+            data["source_files"][0][0] = name
         elif where == "index":
-            data["source"]["index"][0] = name
+            data["index"][0] = name
         else:
             data["auxiliary_files"][name] = "0" * 32
 

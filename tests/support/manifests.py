@@ -15,6 +15,9 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *,
     change(data)
     if sign:
         del data["manifest_checksum"]
-        text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
-    path.write_text(json.dumps(data))
+        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(_text(data))
+    path.write_bytes(_text(data))
+
+
+def _text(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()

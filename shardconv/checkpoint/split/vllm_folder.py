@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME, ExplicitFiles, Lay
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.vllm_files import SavedFiles, is_saved_by_vllm, read_saved_files
-from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest import Manifest, config_text
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.checksums import checksum_file
 from shardconv.files.fileio import InputFiles
@@ -74,9 +74,9 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
     _check_tensors(folder, rank_tensors, tensors, plan, layout)
     _check_constants(folder, saved, layout)
     return Manifest(
-        plan=plan,
+        plan=plan.stored(),
         request=request,
-        config=saved.config,
+        config_text=config_text(saved.config),
         source_name=folder.resolve().name,
         is_folder=True,
         source_files=(
