@@ -14,6 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeGuard
 
+from msgspec import Struct
+from msgspec.json import Decoder
+
 from shardconv.files.fileio import InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError, UsageError
@@ -181,9 +184,7 @@ def parse_header(raw: bytes, data_bytes: int | None, path: Path) -> Header:
         SourceError: if the header is not valid, or does not describe exactly ``data_bytes`` bytes.
     """
     try:
-        entries = _parse_json(raw)
-        metadata = _check_metadata(entries.pop("__metadata__", None))
-        tensors = {name: _check_tensor(name, entry) for name, entry in entries.items()}
+        tensors, metadata = _parse_usual(raw) or _parse_strictly(raw)
         ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
         header = Header(raw, ordered, metadata)
         _check_coverage(ordered)
@@ -193,6 +194,53 @@ def parse_header(raw: bytes, data_bytes: int | None, path: Path) -> Header:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
         raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
     return header
+
+
+class _Entry(Struct, forbid_unknown_fields=True):
+    """The entry of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
+_METADATA_START = b'{"__metadata__":{'
+#: Quotation marks of an entry, of which four strings are keys and one is a value, and of a string of metadata.
+_QUOTES_OF_ENTRY, _QUOTES_OF_STRING = 10, 4
+
+
+def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None] | None:
+    """Parse a header as libraries write it, with its metadata first or without any; None for all others.
+
+    The decoder keeps the last of duplicated keys, which are found because they have more quotation marks.
+    """
+    if not raw.startswith(b"{"):
+        return None
+    metadata, text = None, raw
+    try:
+        if raw.startswith(_METADATA_START):
+            before, end, after = raw.removeprefix(_METADATA_START).partition(b"},")
+            text_of_metadata, text = b"{" + before + end[:1], b"{" + after
+            metadata = _METADATA.decode(text_of_metadata)  # not JSON if the end was in a string
+            if text_of_metadata.count(b'"') != _QUOTES_OF_STRING * len(metadata):
+                return None
+        entries = _ENTRIES.decode(text)
+    except ValueError:
+        return None
+    has_duplicates = text.count(b'"') != _QUOTES_OF_ENTRY * len(entries)
+    if has_duplicates or not entries or "__metadata__" in entries or _MAYBE_NEGATIVE.search(text):
+        return None
+    return {
+        name: _tensor_info(name, entry.dtype, entry.shape, entry.data_offsets) for name, entry in entries.items()
+    }, metadata
+
+
+def _parse_strictly(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None]:
+    """Parse any header, with messages that name what is wrong."""
+    entries = _parse_json(raw)
+    metadata = _check_metadata(entries.pop("__metadata__", None))
+    return {name: _check_tensor(name, entry) for name, entry in entries.items()}, metadata
 
 
 #: A minus sign where a number may begin. Python parses -0 as 0, but the reference library refuses it.
@@ -246,15 +294,22 @@ def _check_tensor(name: str, entry: object) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
         raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
+    if not isinstance(dtype, str):
+        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")  # noqa: TRY004 - of untrusted data
     if not _is_integers(shape) or not _is_integers(offsets) or len(offsets) != 2:
         raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
-    info = TensorInfo(dtype, tuple(shape), *offsets)
+    return _tensor_info(name, dtype, tuple(shape), (offsets[0], offsets[1]))
+
+
+def _tensor_info(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) -> TensorInfo:
+    """Check the dtype and the number of bytes of a tensor."""
+    if dtype not in DTYPE_BITS:
+        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
+    info = TensorInfo(dtype, shape, *offsets)
     if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
         raise ValueError(
             f"tensor {name!r}: data_offsets do not match its size (got bytes {info.start} to {info.stop}, expected "
-            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {shape})"
+            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {list(shape)})"
         )
     return info
 

@@ -17,7 +17,7 @@ from shardconv.files.header import read_header
 from shardconv.layouts.layout import NATIVE
 from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
-from tests.support.manifests import change_manifest
+from tests.support.manifests import change_manifest, change_text
 from tests.support.matrix import cases, each_once
 
 TP = 4
@@ -485,6 +485,23 @@ def test_changed_field_is_found(folder, key):
 def test_added_field_is_found(folder):
     change_manifest(folder, lambda data: data.update(x=0), sign=False)
     check_refused(folder, "was changed after it was written", verified=False)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"is_folder":true', b'"is_folder":true,"is_folder":true'),
+        (b'"auxiliary_files":{', b'"auxiliary_files":{"config.json":"",'),
+        (b'"is_folder":true', b'"is_folder": true'),
+        (b'"stripe_bytes":33554432', b'"stripe_bytes":NaN'),
+        (b'"stripe_bytes":33554432', b'"stripe_bytes":33554432,"x":0'),
+        (b'"is_folder":true', b'"is_folder":' + b"[" * 10**5 + b"]" * 10**5),
+    ],
+    ids=["key twice", "name twice", "space", "NaN", "unknown key", "nested deeply"],
+)
+def test_signed_text_that_is_not_written_is_refused(folder, old, new):
+    change_text(folder, old, new)
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
 @pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
