@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.json import Decoder
 
 from shardconv.files.fileio import InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.structs import located
 
 #: Bits per element of every dtype of the format, by its name in a header.
 DTYPE_BITS = {
@@ -41,7 +42,6 @@ MAX_HEADER_BYTES = 100_000_000
 _AGAIN = "download or copy it again"
 _U64_MAX = 2**64 - 1
 _LENGTH = struct.Struct("<Q")
-_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 class TensorInfo(NamedTuple):
@@ -203,6 +203,18 @@ class _Entry(Struct, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
+    def info(self, name: str) -> TensorInfo:
+        """The tensor, whose dtype and number of bytes are checked."""
+        dtype, shape, (start, stop) = self.dtype, self.shape, self.data_offsets
+        if dtype not in DTYPE_BITS:
+            raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
+        if start < 0 or start + num_bytes(dtype, shape) != stop:
+            raise ValueError(
+                f"tensor {name!r}: data_offsets do not match its size (got bytes {start} to {stop}, expected "
+                f"{num_bytes(dtype, shape)} bytes of {dtype} of shape {list(shape)})"
+            )
+        return TensorInfo(dtype, shape, start, stop)
+
 
 _ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
 _METADATA_START = b'{"__metadata__":{'
@@ -231,16 +243,22 @@ def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | No
     has_duplicates = text.count(b'"') != _QUOTES_OF_ENTRY * len(entries)
     if has_duplicates or not entries or "__metadata__" in entries or _MAYBE_NEGATIVE.search(text):
         return None
-    return {
-        name: _tensor_info(name, entry.dtype, entry.shape, entry.data_offsets) for name, entry in entries.items()
-    }, metadata
+    return {name: entry.info(name) for name, entry in entries.items()}, metadata
 
 
 def _parse_strictly(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None]:
     """Parse any header, with messages that name what is wrong."""
     entries = _parse_json(raw)
-    metadata = _check_metadata(entries.pop("__metadata__", None))
-    return {name: _check_tensor(name, entry) for name, entry in entries.items()}, metadata
+    metadata = _converted("__metadata__", entries.pop("__metadata__", None), dict[str, str] | None)
+    tensors = {name: _converted(f"tensor {name!r}", entry, _Entry) for name, entry in entries.items()}
+    return {name: entry.info(name) for name, entry in tensors.items()}, metadata
+
+
+def _converted(what: str, data: object, kind: Any) -> Any:  # noqa: ANN401 - a type, and a value of it
+    try:
+        return convert(data, kind)
+    except ValueError as error:
+        raise ValueError(f"{what}: {located(error)}") from error
 
 
 #: A minus sign where a number may begin. Python parses -0 as 0, but the reference library refuses it.
@@ -280,42 +298,6 @@ def _parse_unsigned(text: str) -> int:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-def _check_metadata(value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError("__metadata__ must map strings to strings")
-    return value
-
-
-def _check_tensor(name: str, entry: object) -> TensorInfo:
-    if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
-        raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str):
-        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")  # noqa: TRY004 - of untrusted data
-    if not _is_integers(shape) or not _is_integers(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
-    return _tensor_info(name, dtype, tuple(shape), (offsets[0], offsets[1]))
-
-
-def _tensor_info(name: str, dtype: str, shape: tuple[int, ...], offsets: tuple[int, int]) -> TensorInfo:
-    """Check the dtype and the number of bytes of a tensor."""
-    if dtype not in DTYPE_BITS:
-        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
-    info = TensorInfo(dtype, shape, *offsets)
-    if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
-        raise ValueError(
-            f"tensor {name!r}: data_offsets do not match its size (got bytes {info.start} to {info.stop}, expected "
-            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {list(shape)})"
-        )
-    return info
-
-
-def _is_integers(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _check_coverage(ordered: dict[str, TensorInfo]) -> None:

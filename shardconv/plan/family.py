@@ -1,6 +1,6 @@
 """A family: the rules, units and module overrides for the models of one architecture; and the blocks of families.
 
-Plain data, which family_format.py and rule_format.py parse. tensor_groups.py applies the rules to tensors.
+Plain data, which family_format.py parses. tensor_groups.py applies the rules to tensors.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
-"""Parse the tables of families, plan files and blocks.
+"""Parse the tables of families, plan files and blocks, and of the units, rules and module overrides in them.
 
-docs/plan-files.md describes the format. Unknown keys are errors. rule_format.py parses the rules in the tables.
+docs/plan-files.md describes the format. Unknown keys are errors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,8 +8,8 @@ from typing import Any
 
 from shardconv.plan.config_fields import check_expression
 from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
-from shardconv.plan.rule import check_pattern
-from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit
+from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.rule import Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data, parse_table
 
@@ -168,3 +168,43 @@ def _parse_submodel(start: str, data: object) -> Submodel:
         return Submodel(table.config, table.family)
     except ValueError as error:
         raise ValueError(f"submodel {start!r}: {error}: expected a config field, or config and family") from error
+
+
+#: Fields of rules and module overrides that follow from the file, or from the place of a table in it.
+_GIVEN = ("pattern", "origin", "by_user", "mount", "block")
+
+
+def parse_unit(name: str, data: object) -> UnitRule:
+    """Parse the table of a unit.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, UnitRule)
+    except ValueError as error:
+        raise ValueError(f"unit {name}: {error}") from error
+
+
+def parse_rule(pattern: str, data: object, origin: str, *, by_user: bool = False) -> Rule:
+    """Parse the table of a rule.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, Rule, without=_GIVEN, pattern=pattern, origin=origin, by_user=by_user)
+    except ValueError as error:
+        raise ValueError(f"rule {pattern!r}: {error}") from error
+
+
+def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = False) -> ModuleRule:
+    """Parse the table of a module override.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, ModuleRule, without=_GIVEN, pattern=pattern, origin=origin, by_user=by_user)
+    except ValueError as error:
+        raise ValueError(f"modules {pattern!r}: {error}") from error

@@ -9,12 +9,11 @@ import pytest
 from shardconv.plan import family_file
 from shardconv.plan.family import Family
 from shardconv.plan.family_file import expand_family, family_for, family_names, load_block, load_family
-from shardconv.plan.family_format import parse_block, parse_family
+from shardconv.plan.family_format import parse_block, parse_family, parse_module
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_format import parse_module
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError
 
