@@ -59,20 +59,23 @@ def unseal(text: bytes, kind: type[T]) -> T:
         PlanError: if the options of a plan contradict each other.
     """
     _check_version(text, kind)
-    body = text[: -len(_end(b""))] + b"}"
-    if text != body[:-1] + _end(body):
+    end = text[-len(_end(b"")) :]
+    body = bytearray(text)
+    del text  # it may have many megabytes
+    body[-len(end) :] = b"}"
+    if end != _end(body):
         raise ValueError("it was changed after it was written (its checksum differs)")
-    del text  # of the memory for a copy
     try:
         data = json.decode(body, type=kind, dec_hook=_header)
     except ValidationError as error:
         raise ValueError(located(error)) from error
-    if encode(data) != body:  # the decoder keeps the last of duplicated keys
+    del body
+    if end != _end(encode(data)):  # the decoder keeps the last of duplicated keys
         raise ValueError("it is not in the form that shardconv writes, for example because a key is duplicated")
     return data
 
 
-def _end(body: bytes) -> bytes:
+def _end(body: bytes | bytearray) -> bytes:
     """The end of a file: the key of the checksum, which ``body`` does not have."""
     return b',"manifest_checksum":"%s"}' % xxhash.xxh3_128_hexdigest(body).encode()
 
