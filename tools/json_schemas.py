@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+import msgspec
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
 #: Name of a schema to the module and class of the report.
@@ -53,8 +53,8 @@ PROPOSAL = {
 def schema_of(path: str) -> dict[str, object]:
     """The schema of a dataclass, by its module and name; all fields are required and no others are allowed."""
     module, _, name = path.rpartition(".")
-    schema = TypeAdapter(getattr(importlib.import_module(module), name)).json_schema(mode="serialization")
-    return {"$schema": _DIALECT, **_strict(schema)}
+    (schema,), definitions = msgspec.json.schema_components([getattr(importlib.import_module(module), name)])
+    return {"$schema": _DIALECT, **_strict({**schema, "$defs": definitions})}
 
 
 def _strict(value: Any) -> Any:

@@ -7,11 +7,11 @@ Owns the classes behind the module overrides ``full_width``, ``locals``, ``unsha
 import ast
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 

@@ -4,14 +4,14 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 ``split`` makes it from a checkpoint, so a rank file and a converted model have the same placements.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from msgspec.json import encode
+from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.converted_model import extend_model_class
@@ -152,10 +152,9 @@ def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
         raise ValueError("pad is True with a plan or a policy: make the plan with pad=True; policies do not pad")
     if not isinstance(rules, Plan):
         return as_policies(rules)
-    if rules.tp != tp or rules.rules is None:
+    if rules.tp != tp:
         raise PlanError(
-            f"the plan is for {rules.tp} ranks{'' if rules.rules else ', and does not store its rules'} (expected a "
-            f"plan for {tp}): make it with make_plan(..., tp={tp})"
+            f"the plan is for {rules.tp} ranks (expected a plan for {tp}): make it with make_plan(..., tp={tp})"
         )
     return replace(rules, rules=rules.rules.without_engine())
 
@@ -224,7 +223,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
         counts = UnitCounts(model, resolver.rules.models[0], plan)
         check_counts(examine_forwards(model, replacements, overrides), counts.remedy, PlanError)
-    rules = json.dumps(resolver.rules.to_json(), default=repr)
+    rules = encode(resolver.rules.stored(), enc_hook=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 
 

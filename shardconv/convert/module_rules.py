@@ -10,6 +10,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 
+from msgspec import structs
 from torch import Tensor, nn
 
 from shardconv.convert.heads import (
@@ -229,7 +230,7 @@ def _input_slice(rule: SliceRule, model_rules: ModelRules, axis: Axis) -> InputS
     size = model_rules.fields().evaluate(rule.size)
     features = model_rules.units(rule.unit, axis.size, size=size)
     if rule.items:
-        return partial(slice_items, rule.items, replace(features, dim=rule.dim), axis)
+        return partial(slice_items, rule.items, structs.replace(features, dim=rule.dim), axis)
     return partial(slice_features, rule.dim, features, axis)
 
 
@@ -266,4 +267,4 @@ def slice_features(dim: int, features: Placement, axis: Axis, value: object) -> 
 
 
 def _local_features(dim: int, features: Placement, axis: Axis, value: Tensor) -> Tensor:
-    return local_slice(copy_to_tp(value, group=axis), replace(features, dim=dim), axis.rank, "an argument")
+    return local_slice(copy_to_tp(value, group=axis), structs.replace(features, dim=dim), axis.rank, "an argument")

@@ -7,11 +7,11 @@ it, would compute with a shard: their fused paths are turned off, or they are re
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Unpack
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.functional import linear, multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode

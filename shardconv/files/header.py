@@ -10,14 +10,17 @@ import struct
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn
+
+from msgspec import Struct, convert
+from msgspec.json import Decoder
 
 from shardconv.files.fileio import InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.structs import located
 
 #: Bits per element of every dtype of the format, by its name in a header.
 DTYPE_BITS = {
@@ -39,7 +42,6 @@ MAX_HEADER_BYTES = 100_000_000
 _AGAIN = "download or copy it again"
 _U64_MAX = 2**64 - 1
 _LENGTH = struct.Struct("<Q")
-_TENSOR_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 class TensorInfo(NamedTuple):
@@ -56,7 +58,6 @@ class TensorInfo(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
 class Header:
     """A checked header.
 
@@ -69,6 +70,17 @@ class Header:
     raw: bytes
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str] | None
+
+    __slots__ = ("metadata", "raw", "tensors")
+
+    def __init__(self, raw: bytes, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
+        self.raw, self.tensors, self.metadata = raw, tensors, metadata
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Header) and self.raw == other.raw
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
 
     @property
     def data_offset(self) -> int:
@@ -160,30 +172,93 @@ def _other_file(file: InputFile, length: int) -> tuple[str, str]:
     return text_problem(bytes(start)) or (not_safetensors, _AGAIN)
 
 
-def parse_header(raw: bytes, data_bytes: int, path: Path) -> Header:
+def parse_header(raw: bytes, data_bytes: int | None, path: Path) -> Header:
     """Parse the JSON text of a header and check it against the size of the data section.
 
     Args:
         raw: the header without its length.
-        data_bytes: bytes of the file after the header.
+        data_bytes: bytes of the file after the header; None if they are not known.
         path: the file, for messages only.
 
     Raises:
         SourceError: if the header is not valid, or does not describe exactly ``data_bytes`` bytes.
     """
     try:
-        entries = _parse_json(raw)
-        metadata = _check_metadata(entries.pop("__metadata__", None))
-        tensors = {name: _check_tensor(name, entry) for name, entry in entries.items()}
+        tensors, metadata = _parse_usual(raw) or _parse_strictly(raw)
         ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
         header = Header(raw, ordered, metadata)
         _check_coverage(ordered)
     except ValueError as error:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
-    if header.data_bytes != data_bytes:
+    if data_bytes is not None and header.data_bytes != data_bytes:
         kind = "truncated" if data_bytes < header.data_bytes else "longer than its header allows"
         raise SourceError(f"{path}: is {kind} (got {data_bytes} bytes of data, expected {header.data_bytes}): {_AGAIN}")
     return header
+
+
+class _Entry(Struct, forbid_unknown_fields=True):
+    """The entry of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+    def info(self, name: str) -> TensorInfo:
+        """The tensor, whose dtype and number of bytes are checked."""
+        dtype, shape, (start, stop) = self.dtype, self.shape, self.data_offsets
+        if dtype not in DTYPE_BITS:
+            raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
+        if start < 0 or start + num_bytes(dtype, shape) != stop:
+            raise ValueError(
+                f"tensor {name!r}: data_offsets do not match its size (got bytes {start} to {stop}, expected "
+                f"{num_bytes(dtype, shape)} bytes of {dtype} of shape {list(shape)})"
+            )
+        return TensorInfo(dtype, shape, start, stop)
+
+
+_ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
+_METADATA_START = b'{"__metadata__":{'
+#: Quotation marks of an entry, of which four strings are keys and one is a value, and of a string of metadata.
+_QUOTES_OF_ENTRY, _QUOTES_OF_STRING = 10, 4
+
+
+def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None] | None:
+    """Parse a header as libraries write it, with its metadata first or without any; None for all others.
+
+    The decoder keeps the last of duplicated keys, which are found because they have more quotation marks.
+    """
+    if not raw.startswith(b"{"):
+        return None
+    metadata, text = None, raw
+    try:
+        if raw.startswith(_METADATA_START):
+            before, end, after = raw.removeprefix(_METADATA_START).partition(b"},")
+            text_of_metadata, text = b"{" + before + end[:1], b"{" + after
+            metadata = _METADATA.decode(text_of_metadata)  # not JSON if the end was in a string
+            if text_of_metadata.count(b'"') != _QUOTES_OF_STRING * len(metadata):
+                return None
+        entries = _ENTRIES.decode(text)
+    except ValueError:
+        return None
+    has_duplicates = text.count(b'"') != _QUOTES_OF_ENTRY * len(entries)
+    if has_duplicates or not entries or "__metadata__" in entries or _MAYBE_NEGATIVE.search(text):
+        return None
+    return {name: entry.info(name) for name, entry in entries.items()}, metadata
+
+
+def _parse_strictly(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None]:
+    """Parse any header, with messages that name what is wrong."""
+    entries = _parse_json(raw)
+    metadata = _converted("__metadata__", entries.pop("__metadata__", None), dict[str, str] | None)
+    tensors = {name: _converted(f"tensor {name!r}", entry, _Entry) for name, entry in entries.items()}
+    return {name: entry.info(name) for name, entry in tensors.items()}, metadata
+
+
+def _converted(what: str, data: object, kind: Any) -> Any:  # noqa: ANN401 - a type, and a value of it
+    try:
+        return convert(data, kind)
+    except ValueError as error:
+        raise ValueError(f"{what}: {located(error)}") from error
 
 
 #: A minus sign where a number may begin. Python parses -0 as 0, but the reference library refuses it.
@@ -223,35 +298,6 @@ def _parse_unsigned(text: str) -> int:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
-
-
-def _check_metadata(value: object) -> dict[str, str] | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        raise ValueError("__metadata__ must map strings to strings")
-    return value
-
-
-def _check_tensor(name: str, entry: object) -> TensorInfo:
-    if not isinstance(entry, dict) or entry.keys() != _TENSOR_KEYS:
-        raise ValueError(f"tensor {name!r} must have exactly the keys dtype, shape and data_offsets")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ValueError(f"tensor {name!r} has unknown dtype {dtype!r}")
-    if not _is_integers(shape) or not _is_integers(offsets) or len(offsets) != 2:
-        raise ValueError(f"tensor {name!r}: shape and data_offsets must be lists of non-negative integers")
-    info = TensorInfo(dtype, tuple(shape), *offsets)
-    if info.start < 0 or info.start + num_bytes(dtype, info.shape) != info.stop:
-        raise ValueError(
-            f"tensor {name!r}: data_offsets do not match its size (got bytes {info.start} to {info.stop}, expected "
-            f"{num_bytes(dtype, info.shape)} bytes of {dtype} of shape {shape})"
-        )
-    return info
-
-
-def _is_integers(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _check_coverage(ordered: dict[str, TensorInfo]) -> None:

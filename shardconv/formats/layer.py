@@ -152,7 +152,7 @@ class Layer:
             if (name := self.stem + suffix) in self.tensors:
                 grids[suffix] = self._grid(name, suffix, stored, shape)
         padding = tuple(self._padding_block(at, grids) for at in range(len(shape)))
-        return {suffix: grid._replace(padding=padding) for suffix, grid in grids.items()}
+        return {suffix: structs.replace(grid, padding=padding) for suffix, grid in grids.items()}
 
     def _padding_block(self, at: int, grids: Mapping[str, Grid]) -> int:
         """The elements of a block of padding along a dim of the matrix; 0 if padding would not be the value 0."""

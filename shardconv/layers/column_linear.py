@@ -1,7 +1,6 @@
 """The column parallel linear layer, and the classifier whose classes are padded to a multiple of tp."""
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional
 

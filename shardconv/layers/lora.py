@@ -1,10 +1,10 @@
 """Low-rank adaptation of parallel layers (LoRA; Hu et al., 2021), also of direction only (DoRA; Liu et al., 2024)."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional
 

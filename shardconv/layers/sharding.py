@@ -3,11 +3,11 @@
 The same placements (:mod:`shardconv.plan.placement`) describe rank files.
 """
 
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 

@@ -1,7 +1,8 @@
 """Selection of the layout of a checkpoint: a general layout, or the layout of an engine for its model type."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from shardconv.layouts import LAYOUTS, SOURCE_LAYOUTS
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout

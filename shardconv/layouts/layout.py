@@ -6,13 +6,15 @@ The manifest stores the complete layout, so a split checkpoint is read without t
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, groupby
-from typing import Any, Self
+from itertools import chain
+from typing import Annotated
+
+from msgspec import Meta
 
 from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError
+from shardconv.support.structs import Data
 
 #: ``struct`` formats of constants, by dtype. BF16 is the upper half of F32.
 _PACKED = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "I8": "<b", "U8": "<B"}
@@ -21,9 +23,10 @@ _ALIGNMENT = 8
 #: Maximum bytes of all constants together.
 _MAX_CONSTANT_BYTES = 2**20
 
+Positive = Annotated[int, Meta(ge=1)]
 
-@dataclass(frozen=True, slots=True)
-class FileTensor:
+
+class FileTensor(Data, frozen=True):
     """A tensor of a rank file: the rank's shards of one or more source tensors, concatenated.
 
     Attributes:
@@ -39,7 +42,7 @@ class FileTensor:
     """
 
     name: str
-    members: tuple[str, ...]
+    members: Annotated[tuple[str, ...], Meta(min_length=1)]
     stack: int = 0
     squeeze: bool = False
     is_vector: bool = False
@@ -89,8 +92,7 @@ class FileTensor:
         return (self.stack, columns) if self.stack and columns > 1 else (len(shapes),)
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
+class Constant(Data, frozen=True):
     """A tensor with a constant value in every rank file, without a source tensor.
 
     Attributes:
@@ -103,7 +105,7 @@ class Constant:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    value: float
+    value: int | float
 
     @property
     def data(self) -> bytes:
@@ -125,8 +127,7 @@ class Constant:
         return element[2 if is_half else 0 :] * count
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(Data, frozen=True):
     """The tensors of the rank files of a split checkpoint, and the names of the files.
 
     Attributes:
@@ -149,8 +150,8 @@ class FileLayout:
     has_offsets: bool = False
     changed: tuple[FileTensor, ...] = ()
     constants: tuple[Constant, ...] = ()
-    padded_to: Mapping[str, int] = field(default_factory=dict)
-    max_file_bytes: int | None = None
+    padded_to: Mapping[str, Positive] = {}
+    max_file_bytes: Positive | None = None
 
     def rank_file(self, rank: int, tp: int, file: int = 0, count: int = 1) -> str:
         """The name of one of the ``count`` files of a rank."""
@@ -248,94 +249,6 @@ class FileLayout:
                 f"{tensor.name}: layout {self.name} pads its {rows} rows to {expected} and shards them evenly over "
                 f"{plan.tp} ranks (got shards of {', '.join(map(str, sorted(set(local_rows))))} rows): {REMEDY}"
             )
-
-    def to_json(self, names: Iterable[str]) -> dict[str, object]:
-        """Convert to JSON data; source tensors are their indices in ``names``."""
-        number = {name: at for at, name in enumerate(names)}
-        equal = groupby(self.constants, key=lambda constant: (constant.dtype, constant.shape, constant.value))
-        return {
-            "name": self.name,
-            "file_name": self.file_name,
-            "engine": self.engine,
-            "versions": self.versions,
-            "has_offsets": self.has_offsets,
-            "tensors": [
-                {
-                    "name": tensor.name,
-                    "members": [number[member] for member in tensor.members],
-                    "stack": tensor.stack,
-                    **({"squeeze": True} if tensor.squeeze else {}),
-                    **({"is_vector": True} if tensor.is_vector else {}),
-                    **({"implied": [number[name] for name in tensor.implied]} if tensor.implied else {}),
-                    **({"dim": tensor.dim} if tensor.dim else {}),
-                }
-                for tensor in self.changed
-            ],
-            "constants": [
-                {
-                    "dtype": dtype,
-                    "shape": list(shape),
-                    "value": value,
-                    "names": [constant.name for constant in constants],
-                }
-                for (dtype, shape, value), constants in equal
-            ],
-            "padded_to": dict(self.padded_to),
-            **({} if self.max_file_bytes is None else {"max_file_bytes": self.max_file_bytes}),
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any], names: Iterable[str]) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the data is not a layout of tensors with these names.
-        """
-        name_of = dict(enumerate(names))
-        try:
-            changed = tuple(
-                FileTensor(
-                    tensor["name"],
-                    tuple(name_of[at] for at in tensor["members"]),
-                    tensor["stack"],
-                    squeeze=_flag("squeeze", tensor.get("squeeze", False)),
-                    is_vector=_flag("is_vector", tensor.get("is_vector", False)),
-                    implied=tuple(name_of[at] for at in _numbers("implied", tensor.get("implied", []))),
-                    dim=_numbers("dim", [tensor.get("dim", 0)])[0],
-                )
-                for tensor in data["tensors"]
-            )
-        except KeyError as error:
-            raise ValueError(f"its layout uses source tensor {error}, which does not exist") from error
-        constants = tuple(
-            Constant(name, constant["dtype"], tuple(constant["shape"]), constant["value"])
-            for constant in data["constants"]
-            for name in constant["names"]
-        )
-        if any(multiple < 1 for multiple in data["padded_to"].values()) or not all(
-            tensor.members for tensor in changed
-        ):
-            raise ValueError("its layout has an empty tensor")
-        max_file_bytes = data.get("max_file_bytes")
-        if max_file_bytes is not None and (type(max_file_bytes) is not int or max_file_bytes < 1):
-            raise ValueError(f"max_file_bytes is {max_file_bytes!r:.40} (expected a positive integer)")
-        file_name = data["file_name"].replace("-part-0.", "-part-{file}.")  # before a rank had several files
-        return cls(
-            data["name"], file_name, data["engine"], data["versions"], data["has_offsets"], changed, constants,
-            data["padded_to"], max_file_bytes,
-        )  # fmt: skip
-
-
-def _flag(key: str, value: object) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"{key} is {value!r:.40} (expected true or false)")
-    return value
-
-
-def _numbers(key: str, value: object) -> list[int]:
-    if not isinstance(value, list) or not all(type(number) is int for number in value):
-        raise ValueError(f"{key} is {value!r:.40} (expected integers)")
-    return value
 
 
 def _check_offsets(names: Iterable[str], plan: Plan) -> None:

@@ -5,9 +5,11 @@ weight are also those for these tensors, unless the layout refuses them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Self
+
+from msgspec.structs import replace
 
 from shardconv.layouts.layout import REMEDY, FileTensor
 from shardconv.layouts.layout_file import QuantizedTable, RefusedTable

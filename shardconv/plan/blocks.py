@@ -6,9 +6,11 @@ result consists of rules, units and module overrides without blocks.
 
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.family import Block, Mount, fields_read
@@ -231,16 +233,16 @@ def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[s
 
 def _slice(rule: SliceRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> SliceRule:
     size = None if rule.size is None else replaced(rule.size, fields)
-    return rule._replace(
-        unit=units.get(rule.unit, ""), segments=tuple(units[unit] for unit in rule.segments), size=size
+    return replace(
+        rule, unit=units.get(rule.unit, ""), segments=tuple(units[unit] for unit in rule.segments), size=size
     )
 
 
 def _conditions(
-    when: tuple[tuple[str, object], ...], fields: Mapping[str, Expression]
-) -> tuple[tuple[str, object], ...]:
-    conditions = tuple((str(fields.get(name, name)), value) for name, value in when)
-    if (expression := next((name for name, _ in conditions if not _NAME.fullmatch(name)), None)) is not None:
+    when: Mapping[str, str | int | float | bool], fields: Mapping[str, Expression]
+) -> dict[str, str | int | float | bool]:
+    conditions = {str(fields.get(name, name)): value for name, value in when.items()}
+    if (expression := next((name for name in conditions if not _NAME.fullmatch(name)), None)) is not None:
         raise PlanError(
             f"when compares a config field, and an entry of [blocks] replaces it by {expression}: replace it by a field"
         )

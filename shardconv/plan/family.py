@@ -1,18 +1,21 @@
 """A family: the rules, units and module overrides for the models of one architecture; and the blocks of families.
 
-Plain data, which family_format.py and rule_format.py parse. tensor_groups.py applies the rules to tensors.
+Plain data, which family_format.py parses. tensor_groups.py applies the rules to tensors.
 """
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule, UnitRule
 from shardconv.support.errors import PlanError
+from shardconv.support.structs import Data
 
 #: The family of rules by common names of layers, used where no family serves the model type.
 NAMES_FAMILY = "by_name"
@@ -82,8 +85,7 @@ class Submodel(NamedTuple):
     by_user: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(Data, frozen=True):
     """The rules for the models of one architecture.
 
     Attributes:
@@ -108,7 +110,7 @@ class Family:
     model_types: tuple[str, ...] = ()
     inherits: str = ""
     prefix: tuple[str, ...] = ()
-    config: Mapping[str, str | int] | None = None
+    config: Mapping[str, str | int | bool] | None = None
     units: Mapping[str, UnitRule] | None = None
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
@@ -149,7 +151,7 @@ def fields_read(family: Family | Block) -> set[str]:
     expressions += [one for rule in family.modules for one in rule.sizes()]
     expressions += (family.config or {}).values()
     found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
-    return found | {name for rule in rules for name, _ in rule.when}
+    return found.union(*(rule.when for rule in rules))
 
 
 def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str]:

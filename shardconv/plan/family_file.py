@@ -7,10 +7,11 @@ import json
 import re
 import tomllib
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.plan.blocks import expand_blocks
 from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
@@ -61,7 +62,8 @@ def expand_family(family: Family, base: Family) -> Family:
             without ``override``.
     """
     _check_units(family, base)
-    units = {**(base.units or {}), **(family.units or {})}
+    own = {name: replace(unit, override=False) for name, unit in (family.units or {}).items()}
+    units = {**(base.units or {}), **own}
     inherited, config = base.config or {}, family.config or {}
     expanded = expand_blocks(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
     _check_numbered(family, expanded.numbered | base.numbered)

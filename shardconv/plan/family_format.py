@@ -1,6 +1,6 @@
-"""Parse the tables of families, plan files and blocks.
+"""Parse the tables of families, plan files and blocks, and of the units, rules and module overrides in them.
 
-docs/plan-files.md describes the format. Unknown keys are errors. rule_format.py parses the rules in the tables.
+docs/plan-files.md describes the format. Unknown keys are errors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,22 +8,46 @@ from typing import Any
 
 from shardconv.plan.config_fields import check_expression
 from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
-from shardconv.plan.rule import check_pattern
-from shardconv.plan.rule_format import Keys, check_table, parse_module, parse_rule, parse_unit
+from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.rule import Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError
+from shardconv.support.structs import Data, parse_table
 
-_FAMILY_KEYS: Keys = {
-    "model_types": list, "inherits": str, "prefix": (str, list), "config": dict, "units": dict, "rules": dict,
-    "modules": dict, "submodels": dict, "blocks": dict, "gathered": str,
-}  # fmt: skip
+
+class _BlockTable(Data, frozen=True):
+    """The table of a block. Its rules and the like are parsed one by one, so that errors name them."""
+
+    config: Mapping[str, str | int | bool] = {}
+    units: Mapping[str, Any] = {}
+    rules: Mapping[str, Any] = {}
+    modules: Mapping[str, Any] = {}
+    blocks: Mapping[str, Any] = {}
+
+
+class _FamilyTable(_BlockTable, frozen=True):
+    """The table of a family, and a plan file."""
+
+    model_types: tuple[str, ...] = ()
+    inherits: str = ""
+    prefix: str | tuple[str, ...] = ()
+    submodels: Mapping[str, Any] = {}
+    gathered: str = ""
+
+
+class _SubmodelTable(Data, frozen=True):
+    """An entry of ``[submodels]``: the config field of its config, and its family."""
+
+    config: str
+    family: str
+
+
 #: Keys whose values a family inherits, unless its file has them empty.
 _INHERITED = ("prefix", "submodels", "gathered")
 #: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
-_BLOCK_KEYS: Keys = {"config": dict, "units": dict, "rules": dict, "modules": dict, "blocks": dict}
 
 
-def parse_family(name: str, data: object, origin: str, *, by_user: bool = False) -> Family:
+def parse_family(name: str, data: Mapping[str, object], origin: str, *, by_user: bool = False) -> Family:
     """Parse the table of a family, without expanding blocks and what it inherits.
 
     Args:
@@ -36,31 +60,28 @@ def parse_family(name: str, data: object, origin: str, *, by_user: bool = False)
         PlanError: if the table does not have the format.
     """
     try:
-        known = {key: kind for key, kind in _FAMILY_KEYS.items() if not by_user or key not in _NOT_BY_USER}
-        table = check_table(data, known)
+        table = parse_table(data, _FamilyTable, without=_NOT_BY_USER if by_user else ())
         family = Family(
             name=name,
-            model_types=tuple(table.get("model_types", ())),
-            inherits=table.get("inherits", ""),
-            prefix=_parse_prefix(table.get("prefix", [])),
-            config=table.get("config", {}),
-            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
+            model_types=table.model_types,
+            inherits=table.inherits,
+            prefix=_parse_prefix(table.prefix),
+            config=table.config,
+            units={key: parse_unit(key, unit) for key, unit in table.units.items()},
             rules=tuple(
-                parse_rule(pattern, rule, origin, by_user=by_user)
-                for pattern, rule in _alternatives(table.get("rules", {}))
+                parse_rule(pattern, rule, origin, by_user=by_user) for pattern, rule in _alternatives(table.rules)
             ),
             modules=tuple(
-                parse_module(pattern, rule, origin, by_user=by_user)
-                for pattern, rule in _alternatives(table.get("modules", {}))
+                parse_module(pattern, rule, origin, by_user=by_user) for pattern, rule in _alternatives(table.modules)
             ),
-            gathered=table.get("gathered", ""),
+            gathered=table.gathered,
             submodels={
                 start: _parse_submodel(start, submodel)._replace(by_user=by_user)
-                for start, submodel in table.get("submodels", {}).items()
+                for start, submodel in table.submodels.items()
             },
-            blocks=_parse_blocks(table.get("blocks", {})),
+            blocks=_parse_blocks(table.blocks),
             origin=origin,
-            empty=frozenset(key for key in _INHERITED if key in table and not table[key]),
+            empty=frozenset(key for key in _INHERITED if key in data and not getattr(table, key)),
         )
         for expression in (family.config or {}).values():
             check_expression(expression)
@@ -69,7 +90,7 @@ def parse_family(name: str, data: object, origin: str, *, by_user: bool = False)
     return family
 
 
-def parse_block(name: str, data: object) -> Block:
+def parse_block(name: str, data: Mapping[str, object]) -> Block:
     """Parse the table of a block.
 
     Args:
@@ -81,15 +102,14 @@ def parse_block(name: str, data: object) -> Block:
     """
     origin = f"block {name}"
     try:
-        table = check_table(data, _BLOCK_KEYS)
-        alternatives = {key: _alternatives(table.get(key, {})) for key in ("rules", "modules")}
+        table = parse_table(data, _BlockTable)
         block = Block(
             name,
-            config=table.get("config", {}),
-            units={key: parse_unit(key, unit) for key, unit in table.get("units", {}).items()},
-            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in alternatives["rules"]),
-            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in alternatives["modules"]),
-            blocks=_parse_blocks(table.get("blocks", {})),
+            config=table.config,
+            units={key: parse_unit(key, unit) for key, unit in table.units.items()},
+            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in _alternatives(table.rules)),
+            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in _alternatives(table.modules)),
+            blocks=_parse_blocks(table.blocks),
         )
         for expression in block.config.values():
             check_expression(expression)
@@ -123,9 +143,9 @@ def _parse_mount(pattern: str, data: object) -> Mount:
     return Mount(pattern, name, tuple(fields.items()), optional)
 
 
-def _parse_prefix(data: str | list[str]) -> tuple[str, ...]:
-    prefixes = tuple(data) if isinstance(data, list) else (data,) if data else ()
-    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+def _parse_prefix(data: str | tuple[str, ...]) -> tuple[str, ...]:
+    prefixes = (data,) if data and isinstance(data, str) else tuple(data)
+    if not all(prefixes):
         raise ValueError(f"prefix = {data!r:.60} is not a string, or a list of non-empty strings")
     return prefixes
 
@@ -144,7 +164,47 @@ def _parse_submodel(start: str, data: object) -> Submodel:
     if isinstance(data, str):
         return Submodel(data)
     try:
-        table = check_table(data, {"config": str, "family": str})
-        return Submodel(table["config"], table["family"])
-    except (ValueError, KeyError) as error:
+        table = parse_table(data, _SubmodelTable)
+        return Submodel(table.config, table.family)
+    except ValueError as error:
         raise ValueError(f"submodel {start!r}: {error}: expected a config field, or config and family") from error
+
+
+#: Fields of rules and module overrides that follow from the file, or from the place of a table in it.
+_GIVEN = ("pattern", "origin", "by_user", "mount", "block")
+
+
+def parse_unit(name: str, data: object) -> UnitRule:
+    """Parse the table of a unit.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, UnitRule)
+    except ValueError as error:
+        raise ValueError(f"unit {name}: {error}") from error
+
+
+def parse_rule(pattern: str, data: object, origin: str, *, by_user: bool = False) -> Rule:
+    """Parse the table of a rule.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, Rule, without=_GIVEN, pattern=pattern, origin=origin, by_user=by_user)
+    except ValueError as error:
+        raise ValueError(f"rule {pattern!r}: {error}") from error
+
+
+def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = False) -> ModuleRule:
+    """Parse the table of a module override.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, ModuleRule, without=_GIVEN, pattern=pattern, origin=origin, by_user=by_user)
+    except ValueError as error:
+        raise ValueError(f"modules {pattern!r}: {error}") from error

@@ -7,10 +7,11 @@ tensors of an adapter cover the weight that they adapt.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NotRequired, Self, TypedDict
+from typing import NamedTuple
 
 from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
 from shardconv.plan.units import IndivisibleError
+from shardconv.support.structs import Data
 
 
 class GridDim(NamedTuple):
@@ -57,24 +58,7 @@ VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR = "values", "zero_point", "scale", "f
 ROLES = (VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR, GROUP_INDEX)
 
 
-class GridJson(TypedDict):
-    """JSON form of a :class:`Grid`; a dim is ``[dim, elements, entries, kind]``."""
-
-    suffix: str
-    replacement: str
-    shape: list[int]
-    dims: list[tuple[int | None, int, int, str]]
-    axes: list[str]
-    content: NotRequired[str]
-    values: NotRequired[str]  # the earlier name of content
-    group: int
-    role: NotRequired[str]
-    numbers: NotRequired[str]
-    padding: NotRequired[list[int]]
-    prefix: NotRequired[str]
-
-
-class Grid(NamedTuple):
+class Grid(Data, frozen=True, cache_hash=True):
     """The grid of one stored tensor over its logical matrix.
 
     Attributes:
@@ -168,55 +152,22 @@ class Grid(NamedTuple):
             for at in range(entry.size)
         )
 
-    def to_json(self) -> GridJson:
-        """Convert to JSON data."""
-        data: GridJson = {
-            "suffix": self.suffix,
-            "replacement": self.replacement,
-            "shape": list(self.shape),
-            "dims": [(one.dim, one.elements, one.entries, one.kind) for one in self.dims],
-            "axes": list(self.axes),
-            "content": self.content,
-            "group": self.group,
-            "role": self.role,
-            "numbers": self.numbers,
-            "padding": list(self.padding),
-        }
-        if self.prefix:
-            data["prefix"] = self.prefix
-        return data
-
-    @classmethod
-    def from_json(cls, data: GridJson) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the data is not a grid.
-        """
-        try:
-            shape, axes = tuple(data["shape"]), tuple(data["axes"])
-            dims, content = tuple(GridDim(*dim) for dim in data["dims"]), data.get("content", data.get("values"))
-            grid = cls(
-                data["suffix"], data["replacement"], shape, dims, axes, content or "", data["group"],
-                data.get("role", ""), data.get("numbers", PLAIN), tuple(data.get("padding", ())),
-                data.get("prefix", ""),
-            )  # fmt: skip
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a grid: {data!r:.100}") from error
+    def __post_init__(self) -> None:
         is_valid = all(
-            dim.elements >= (dim.dim is not None) and dim.entries >= 1 and (dim.dim or 0) in range(max(len(shape), 1))
-            for dim in dims
+            dim.elements >= (dim.dim is not None)
+            and dim.entries >= 1
+            and (dim.dim or 0) in range(max(len(self.shape), 1))
+            for dim in self.dims
         )
-        if not is_valid or grid.group < 0:
-            raise ValueError(f"not a grid: {data!r:.100}")
+        if not is_valid or self.group < 0:
+            raise ValueError(f"not a grid: {self!r:.100}")
         for key, value, known in (
-            ("content", grid.content, CONTENTS),
-            ("role", grid.role, ("", *ROLES)),
-            ("numbers", grid.numbers, NUMBERS),
+            ("content", self.content, CONTENTS),
+            ("role", self.role, ("", *ROLES)),
+            ("numbers", self.numbers, NUMBERS),
         ):
             if value not in known:
                 raise ValueError(f"{key} of a grid is {value!r:.40}, which is written by a newer version of shardconv")
-        return grid
 
     def _check_padding(self, placement: Placement) -> None:
         """Refuse padding whose stored zeros are not the value 0."""

@@ -2,8 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from itertools import starmap
 from math import lcm
+from typing import Annotated, Any
+
+from msgspec import Meta
+from msgspec.structs import replace
 
 from shardconv.plan.config_fields import Fields, fields_in, reads_stage
 from shardconv.plan.family import Family
@@ -14,10 +18,19 @@ from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule import Rule
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from shardconv.support.errors import PlanError
+from shardconv.support.structs import Data
+
+#: The largest multiple to which a size is padded.
+MAX_MULTIPLE = 2**16
+#: A multiple to which sizes are padded, or 0.
+Multiple = Annotated[int, Meta(ge=0, le=MAX_MULTIPLE)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelRules:
+class UsedRules(dict[Rule, frozenset[str]]):
+    """Rule to the names of the layers and parameters that it matches. Not stored, as it follows from the tensors."""
+
+
+class ModelRules(Data, frozen=True, eq=False):
     """The rules of one family and the config that they read, for a model or one of its submodels.
 
     Attributes:
@@ -33,11 +46,11 @@ class ModelRules:
     """
 
     family: Family
-    config: Mapping[str, object] | None
+    config: Mapping[str, Any] | None
     at: str = ""
-    pad: int = 0
-    used: Mapping[Rule, frozenset[str]] | None = None
-    blocks: Mapping[str, int] = field(default_factory=dict)
+    pad: Multiple = 0
+    used: UsedRules | None = None
+    blocks: Mapping[str, Annotated[int, Meta(ge=1, le=MAX_MULTIPLE)]] = {}
     stage: int | None = None
 
     def fields(self, stage: int | None = None, **others: int) -> Fields:
@@ -67,7 +80,7 @@ class ModelRules:
     def rules(self) -> Iterator[Rule]:
         """The rules whose ``when`` holds for the config."""
         fields = self.fields()
-        return (rule for rule in self.family.rules if all(fields.has(*condition) for condition in rule.when))
+        return (rule for rule in self.family.rules if all(starmap(fields.has, rule.when.items())))
 
     def used_rules(self) -> Iterator[Rule]:
         """The rules whose ``when`` holds for the config and that match a tensor."""
@@ -81,7 +94,7 @@ class ModelRules:
         fields, units = self.fields(), (self.family.units or {}).keys()
         is_used = self.used is None or any(True for _ in self.used_rules())
         for rule in self.family.modules:
-            if all(fields.has(*condition) for condition in rule.when) and (is_used or not rule.reads() & units):
+            if all(starmap(fields.has, rule.when.items())) and (is_used or not rule.reads() & units):
                 yield re.compile(self.regex(rule.pattern)), rule
 
     def on_rank(self, expression: str | int, tp: int, **others: int) -> int:

@@ -1,17 +1,20 @@
 """Module overrides: attributes, inputs and collectives of modules that differ from those of the unsharded model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, Self
 
-from shardconv.plan.config_fields import fields_in
+from msgspec import Meta, structs
+
+from shardconv.plan.config_fields import check_expression, fields_in
+from shardconv.plan.rule import check_pattern
+from shardconv.support.structs import Data
 
 #: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
 #: row parallel one, or of a row parallel one whose output is used with shards.
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
-class SliceRule(NamedTuple):
+class SliceRule(Data, frozen=True):
     """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
 
     Attributes:
@@ -28,15 +31,21 @@ class SliceRule(NamedTuple):
     size: str | int | None = None
     item: int | None = None
     segments: tuple[str, ...] = ()
-    items: tuple[int, ...] = ()
+    items: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_expression(1 if self.size is None else self.size)
+        if bool(self.unit) == bool(self.segments):
+            raise ValueError("it needs either a unit, or segments with the names of units")
+        if self.items and self.size is None:
+            raise ValueError("items needs size")
 
     def units(self) -> tuple[str, ...]:
         """The names of its units."""
         return self.segments or (self.unit,)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleRule:
+class ModuleRule(Data, frozen=True):
     """Per-rank module overrides of the modules that match a pattern.
 
     In its expressions the name of a unit is its count per rank.
@@ -71,15 +80,15 @@ class ModuleRule:
     """
 
     pattern: str
-    attributes: Mapping[str, str | int] = field(default_factory=dict)
-    inputs: Mapping[str, SliceRule] = field(default_factory=dict)
-    at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    attributes: Mapping[str, str | int] = {}
+    inputs: Mapping[str, SliceRule] = {}
+    at_most: Mapping[str, tuple[str, str]] = {}
     full_width: str | int | None = None
-    locals: Mapping[str, str | int] = field(default_factory=dict)
-    slices: Mapping[str, SliceRule] = field(default_factory=dict)
+    locals: Mapping[str, str | int] = {}
+    slices: Mapping[str, SliceRule] = {}
     output: SliceRule | None = None
-    unsharded: Mapping[str, SliceRule] = field(default_factory=dict)
-    products: Mapping[str, str] = field(default_factory=dict)
+    unsharded: Mapping[str, SliceRule] = {}
+    products: Mapping[str, str] = {}
     functional: str = ""
     norms: str = ""
     shared_output: str | int | None = None
@@ -88,10 +97,23 @@ class ModuleRule:
     gathered_output: bool | None = None
     allreduce_output: bool | None = None
     gathers: tuple[str, ...] = ()
-    when: tuple[tuple[str, object], ...] = ()
+    when: Mapping[str, str | int | float | bool] = {}
     origin: str = ""
     by_user: bool = False
     block: str = ""
+
+    def __post_init__(self) -> None:
+        for pattern in (self.pattern, *self.gathers):
+            check_pattern(pattern)
+        for expression in self.expressions():
+            check_expression(expression)
+        if unknown := set(self.products.values()) - set(PRODUCTS):
+            raise ValueError(f"products has {unknown.pop()!r:.60} (expected {', '.join(PRODUCTS)})")
+        for place in ("inputs", "slices", "unsharded"):
+            for rule in getattr(self, place).values():
+                _check_slice(place, rule)
+        if self.output is not None:
+            _check_slice("output", self.output)
 
     def expressions(self) -> Iterator[str | int]:
         """The expressions in which the name of a unit is its count per rank."""
@@ -121,11 +143,24 @@ class ModuleRule:
     @classmethod
     def joined(cls, rules: Sequence["ModuleRule"]) -> Self:
         """The overrides of several rules together; of one that several have, the last."""
-        named = [one for one in fields(cls) if one.name not in _ABOUT_RULE] if rules else []
+        named = [one for one in structs.fields(cls) if one.name not in _ABOUT_RULE] if rules else []
         overrides: dict[str, Any] = {
             one.name: _merged(one.default, [getattr(rule, one.name) for rule in rules]) for one in named
         }
         return cls("", **overrides)
+
+
+#: The fields of slices beside ``dim`` and ``unit``, by the override that they are of.
+_OPTIONAL_FIELDS = {"inputs": ("size", "items"), "output": ("size", "item"), "slices": ("segments",), "unsharded": ()}
+
+
+def _check_slice(place: str, rule: SliceRule) -> None:
+    """Check that a slice has only the fields that apply to arguments, outputs, parameters or methods."""
+    for field in ("size", "item", "segments", "items"):
+        if getattr(rule, field) not in (None, ()) and field not in _OPTIONAL_FIELDS[place]:
+            raise ValueError(f"{place}: key {field!r} is unknown")
+    if place == "inputs" and rule.size is None and rule.dim < 0:
+        raise ValueError("inputs: dim is negative without size: count it from 0")
 
 
 #: Fields of a rule that are not overrides.

@@ -5,8 +5,9 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self, TypedDict
+from typing import NamedTuple, Self
+
+from shardconv.support.structs import Data
 
 
 class Interval(NamedTuple):
@@ -21,7 +22,7 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
 
-class Padding(NamedTuple):
+class Padding(Data, frozen=True, rename={"size": "padding"}):
     """Padding: ``size`` zeros that the full tensor does not have."""
 
     size: int
@@ -30,16 +31,7 @@ class Padding(NamedTuple):
 IntervalOrPadding = Interval | Padding
 
 
-class PlacementJson(TypedDict):
-    """JSON form of a placement: an interval is ``[start, stop]``, padding is its size."""
-
-    dim: int | None
-    size: int
-    ranks: list[list[int | list[int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
     """How one dim of a tensor is divided over ranks.
 
     A rank's shard is the concatenation of its intervals and padding along ``dim``. The intervals of a rank are
@@ -137,37 +129,10 @@ class Placement:
             properties.append(f"padded from {self.size}")
         return ", ".join(properties)
 
-    def to_json(self) -> PlacementJson:
-        """Convert to JSON data."""
-        ranks: list[list[int | list[int]]] = [
-            [p.size if isinstance(p, Padding) else [p.start, p.stop] for p in entries] for entries in self.ranks
-        ]
-        return {"dim": self.dim, "size": self.size, "ranks": ranks}
-
-    @classmethod
-    def from_json(cls, data: PlacementJson) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the data is not a placement.
-        """
-        try:
-            ranks = tuple(tuple(_entry_from_json(item) for item in entries) for entries in data["ranks"])
-            return cls(data["dim"], data["size"], ranks)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a placement: {data!r:.100}") from error
-
 
 def intervals(entries: Sequence[IntervalOrPadding]) -> list[Interval]:
     """The intervals among ``entries``, without padding."""
     return [entry for entry in entries if isinstance(entry, Interval)]
-
-
-def _entry_from_json(item: int | list[int]) -> IntervalOrPadding:
-    if isinstance(item, int):
-        return Padding(item)
-    start, stop = item
-    return Interval(start, stop)
 
 
 def _check_ascending(entries: Sequence[IntervalOrPadding], size: int) -> None:

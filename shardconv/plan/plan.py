@@ -1,15 +1,19 @@
 """Plan: the placement, style and reason of every tensor of one checkpoint at one tp, with the rules it is made from.
 
-Plain data that is compared by its JSON form and stored in the manifest.
+Plain data that is compared by its JSON form and stored in the manifest, where equal plans of tensors are stored once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, NotRequired, Self, TypedDict
+from functools import cached_property
+from typing import Annotated, NamedTuple, Self
 
-from shardconv.plan.grid import VALUES, Grid, GridJson
-from shardconv.plan.placement import Placement, PlacementJson
-from shardconv.plan.rule_set import RuleSet, RuleSetJson
+from msgspec import Meta, field
+from msgspec.structs import replace
+
+from shardconv.plan.grid import VALUES, Grid
+from shardconv.plan.placement import Placement
+from shardconv.plan.rule_set import RuleSet
+from shardconv.support.structs import Data
 
 
 class TensorSpec(NamedTuple):
@@ -49,7 +53,7 @@ def quantized_blocks(tensors: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     return tuple(f"{elements}-wide {kind}" for kind, elements in sorted(dims))
 
 
-class Reason(NamedTuple):
+class Reason(Data, frozen=True, cache_hash=True):
     """The rule that determines the placement of a tensor.
 
     Attributes:
@@ -63,37 +67,7 @@ class Reason(NamedTuple):
     fields: tuple[str, ...] = ()
 
 
-class ReasonJson(TypedDict):
-    """JSON form of a :class:`Reason`."""
-
-    origin: str
-    rule: str
-    fields: list[str]
-
-
-class TensorPlanJson(TypedDict):
-    """JSON form of a :class:`TensorPlan`."""
-
-    placement: PlacementJson
-    style: str
-    units: list[str]
-    reason: ReasonJson
-    grid: NotRequired[GridJson]
-    edits: NotRequired[list[list[int]]]
-
-
-class PlanJson(TypedDict):
-    """JSON form of a :class:`Plan`: ``tensors`` maps names to indices in ``placements``."""
-
-    tp: int
-    family: str | None
-    assumed: list[str]
-    placements: list[TensorPlanJson]
-    tensors: dict[str, int]
-    rules: RuleSetJson | None
-
-
-class TensorPlan(NamedTuple):
+class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
     """How one tensor is sharded.
 
     Attributes:
@@ -115,63 +89,66 @@ class TensorPlan(NamedTuple):
 
     def describe(self) -> str:
         """The style and the reason in one line."""
-        origin, rule, fields = self.reason
-        read = f" ({', '.join(fields)})" if fields else ""
-        return f"{origin}: {self.style} {rule}{read}"
-
-    def to_json(self) -> TensorPlanJson:
-        """Convert to JSON data."""
-        reason: ReasonJson = {
-            "origin": self.reason.origin,
-            "rule": self.reason.rule,
-            "fields": list(self.reason.fields),
-        }
-        units = list(self.units)
-        data: TensorPlanJson = {
-            "placement": self.placement.to_json(), "style": self.style, "units": units, "reason": reason
-        }  # fmt: skip
-        if self.grid is not None:
-            data["grid"] = self.grid.to_json()
-        if self.edits is not None:
-            data["edits"] = [list(values) for values in self.edits]
-        return data
-
-    @classmethod
-    def from_json(cls, data: TensorPlanJson) -> Self:
-        """The inverse of :meth:`to_json`."""
-        reason = data["reason"]
-        parsed = Reason(reason["origin"], reason["rule"], tuple(reason["fields"]))
-        grid = Grid.from_json(data["grid"]) if "grid" in data else None
-        edits = tuple(tuple(values) for values in data["edits"]) if "edits" in data else None
-        return cls(Placement.from_json(data["placement"]), data["style"], tuple(data["units"]), parsed, grid, edits)
+        read = f" ({', '.join(self.reason.fields)})" if self.reason.fields else ""
+        return f"{self.reason.origin}: {self.style} {self.reason.rule}{read}"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Data, frozen=True, dict=True):
     """How every tensor of one checkpoint is sharded.
 
     Attributes:
         tp: tensor parallel size.
         family: name of the family whose rules are used; None without a family.
-        tensors: tensor name to placement, style and reason.
+        distinct: the distinct plans of tensors.
+        index_of: tensor name to an index into ``distinct``.
         rules: the rules and module overrides, which also give the plan for another tp and for the tensors of the model
-            in memory. None for a manifest of format 1 or 2, which does not store them.
+            in memory.
         assumed: assumptions and conclusions that are not read from config or plan file, as sentences.
     """
 
     tp: int
     family: str | None
-    tensors: Mapping[str, TensorPlan]
-    rules: RuleSet | None = None
-    assumed: tuple[str, ...] = field(default=())
+    distinct: tuple[TensorPlan, ...] = field(name="placements")
+    index_of: Mapping[str, Annotated[int, Meta(ge=0)]] = field(name="tensors")
+    rules: RuleSet
+    assumed: tuple[str, ...] = ()
+
+    @classmethod
+    def of_tensors(
+        cls,
+        tp: int,
+        family: str | None,
+        tensors: Mapping[str, TensorPlan],
+        rules: RuleSet,
+        assumed: tuple[str, ...] = (),
+    ) -> Self:
+        """The plan with the placement, style and reason of each tensor, by its name."""
+        number: dict[TensorPlan, int] = {}
+        index_of = {name: number.setdefault(plan, len(number)) for name, plan in tensors.items()}
+        return cls(tp, family, tuple(number), index_of, rules, assumed)
+
+    def __post_init__(self) -> None:
+        if other := {tensor_plan.placement.tp for tensor_plan in self.distinct} - {self.tp}:
+            raise ValueError(f"placements are for {min(other)} ranks (expected {self.tp})")
+        if max(self.index_of.values(), default=-1) >= len(self.distinct):
+            raise ValueError(f"a tensor has a placement that does not exist (got {len(self.distinct)} placements)")
+
+    def stored(self) -> Self:
+        """The plan as a manifest stores it, with the rules that apply."""
+        return replace(self, rules=self.rules.stored())
 
     def __repr__(self) -> str:
         """Without the tensors, which are many."""
-        return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.tensors)} tensors)"
+        return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.index_of)} tensors)"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorPlan]:
+        """Tensor name to placement, style and reason."""
+        return {name: self.distinct[index] for name, index in self.index_of.items()}
 
     def placement(self, name: str) -> Placement:
         """The placement of a tensor."""
-        return self.tensors[name].placement
+        return self.distinct[self.index_of[name]].placement
 
     def first_difference(self, other: "Plan") -> str | None:
         """The name of the first tensor whose placement or style differs in another plan; None if all are equal."""
@@ -180,35 +157,3 @@ class Plan:
             if tensor_plan is None or (tensor_plan.placement, tensor_plan.style) != (planned.placement, planned.style):
                 return name
         return next((name for name in other.tensors if name not in self.tensors), None)
-
-    def to_json(self) -> PlanJson:
-        """Convert to JSON data, in which equal plans of tensors are stored once."""
-        index_of: dict[TensorPlan, int] = {}
-        tensors = {name: index_of.setdefault(plan, len(index_of)) for name, plan in self.tensors.items()}
-        return {
-            "tp": self.tp,
-            "family": self.family,
-            "assumed": list(self.assumed),
-            "placements": [plan.to_json() for plan in index_of],
-            "tensors": tensors,
-            "rules": None if self.rules is None else self.rules.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: PlanJson) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the data is not a plan.
-            PlanError: if a rule names a unit that does not exist.
-        """
-        try:
-            distinct = [TensorPlan.from_json(item) for item in data["placements"]]
-            tensors = {name: distinct[index] for name, index in data["tensors"].items()}
-            rules = None if data["rules"] is None else RuleSet.from_json(data["rules"])
-            plan = cls(data["tp"], data["family"], tensors, rules, tuple(data["assumed"]))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"not a plan: {error!r}") from error
-        if other := {tensor_plan.placement.tp for tensor_plan in distinct} - {plan.tp}:
-            raise ValueError(f"placements are for {min(other)} ranks (expected {plan.tp})")
-        return plan

@@ -5,8 +5,10 @@ Without a config, head sizes are inferred from shapes. Reads no files: a plan fi
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple, NotRequired, Self, TypedDict
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+from msgspec.structs import force_setattr, replace
 
 from shardconv.plan.config_fields import fields_in
 from shardconv.plan.engines import SHARDCONV, engine_named
@@ -15,33 +17,20 @@ from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_rea
 from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.matcher import Matcher
+from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule import REPLICATE_OPTION, Rule
-from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.plan.transformers_plan import transformers_family
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.formatting import counted
+from shardconv.support.structs import Data
 
 
-class PlanRequestJson(TypedDict):
-    """JSON form of a :class:`PlanRequest`; keys with default values may be missing."""
-
-    family: str | None
-    plan_file: list[str] | None
-    replicate: list[str]
-    head_dim: int | None
-    experts: NotRequired[str]
-    engine: NotRequired[str]
-    may_miss: NotRequired[bool]
-    pad: NotRequired[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
+class PlanRequest(Data, frozen=True):
     """The options of a plan. The manifest stores them for resharding.
 
     Attributes:
@@ -59,68 +48,22 @@ class PlanRequest:
     family: str | None = None
     plan_file: tuple[str, str] | None = None
     replicate: tuple[str, ...] = ()
-    head_dim: int | None = None
+    head_dim: Annotated[int, Meta(ge=1)] | None = None
     experts: str = "tensor"
     engine: str | None = None
     may_miss: bool = False
-    pad: int = 0
+    pad: Multiple = 0
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
             raise PlanError(f"experts is {self.experts!r} (expected one of {', '.join(EXPERT_MODES)})")
         if engine_named(self.engine) is SHARDCONV:
-            object.__setattr__(self, "engine", None)  # equal requests have one form
+            force_setattr(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
             raise UsageError(
                 f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
                 f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
-
-    def to_json(self) -> PlanRequestJson:
-        """Convert to JSON data."""
-        data: PlanRequestJson = {
-            "family": self.family,
-            "plan_file": list(self.plan_file) if self.plan_file else None,
-            "replicate": list(self.replicate),
-            "head_dim": self.head_dim,
-            "experts": self.experts,
-        }
-        if self.engine:
-            data["engine"] = self.engine
-        if self.may_miss:  # in proofs only
-            data["may_miss"] = True
-        if self.pad:
-            data["pad"] = self.pad
-        return data
-
-    @classmethod
-    def from_json(cls, data: PlanRequestJson) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError: if the data is not a plan request.
-        """
-        try:
-            plan_file = tuple(data["plan_file"] or ("", ""))
-            if len(plan_file) != 2:
-                raise ValueError("its plan file is not a pair of name and text")
-            pad = data.get("pad", 0)
-            if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
-                raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-            return cls(
-                family=data["family"],
-                plan_file=plan_file if data["plan_file"] else None,
-                replicate=tuple(data["replicate"]),
-                head_dim=data["head_dim"],
-                experts=data.get("experts", "tensor"),
-                engine=data.get("engine"),
-                may_miss=data.get("may_miss", False),
-                pad=pad,
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a plan request: {error!r}") from error
-        except UsageError as error:  # of the run that wrote the data
-            raise ValueError(str(error)) from error
 
 
 class Resolution(NamedTuple):

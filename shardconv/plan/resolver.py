@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
+
+from msgspec.structs import replace
 
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.placed_tensors import PlacedTensors, padding_share, rank_bytes
@@ -163,7 +164,7 @@ class Resolver:
         except BlockedError as error:
             raise self._unsupported(tp, error) from error
         tensors = {name: plans[group] for name, group in self._group_of.items()}
-        return Plan(tp, self.rules.family, tensors, self.rules, assumed)
+        return Plan.of_tensors(tp, self.rules.family, tensors, self.rules, assumed)
 
     def tp_sizes(self) -> TpSizes:
         """Which of :data:`CANDIDATE_TPS` are supported, and what blocks the others."""

@@ -1,10 +1,11 @@
 """A rule: how the tensors whose names match a pattern are sharded, between which units."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from shardconv.plan.config_fields import check_expression
+from shardconv.support.structs import Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,7 @@ def check_pattern(pattern: str) -> None:
         raise ValueError("braces are unbalanced or nested")
 
 
-@dataclass(frozen=True, slots=True)
-class UnitRule:
+class UnitRule(Data, frozen=True):
     """A unit: elements that are never divided between ranks, such as a head. Sizes are expressions of config fields.
 
     Attributes:
@@ -65,24 +65,30 @@ class UnitRule:
         replicate: replicate units where there are fewer of them than ranks.
         shard_if_divisible: shard units only where tp divides their count; otherwise every rank computes with all of
             them, and rules use their style ``otherwise``.
-        override: replace the unit of this name in the inherited family, also for the rules of that family.
+        override: replace the unit of this name in the inherited family, also for the rules of that family. False once
+            the families are joined.
     """
 
     count: str | int | None = None
     size: str | int = 1
     replicate: bool = False
     shard_if_divisible: bool = False
-    override: bool = field(default=False, compare=False)
+    override: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shard_if_divisible and self.count is None:
+            raise ValueError("shard_if_divisible = true needs a count")
+        for expression in (1 if self.count is None else self.count, self.size):
+            check_expression(expression)
 
     def describe(self) -> str:
         """The unit as a plan file has it."""
-        shown = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        shown = {name: getattr(self, name) for name in ("count", "size", "replicate", "shard_if_divisible")}
         kept = {name: value for name, value in shown.items() if value not in (None, False)}
         return f"{{ {', '.join(f'{name} = {value!r}' for name, value in kept.items())} }}".replace("True", "true")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rule:
+class Rule(Data, frozen=True, eq=False):
     """How tensors are sharded whose names match a pattern. Compared by identity, as it is a key of large dicts.
 
     Attributes:
@@ -125,7 +131,7 @@ class Rule:
     size: str | int | None = None
     rows: str | int | None = None
     dims: int = 0
-    when: tuple[tuple[str, object], ...] = ()
+    when: Mapping[str, str | int | float | bool] = {}
     otherwise: str = ""
     optional: bool = False
     origin: str = ""

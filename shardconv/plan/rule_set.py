@@ -1,63 +1,25 @@
-"""Rule set: all rules of one model with the config fields that they read, and their JSON form in a manifest.
+"""Rule set: all rules of one model with the config fields that they read.
 
 A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NotRequired, Self, TypedDict
+from typing import Annotated, Self
+
+from msgspec import Meta
+from msgspec.structs import replace
 
 from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, units_named
-from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, check_units, units_named
+from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
-from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
-
-#: The largest multiple to which a size is padded.
-MAX_MULTIPLE = 2**16
+from shardconv.support.structs import Data
 
 
-class ModelRulesJson(TypedDict):
-    """JSON form of the rules of a model or submodel.
-
-    Attributes:
-        at: pattern of the submodel's module; "" for the model itself.
-        prefix: prefixes that names may lack, the first as in the patterns.
-        config: the config fields that the rules read; None without a config.
-        defaults: defaults of config fields.
-        units: name to the table of the unit.
-        rules: tables of rules, which also have their pattern and origin.
-        modules: tables of module overrides, likewise.
-        blocks: elements of blocks of padding; see ``ModelRules``.
-    """
-
-    at: str
-    prefix: list[str]
-    config: dict[str, object] | None
-    defaults: dict[str, str | int]
-    units: dict[str, dict[str, object]]
-    rules: list[dict[str, object]]
-    modules: list[dict[str, object]]
-    blocks: NotRequired[dict[str, int]]
-
-
-class RuleSetJson(TypedDict):
-    """JSON form of a :class:`RuleSet`, with the same keys as its fields."""
-
-    family: str
-    experts: str
-    uncertain: str
-    vocab_multiple: NotRequired[int]
-    models: list[ModelRulesJson]
-    pad: NotRequired[int]
-    engine: NotRequired[str]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RuleSet:
+class RuleSet(Data, frozen=True, eq=False):
     """The rules of a plan. With tensor names, tensor shapes and tp, they determine it.
 
     Attributes:
@@ -71,20 +33,22 @@ class RuleSet:
     """
 
     family: str
-    models: tuple[ModelRules, ...]
+    models: Annotated[tuple[ModelRules, ...], Meta(min_length=1)]
     experts: str = "tensor"
     uncertain: str = ""
-    vocab_multiple: int = 1
+    vocab_multiple: Annotated[int, Meta(ge=1, le=MAX_MULTIPLE)] = 1
     engine: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts not in EXPERT_MODES:
+            raise ValueError(f"experts is {self.experts!r:.60} (expected one of {', '.join(EXPERT_MODES)})")
 
     @property
     def pad(self) -> int:
         """Counts that tp does not divide are padded to a multiple of this and of tp; 0 for no padding."""
         return self.models[0].pad
 
-    def with_padding(
-        self, pad: int, used: Mapping[Rule, frozenset[str]] | None = None, blocks: Mapping[str, int] | None = None
-    ) -> Self:
+    def with_padding(self, pad: int, used: UsedRules | None = None, blocks: Mapping[str, int] | None = None) -> Self:
         """Return the rule set with these fields of all its models replaced; see ``ModelRules``.
 
         Without ``blocks``, the models keep theirs.
@@ -159,48 +123,24 @@ class RuleSet:
 
         return replace(self, models=tuple(map(without_modules, self.models)))
 
-    def to_json(self) -> RuleSetJson:
-        """Convert to JSON data: the rules whose ``when`` holds, and the config fields that they read."""
-        data: RuleSetJson = {
-            "family": self.family,
-            "experts": self.experts,
-            "uncertain": self.uncertain,
-            "vocab_multiple": self.vocab_multiple,
-            "models": [_model_to_json(rules) for rules in self.models],
-        }
-        if self.pad:
-            data["pad"] = self.pad
-        if self.engine:
-            data["engine"] = self.engine
-        return data
+    def stored(self) -> Self:
+        """The rule set as a manifest stores it: the rules whose ``when`` holds, and what they read."""
+        return replace(self, models=tuple(map(_stored, self.models)))
 
-    @classmethod
-    def from_json(cls, data: RuleSetJson) -> Self:
-        """The inverse of :meth:`to_json`.
+    def check(self) -> None:
+        """Check a rule set from a manifest, as a family is checked when it is loaded.
 
         Raises:
-            ValueError: if the data is not a rule set.
+            ValueError: if the default of a config field is not an expression.
             PlanError: if a rule names a unit that does not exist.
         """
-        if data["experts"] not in EXPERT_MODES:
-            raise ValueError(f"experts is {data['experts']!r:.60}, expected one of {', '.join(EXPERT_MODES)}")
-        models = tuple(_model_from_json(rules, data["family"]) for rules in data["models"])
-        if not models:
-            raise ValueError("rule set does not have models (expected at least one)")
-        multiple = data.get("vocab_multiple", 1)
-        if type(multiple) is not int or not 1 <= multiple <= MAX_MULTIPLE:
-            raise ValueError(f"vocab_multiple is {multiple!r:.60} (expected an integer from 1 to {MAX_MULTIPLE})")
-        pad = data.get("pad", 0)
-        if type(pad) is not int or not 0 <= pad <= MAX_MULTIPLE:
-            raise ValueError(f"pad is {pad!r:.60} (expected an integer from 0 to {MAX_MULTIPLE})")
-        engine = data.get("engine")
-        if engine is not None and not isinstance(engine, str):
-            raise ValueError(f"engine is {engine!r:.60} (expected a name)")
-        rules = cls(data["family"], models, data["experts"], data["uncertain"], multiple, engine)
-        return rules.with_padding(pad)
+        for family in (model_rules.family for model_rules in self.models):
+            for expression in (family.config or {}).values():
+                check_expression(expression)
+            check_units(family.units or {}, family.rules, family.modules)
 
 
-def _model_to_json(model_rules: ModelRules) -> ModelRulesJson:
+def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
     units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
@@ -208,56 +148,16 @@ def _model_to_json(model_rules: ModelRules) -> ModelRulesJson:
     expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
     defaults = family.config or {}
     names = _fields_read(expressions, defaults) | {"model_type"}
-    data: ModelRulesJson = {
-        "at": model_rules.at,
-        "prefix": list(family.prefix),
-        "config": None if model_rules.config is None else _select_fields(model_rules.config, names),
-        "defaults": {name: value for name, value in defaults.items() if name in names},
-        "units": {name: to_table(unit, without=("override",)) for name, unit in units.items()},
-        "rules": [to_table(rule, without=("when", "block")) for rule in rules],
-        "modules": [to_table(rule, without=("when", "block")) for rule in modules],
-    }
-    if model_rules.blocks:
-        data["blocks"] = dict(model_rules.blocks)
-    return data
-
-
-def _model_from_json(data: ModelRulesJson, family: str) -> ModelRules:
-    for expression in data["defaults"].values():
-        check_expression(expression)
-    rules = Family(
-        family,
-        prefix=tuple(data["prefix"]),
-        config=data["defaults"],
-        units={name: parse_unit(name, unit) for name, unit in data["units"].items()},
-        rules=tuple(map(_rule_from_json, data["rules"])),
-        modules=tuple(map(_module_from_json, data["modules"])),
+    kept = Family(
+        family.name,
+        prefix=family.prefix,
+        config={name: value for name, value in defaults.items() if name in names},
+        units=units,
+        rules=tuple(replace(rule, when={}, block="") for rule in rules),
+        modules=tuple(replace(rule, when={}, block="") for rule in modules),
     )
-    blocks = data.get("blocks", {})
-    if not all(type(block) is int and 1 <= block <= MAX_MULTIPLE for block in blocks.values()):
-        raise ValueError(f"blocks are {blocks!r:.60} (expected integers from 1 to {MAX_MULTIPLE})")
-    return ModelRules(rules.with_base(Family(family)), data["config"], data["at"], blocks=blocks)
-
-
-def _rule_from_json(table: Mapping[str, object]) -> Rule:
-    pattern, origin, by_user = _header(table)
-    rule = parse_rule(pattern, _without_header(table), origin, by_user=by_user)
-    return replace(rule, mount=str(table.get("mount", "")))
-
-
-def _module_from_json(table: Mapping[str, object]) -> ModuleRule:
-    pattern, origin, by_user = _header(table)
-    return parse_module(pattern, _without_header(table), origin, by_user=by_user)
-
-
-def _header(table: Mapping[str, object]) -> tuple[str, str, bool]:
-    """Pattern, origin and ``by_user`` of the table of a rule or a module override."""
-    return str(table["pattern"]), str(table.get("origin", "")), table.get("by_user") is True
-
-
-def _without_header(table: Mapping[str, object]) -> dict[str, object]:
-    """The table as in a file: without the keys that only manifests have."""
-    return {key: value for key, value in table.items() if key not in ("pattern", "origin", "by_user", "mount")}
+    config = None if model_rules.config is None else _select_fields(model_rules.config, names)
+    return ModelRules(kept, config, model_rules.at, model_rules.pad, blocks=model_rules.blocks)
 
 
 def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:

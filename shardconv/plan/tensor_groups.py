@@ -13,7 +13,7 @@ from shardconv.plan.experts import Expert, find_experts
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.grid import Grid
 from shardconv.plan.matcher import Match, Matcher, pattern_for
-from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.model_rules import ModelRules, UsedRules
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
@@ -110,12 +110,12 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     return group_of
 
 
-def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> dict[Rule, frozenset[str]]:
+def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> UsedRules:
     """For each rule that matches a tensor the names of the layers that it matches, and of other parameters."""
     found: dict[Rule, set[str]] = {}
     for name, group in group_of.items():
         found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
-    return {rule: frozenset(names) for rule, names in found.items()}
+    return UsedRules((rule, frozenset(names)) for rule, names in found.items())
 
 
 def padding_blocks(group_of: Mapping[str, TensorGroup]) -> dict[str, int]:

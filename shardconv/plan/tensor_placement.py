@@ -9,12 +9,14 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from msgspec import structs
+
 from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
-from shardconv.plan.placement import Placement
+from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
@@ -165,7 +167,7 @@ class GroupPlanner:
 
     def _is_sharded(self, tp: int) -> bool:
         """Whether the units of the rule are sharded: with ``shard_if_divisible``, if ``tp`` divides their count."""
-        model_rules, rule = replace(self._group.model_rules, stage=self._group.stage), self._group.rule
+        model_rules, rule = structs.replace(self._group.model_rules, stage=self._group.stage), self._group.rule
         return not rule.otherwise or all(model_rules.is_sharded(unit, tp) for unit in rule.units)
 
     @cached_property
@@ -293,6 +295,7 @@ def _check_bytes(placement: Placement, spec: TensorSpec) -> None:
         return
     group = _ELEMENTS_PER_GROUP[spec.dtype]
     inner = prod(spec.shape[placement.dim + 1 :])
-    edges = {edge for entries in placement.ranks for entry in entries for edge in entry}  # of padding, its size
+    entries = {entry for entries in placement.ranks for entry in entries}
+    edges = {edge for entry in entries for edge in (entry if isinstance(entry, Interval) else (entry.size,))}
     if any(edge * inner % group for edge in edges) or prod(spec.shape[placement.dim :]) % group:
         raise IndivisibleError(f"a boundary of {spec.dtype} would be inside a byte")

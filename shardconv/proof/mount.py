@@ -13,13 +13,12 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.plan.family import PLAN_FILE, Family
 from shardconv.plan.family_file import expand_family
-from shardconv.plan.family_format import parse_family
+from shardconv.plan.family_format import parse_family, parse_module
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_format import parse_module
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.plan_file import UnitTable

@@ -11,9 +11,9 @@ from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.family import NAMES_FAMILY, Family, Mount
 from shardconv.plan.family_file import load_family
+from shardconv.plan.family_format import parse_unit
 from shardconv.plan.matcher import Matcher
 from shardconv.plan.request import family_of
-from shardconv.plan.rule_format import parse_unit
 from shardconv.proof.mount import expanded, with_blocks
 from shardconv.proof.plan_file import MountTable, UnitTable, to_toml
 from shardconv.proof.proposal import Proposal, propose_rules

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from msgspec import structs
+
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.sources.remote import reads_remote
@@ -66,7 +68,7 @@ def prove(
         True
     """
     planned = plan_source(src, **options)
-    source, request = planned.source, replace(planned.request, may_miss=True)
+    source, request = planned.source, structs.replace(planned.request, may_miss=True)
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
         require_model(config, tensors, shown(src))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch.distributed as dist
 
 from shardconv.checkpoint.engine.copy import Progress
@@ -59,7 +60,7 @@ def prove_all(
         return ()
     for tp, plan in plans.items():
         split_by(small, folder / SPLIT.format(tp=tp), plan, request)
-    (folder / TASK).write_text(json.dumps({"request": request.to_json(), "tps": [*plans]}))
+    (folder / TASK).write_bytes(msgspec.json.encode((request, [*plans])))
     try:
         launch(["prove-rank", str(folder)], max(plans), partial(_report, progress, folder, [*plans]))
     except RunError:
@@ -118,10 +119,9 @@ def prove_rank(folder: Path) -> None:
     Raises:
         RunError: if the sharded model fails to run.
     """
-    task = json.loads((folder / TASK).read_text())
-    request = PlanRequest.from_json(task["request"])
+    request, tps = msgspec.json.decode((folder / TASK).read_bytes(), type=tuple[PlanRequest, list[int]])
     rank = dist.get_rank()
-    for tp in task["tps"]:
+    for tp in tps:
         group = dist.new_group(list(range(tp)))
         if rank < tp:
             result = _compare(folder, as_axis(group), request)

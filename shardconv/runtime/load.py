@@ -20,7 +20,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.sources.remote import local_folder
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
-from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
@@ -158,7 +158,7 @@ def _open_adapter(
     """Open an adapter, which has to be the same on all ranks."""
     opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
     remote = run_on_all(axis, partial(versions, opened.manifest.rank_paths(opened.folder)))
-    check_same(opened.folder, axis, {"adapters": to_json(opened.manifest.shared, ""), REMOTE_VERSIONS: remote})
+    check_same(opened.folder, axis, {"adapters": comparable(opened.manifest.shared), REMOTE_VERSIONS: remote})
     return run_on_all(axis, partial(RankAdapter.read, opened, axis.rank, dtype, verify=verify))
 
 

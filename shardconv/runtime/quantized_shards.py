@@ -21,7 +21,7 @@ from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.runtime.dequantize import dequantize_all, is_readable
 from shardconv.runtime.device import num_bytes
-from shardconv.support.errors import RunError, SplitCheckpointError
+from shardconv.support.errors import RunError
 from shardconv.support.formatting import size
 
 #: Dtypes of weights, as safetensors names them.
@@ -76,7 +76,6 @@ class Dequantizer:
 
         Raises:
             RunError: if the checkpoint does not have quantized layers.
-            SplitCheckpointError: if the manifest does not have what is needed to dequantize them.
         """
         specs = require_quantized(manifest, folder)
         full = cls.of_source(specs, dtype or _weight_dtype(manifest.config, specs))
@@ -122,17 +121,10 @@ def require_quantized(manifest: Manifest, folder: Path) -> dict[str, TensorSpec]
 
     Raises:
         RunError: if the checkpoint does not have quantized layers.
-        SplitCheckpointError: if the manifest does not have what is needed to dequantize them.
     """
     specs = quantized_tensors(manifest)
-    grids = [spec.grid for spec in specs.values() if spec.grid is not None]
-    if not grids:
+    if not any(spec.grid for spec in specs.values()):
         raise RunError(f"{folder}: is not quantized: remove --dequantize")
-    if not any(grid.role for grid in grids):
-        raise SplitCheckpointError(
-            f"{folder}: its manifest, of an earlier version, does not describe how values are stored: merge it and "
-            f"split it again (shardconv merge {folder} -o MERGED; shardconv split MERGED --tp {manifest.tp})"
-        )
     return specs
 
 

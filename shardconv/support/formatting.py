@@ -7,7 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -18,8 +18,11 @@ def json_text(report: "DataclassInstance") -> str:
     return json.dumps(report, default=_fields)
 
 
-def _fields(report: "DataclassInstance") -> dict[str, object]:
+def _fields(report: Any) -> dict[str, object]:  # noqa: ANN401 - a dataclass, or a struct of msgspec
     """The fields of a report, without copies of what they hold: a plan has millions of numbers."""
+    if not dataclasses.is_dataclass(report):
+        names = zip(report.__struct_encode_fields__, report.__struct_fields__, strict=True)
+        return {shown: getattr(report, name) for shown, name in names}
     return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
 
 

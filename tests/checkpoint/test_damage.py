@@ -17,7 +17,7 @@ from shardconv.files.header import read_header
 from shardconv.layouts.layout import NATIVE
 from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
-from tests.support.manifests import change_manifest
+from tests.support.manifests import change_manifest, change_text
 from tests.support.matrix import cases, each_once
 
 TP = 4
@@ -475,7 +475,7 @@ def test_manifest_of_a_newer_version(folder):
 
 
 @pytest.mark.parametrize(
-    "key", ["created_by", "tp", "plan", "request", "source", "auxiliary_files", "checksums", "manifest_checksum"]
+    "key", ["created_by", "plan", "request", "source_files", "auxiliary_files", "checksums", "manifest_checksum"]
 )
 def test_changed_field_is_found(folder, key):
     change_manifest(folder, lambda data: data.update({key: 0}), sign=False)
@@ -487,9 +487,26 @@ def test_added_field_is_found(folder):
     check_refused(folder, "was changed after it was written", verified=False)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"is_folder":true', b'"is_folder":true,"is_folder":true'),
+        (b'"auxiliary_files":{', b'"auxiliary_files":{"config.json":"",'),
+        (b'"is_folder":true', b'"is_folder": true'),
+        (b'"stripe_bytes":33554432', b'"stripe_bytes":NaN'),
+        (b'"stripe_bytes":33554432', b'"stripe_bytes":33554432,"x":0'),
+        (b'"is_folder":true', b'"is_folder":' + b"[" * 10**5 + b"]" * 10**5),
+    ],
+    ids=["key twice", "name twice", "space", "NaN", "unknown key", "nested deeply"],
+)
+def test_signed_text_that_is_not_written_is_refused(folder, old, new):
+    change_text(folder, old, new)
+    check_refused(folder, "shardconv.json: cannot be used", verified=False)
+
+
 @pytest.mark.parametrize("ignore", ["*.gguf", {"*.gguf": 1}, [1], None, 7], ids=repr)
 def test_invalid_patterns_of_ignored_files(folder, ignore):
-    change_manifest(folder, lambda data: data["source"].update(ignore=ignore))
+    change_manifest(folder, lambda data: data.update(ignore=ignore))
     check_refused(folder, "shardconv.json: cannot be used", verified=False)
 
 
@@ -513,9 +530,9 @@ UNSAFE_NAMES = [
 def test_names_that_lead_out_of_the_folder(folder, where, name):
     def change(data: dict[str, Any]) -> None:
         if where == "part":
-            data["source"]["files"][0]["name"] = name
+            data["source_files"][0][0] = name
         elif where == "index":
-            data["source"]["index"][0] = name
+            data["index"][0] = name
         else:
             data["auxiliary_files"][name] = "0" * 32
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_rules_for_the_engine_are_stored(manifest):
 
 
 def test_request_is_read_as_it_was_written(manifest):
-    assert PlanRequest.from_json(json.loads(json.dumps(manifest.request.to_json()))) == manifest.request
+    assert msgspec.json.decode(msgspec.json.encode(manifest.request), type=PlanRequest) == manifest.request
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ def test_norms_of_a_submodel():
     own = Engine("own", replicated={"gemma4_text": ("**.per_layer_projection",)})
     for config in (text, {"model_type": "gemma4", "text_config": text}):
         rules = rules_for(family_for(config["model_type"]), config).for_engine(own)
-        again = RuleSet.from_json(json.loads(json.dumps(rules.to_json())))
+        again = msgspec.json.decode(msgspec.json.encode(rules.stored()), type=RuleSet)
         for found in (rules, again, again.without_engine().for_engine(own)):
             origins = [rule.origin for scope in found.models for rule in scope.family.rules]
             texts = [scope for scope in found.models if (scope.config or {}).get("model_type") == "gemma4_text"]

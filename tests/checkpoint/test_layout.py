@@ -5,8 +5,10 @@ import json
 from shardconv.checkpoint.engine.layout import lay_out_ranks
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
+from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.units import Unit, shard_dim
 
+RULES = RuleSet("test", ())
 HOW = "colwise", (), Reason("test", "*")
 
 
@@ -14,7 +16,7 @@ def test_ranks_with_equal_shapes_share_a_header():
     """Otherwise headers of very many tensors on many ranks would take gigabytes."""
     names = [f"experts.{number}.up.weight" for number in range(50)]
     tensors = dict.fromkeys(names, TensorSpec("F32", (64, 4)))
-    plan = Plan(16, "test", dict.fromkeys(names, TensorPlan(shard_dim(0, [Unit(64)], 16), *HOW)))
+    plan = Plan.of_tensors(16, "test", dict.fromkeys(names, TensorPlan(shard_dim(0, [Unit(64)], 16), *HOW)), RULES)
     layout = lay_out_ranks(tensors, plan, {})
     assert {id(header) for header in layout.headers} == {id(layout.headers[0])}
 
@@ -24,7 +26,7 @@ def test_ranks_with_different_shapes():
     uneven = Placement(0, 5, ((Interval(0, 1),), (Interval(1, 4),), (Interval(4, 5),)))
     tensors = {"a": TensorSpec("F32", (5, 2)), "b": TensorSpec("U8", (3,))}
     plans = {"a": TensorPlan(uneven, *HOW), "b": TensorPlan(Placement.replicated(3), *HOW)}
-    layout = lay_out_ranks(tensors, Plan(3, "test", plans), {})
+    layout = lay_out_ranks(tensors, Plan.of_tensors(3, "test", plans, RULES), {})
     entries = [json.loads(header.raw) for header in layout.headers]
     assert [entry["a"]["shape"] for entry in entries] == [[1, 2], [3, 2], [1, 2]]
     assert [entry["b"]["data_offsets"] for entry in entries] == [[8, 11], [24, 27], [8, 11]]

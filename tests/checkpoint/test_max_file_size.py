@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.sources.source_files import NUMBERED_NAME
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checksum
 from shardconv.checkpoint.split.rank_reader import RankFileReader
 from shardconv.files.header import read_header
 from shardconv.support.errors import PlanError, ShardconvError, SplitCheckpointError, UsageError
 from shardconv.support.formatting import parse_size
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call
+from tests.support.manifests import change_manifest
 
 TP, LIMIT, MANIFEST = 2, 20_000, "shardconv.json"
 #: The options of each layout; dcp does not support padding.
@@ -218,25 +218,9 @@ def test_verify_finds_an_index_that_contradicts(native, source, tmp_path, change
 
 @pytest.mark.parametrize("value", [0, -1, True, "5GB", 2.5])
 def test_invalid_limit_in_the_manifest(native, value):
-    data = json.loads((native / MANIFEST).read_text())
-    data["layout"]["max_file_bytes"] = value
-    body = {key: part for key, part in data.items() if key != CHECKSUM_KEY}
-    (native / MANIFEST).write_text(json.dumps({**body, CHECKSUM_KEY: checksum(body)}))
+    change_manifest(native, lambda data: data["layout"].update(max_file_bytes=value))
     with pytest.raises(SplitCheckpointError, match="max_file_bytes"):
         read_manifest(native)
-
-
-def test_manifests_from_before_have_one_file_per_rank(source, tmp_path):
-    shardconv.split(source, tmp_path / "split", tp=TP, layout="vllm")
-    data = json.loads((tmp_path / "split" / MANIFEST).read_text())
-    data["layout"]["file_name"] = "model-rank-{rank}-part-0.safetensors"
-    assert "max_file_bytes" not in data["layout"]
-    body = {key: part for key, part in data.items() if key != CHECKSUM_KEY}
-    (tmp_path / "split" / MANIFEST).write_text(json.dumps({**body, CHECKSUM_KEY: checksum(body)}))
-    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
-    shardconv.reshard(tmp_path / "split", tmp_path / "several", tp=TP, max_file_size=LIMIT)
-    assert (tmp_path / "several" / "model-rank-1-part-1.safetensors").exists()
-    assert shardconv.verify(tmp_path / "several", against=source).differences == ()
 
 
 def test_overwrite_replaces_several_files(native, source):

@@ -7,38 +7,33 @@ over features are computed per rank.
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
 
 import shardconv
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME
-from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checked, checksum
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan import family_file
+from shardconv.plan.family import Family
 from shardconv.plan.family_file import family_for, family_names, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_format import parse_module, parse_rule, parse_unit, to_table
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.submodels import rules_for
 from shardconv.proof.outputs import float_tensors
-from tests.support.checkpoints import contents
+from tests.support.checkpoints import DEMO, contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import cases
 from tests.support.models import model_class
 from tests.support.wrong_rules import KIND_OF, WRONG, WRONG_OVERRIDES
 from tools.model_matrix.trial import small
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 @contextmanager
@@ -98,65 +93,19 @@ def check_equal(axis, kind, source, split, families):
         assert (found[name] - value).abs().max() <= 1e-4 * value.abs().max(), name
 
 
-def check_refused(axis, split, families, message):
-    with installed(families), pytest.raises(shardconv.ShardconvError, match=message):
-        shardconv.load(split, device="cpu", group=axis)
-
-
-def check_warned(axis, split):
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        shardconv.load(split, device="cpu", group=axis)
-    found = [one for one in warned if one.category is shardconv.PlanWarning]
-    assert axis.rank or "does not store module overrides: the installed ones are used" in str(found[0].message)
-    assert [one.filename for one in found] == [__file__] * len(found)
-
-
-def to_format_1(folder):
-    """Convert a manifest to version 1, which has placements and reasons but no rules."""
-
-    def change(data):
-        plan = data["plan"]
-        reasons = [(one["reason"], one["style"]) for one in plan.pop("placements")]
-        placements = read_manifest(folder).plan.to_json()["placements"]
-        plan["rules"] = [
-            {
-                "placement": one["placement"],
-                "reason": [reason["origin"], reason["rule"], style, reason["fields"]],
-            }
-            for one, (reason, style) in zip(placements, reasons, strict=True)
-        ]
-        data["format_version"] = 1
-        data["side_files"] = data.pop("auxiliary_files")
-        data["source"]["parts"] = data["source"].pop("files")
-        del data["layout"]
-
-    change_manifest(folder, change)
-
-
 #: Changes that run by default: of a rule, and of a module override.
 CHANGED_BY_DEFAULT = {"gate and up sharded as one segment", "norm over all heads as a norm per head", "full width"}
 
 
 @pytest.mark.parametrize("what", cases(CHANGED, lambda what: what in CHANGED_BY_DEFAULT))
 def test_family_that_changed_after_the_split(ranks, tmp_path, what):
-    """With the present format outputs stay equal; with format 1 a changed placement or style is refused.
-
-    Format 1 does not store module overrides: a warning says that the installed ones are used.
-    """
+    """Outputs stay equal."""
     model_type, text = CHANGED[what]
     model = small(model_class(KIND_OF[model_type], model_type))
     model.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
     families = changed_families(tmp_path / "families", model_type, text)
     ranks("pair", check_equal, type(model).__name__, tmp_path / "source", tmp_path / "split", families)
-    if what not in WRONG_OVERRIDES:
-        to_format_1(tmp_path / "split")
-        ranks("pair", check_refused, tmp_path / "split", families, "does not store rules, .* was split as .*Merge it")
-    else:
-        shardconv.split(tmp_path / "source", tmp_path / "old", tp=2, checksums=False)  # rank files as format 1 has them
-        to_format_1(tmp_path / "old")
-        ranks("pair", check_warned, tmp_path / "old")
 
 
 @pytest.fixture(scope="module")
@@ -223,88 +172,30 @@ def test_planner_that_changed_after_the_split(ranks, tmp_path):
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=2)
 
     def change(data):
-        rules = data["plan"]["rules"]["models"][0]["rules"]
+        rules = data["plan"]["rules"]["models"][0]["family"]["rules"]
         next(rule for rule in rules if "o_proj" in rule["pattern"])["style"] = "replicate"
 
     change_manifest(tmp_path / "split", change)
     ranks("pairs", check_planner_changed, tmp_path / "split")
 
 
-# --- manifests of older formats --------------------------------------------------------------------------------------
-
-
-OLD_FORMATS = pytest.mark.parametrize(
-    "split", [DATA / f"format-{version}" for version in (1, 2, 3, 4)], ids=lambda path: path.name
-)
-
-
-@OLD_FORMATS
-def test_older_formats_are_verified(split):
-    assert shardconv.verify(split, against=DATA / "source").differences == ()
-
-
-@OLD_FORMATS
-def test_older_formats_are_merged(split, tmp_path):
-    assert shardconv.merge(split, tmp_path / "back").is_identical
-    assert contents(tmp_path / "back") == contents(DATA / "source")
-
-
-@OLD_FORMATS
-def test_reshard_of_older_formats_writes_the_current_one(split, tmp_path):
-    shardconv.reshard(split, tmp_path / "four", tp=4)
-    assert shardconv.verify(tmp_path / "four", against=DATA / "source").differences == ()
-    assert json.loads((tmp_path / "four" / "shardconv.json").read_text())["format_version"] == 5
-
-
-@OLD_FORMATS
-def test_older_formats_are_reported(split):
-    assert "tp 2:" in call("plan", split).out
-
-
-@OLD_FORMATS
-def test_models_in_older_formats_run(ranks, split):
-    ranks("pairs", check_equal, "LlamaForCausalLM", DATA / "source", split, family_file.FOLDER)
-
-
-def test_keys_of_format_3_are_upgraded():
-    """Keys of units, rules and slices are renamed; names of the model that equal old keys stay."""
-    data = json.loads((DATA / "format-3" / MANIFEST_NAME).read_text())
-    body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
-    slices, others = {"part": {"dim": 0, "parts": ["head"]}}, {"attributes": {"parts": "head"}, "when": {"whole": 1}}
-    old = {"copied_input": True, "summed_output": True}
-    body["plan"]["rules"]["scopes"][0]["modules"] = [{"pattern": "x", "slices": slices, **old, **others}]
-    (model,) = checked({**body, CHECKSUM_KEY: checksum(body)})["plan"]["rules"]["models"]
-    (module,) = model["modules"]
-    assert module["slices"] == {"part": {"dim": 0, "segments": ["head"]}}
-    assert {"allreduce_input_grad": True, "allreduce_output": True, **others}.items() <= module.items()
-    assert not old.keys() & module.keys()
-    assert model["units"]["kv_head"] == {"count": "num_key_value_heads", "size": "head_dim", "replicate": True}
-    assert model["units"]["half"] == {"count": "intermediate_size // 2", "shard_if_divisible": True}
-    assert (model["rules"][2]["segments"], model["rules"][2]["segment"]) == (["kv_head", "kv_head"], 0)
-
-
 # --- rules as data --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", family_names())
-def test_every_rule_equals_its_parsed_table(name):
-    """Parsing is the inverse of writing, for every unit, rule and module override of every family."""
+def test_every_family_is_read_as_it_was_written(name):
+    """Its units, rules and module overrides, with conditions."""
     family = load_family(name)
-    for own, unit in family.units.items():
-        assert parse_unit(own, json.loads(json.dumps(to_table(unit)))) == unit
-    for rules, parse in ((family.rules, parse_rule), (family.modules, parse_module)):
-        for rule in rules:
-            table = json.loads(json.dumps(to_table(rule, without=("pattern", "origin", "when", "block"))))
-            again = parse(rule.pattern, {**table, "when": dict(rule.when)}, rule.origin)
-            assert to_table(again) == to_table(rule, without=("block",))
+    stored = msgspec.json.encode(family)
+    assert msgspec.json.encode(msgspec.json.decode(stored, type=Family)) == stored
 
 
 def test_stored_rules_have_only_the_config_fields_that_they_read():
     config = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
     rules = rules_for(load_family("llama"), {**config, "secret": "x", "rope_theta": 1e6})
-    stored = json.loads(json.dumps(rules.to_json()))
-    assert stored["models"][0]["config"].keys() <= config.keys()
-    assert RuleSet.from_json(stored).to_json() == stored
+    stored = msgspec.json.encode(rules.stored())
+    assert json.loads(stored)["models"][0]["config"].keys() <= config.keys()
+    assert msgspec.json.encode(msgspec.json.decode(stored, type=RuleSet)) == stored
 
 
 def test_assumed_head_dim_is_stored():
@@ -312,7 +203,7 @@ def test_assumed_head_dim_is_stored():
     shapes = {"q_proj": (4096, 64), "k_proj": (1024, 64), "v_proj": (1024, 64), "o_proj": (64, 4096)}
     specs = {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in shapes.items()}
     resolver = resolve(specs, None, PlanRequest()).resolver
-    again = Resolver(specs, RuleSet.from_json(json.loads(json.dumps(resolver.rules.to_json()))))
+    again = Resolver(specs, msgspec.json.decode(msgspec.json.encode(resolver.rules.stored()), type=RuleSet))
     assert again.rules.uncertain
     assert again.tp_sizes() == resolver.tp_sizes()
     assert again.tp_sizes().supported == (1, 2)
@@ -323,10 +214,10 @@ def test_assumed_head_dim_is_stored():
 
 def test_plan_of_a_split_checkpoint(tmp_path):
     """The report has the form and the lines of that for the source; with ``--tp`` it is that of a reshard."""
-    shardconv.split(DATA / "source", tmp_path / "split", tp=2)
+    shardconv.split(DEMO, tmp_path / "split", tp=2)
     for tp in ([], ["--tp", 2], ["--tp", 4]):
         ours = call("plan", tmp_path / "split", *tp)
-        theirs = call("plan", DATA / "source", *(tp or ["--tp", 2]))
+        theirs = call("plan", DEMO, *(tp or ["--tp", 2]))
         lines = [line for line in ours.out.splitlines()[1:] if "has 2 ranks: this is the plan of" not in line]
         assert (ours.code, lines) == (0, theirs.out.splitlines()[1:])
     result = call("plan", tmp_path / "split", "--rules", "gpt2")

@@ -1,10 +1,10 @@
 """Attention modules and norms over local heads on two ranks, compared with the same modules over all heads."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.layers.sharding import take_shard
-from shardconv.support.errors import PlanError, RunError, SplitCheckpointError
+from shardconv.support.errors import PlanError, RunError
 from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.gptq import pack, unpack
-from tests.support.manifests import change_manifest
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import change_config, read
 from tests.support.quantized import (
@@ -282,21 +280,6 @@ def test_nothing_to_dequantize_is_an_error(unquantized, tmp_path):
     shardconv.split(unquantized("llama"), tmp_path / "split", tp=1)
     with pytest.raises(RunError, match=r"is not quantized: remove dequantize=True"):
         shardconv.load(tmp_path / "split", device="cpu", dequantize=True)
-
-
-def test_a_manifest_without_roles_is_refused(compressed, tmp_path):
-    """As earlier versions wrote it."""
-    split = tmp_path / "split"
-    shardconv.split(compressed("W4A16", "llama"), split, tp=1)
-
-    def remove_roles(manifest: dict[str, Any]) -> None:
-        for planned in manifest["plan"]["placements"]:
-            if "grid" in planned:
-                del planned["grid"]["role"], planned["grid"]["numbers"]
-
-    change_manifest(split, remove_roles)
-    with pytest.raises(SplitCheckpointError, match=r"of an earlier version, does not describe how values are stored"):
-        shardconv.load(split, device="cpu", dequantize=True)
 
 
 def test_progress_of_dequantization_ends_at_the_total(compressed, tmp_path):

@@ -442,12 +442,12 @@ def test_flipped_bit_of_a_fused_tensor_is_found(source_of, tmp_path, name, at):
     assert any(path.name in line for line in shardconv.verify(tmp_path / "out").differences)
 
 
-#: The number of a norm among the tensors of the source.
-NORM = 2
+#: A tensor of the source.
+NORM = f"{LAYER}.input_layernorm.weight"
 
 
 def qkv(layout):
-    return next(tensor for tensor in layout["tensors"] if tensor["name"].endswith("0.self_attn.qkv_proj.weight"))
+    return next(tensor for tensor in layout["changed"] if tensor["name"].endswith("0.self_attn.qkv_proj.weight"))
 
 
 #: Malicious changes of the layout in a manifest.
@@ -456,11 +456,11 @@ LIES = {
     "one file for all ranks": lambda layout: layout.update(file_name="model.safetensors"),
     "the name of the manifest": lambda layout: layout.update(file_name="shardconv.json"),
     "no file name": lambda layout: layout.update(file_name=7),
-    "a tensor that does not exist": lambda layout: layout["tensors"][0]["members"].append(10**6),
-    "a tensor in two places": lambda layout: layout["tensors"].append({"name": "x", "members": [0, 0], "stack": 0}),
-    "a tensor without members": lambda layout: layout["tensors"][0].update(members=[]),
-    "two tensors of one name": lambda layout: layout["tensors"][0].update(name="model.norm.weight"),
-    "metadata": lambda layout: layout["tensors"][0].update(name="__metadata__"),
+    "a tensor that does not exist": lambda layout: layout["changed"][0]["members"].append("nothing"),
+    "a tensor in two places": lambda layout: layout["changed"].append({"name": "x", "members": [NORM, NORM]}),
+    "a tensor without members": lambda layout: layout["changed"][0].update(members=[]),
+    "two tensors of one name": lambda layout: layout["changed"][0].update(name="model.norm.weight"),
+    "metadata": lambda layout: layout["changed"][0].update(name="__metadata__"),
     "a stack that does not fit": lambda layout: qkv(layout).update(stack=2),
     "members of other shapes": lambda layout: qkv(layout).update(stack=3),
     "members that cannot be concatenated": lambda layout: qkv(layout)["members"].append(NORM),
@@ -475,12 +475,12 @@ LIES = {
     "a negative dim": lambda layout: qkv(layout).update(dim=-1),
     "a dim that is not a number": lambda layout: qkv(layout).update(dim="1"),
     "a dim of a vector": lambda layout: qkv(layout).update(dim=1, is_vector=True),
-    "a negative stack": lambda layout: layout["tensors"][0].update(stack=-1),
+    "a negative stack": lambda layout: layout["changed"][0].update(stack=-1),
     "a huge constant": lambda layout: layout["constants"][0].update(shape=[10**15]),
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
     "a constant of an unknown dtype": lambda layout: layout["constants"][0].update(dtype="F7"),
     "a constant that does not fit": lambda layout: layout["constants"][0].update(dtype="I8", value=1000),
-    "constants of an odd size": lambda layout: layout["constants"][0].update(dtype="U8", value=1, names=["x"]),
+    "constants of an odd size": lambda layout: layout["constants"][0].update(dtype="U8", value=1, shape=[1]),
     "offsets": lambda layout: layout.update(has_offsets=True),
     "no multiple": lambda layout: layout.update(padded_to={"lm_head.weight": 0}),
     "another multiple": lambda layout: layout.update(padded_to={"lm_head.weight": 96}),
@@ -498,31 +498,10 @@ def test_manifest_with_a_wrong_layout_is_refused(source_of, tmp_path, what):
 def test_manifest_with_huge_constants_is_refused(source_of, tmp_path):
     """Each constant is small, but together they take gigabytes."""
     shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
-    many = {"dtype": "U8", "shape": [2**20], "value": 0, "names": [f"c{number}" for number in range(4096)]}
-    change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].append(many))
+    many = [{"name": f"c{number}", "dtype": "U8", "shape": [2**20], "value": 0} for number in range(4096)]
+    change_manifest(tmp_path / "out", lambda data: data["layout"]["constants"].extend(many))
     with pytest.raises(SplitCheckpointError, match="its constants have more than 1048576 bytes"):
         shardconv.verify(tmp_path / "out")
-
-
-def test_manifest_of_a_version_without_layouts(source_of, tmp_path):
-    """It has the key dcp instead."""
-    source = source_of("llama")
-    shardconv.split(source, tmp_path / "out", tp=2, layout="dcp")
-
-    def older(data):
-        del data["layout"]
-        data["dcp"] = True
-
-    change_manifest(tmp_path / "out", older)
-    assert read_manifest(tmp_path / "out").layout.name == "dcp"
-    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
-
-
-def test_manifest_without_a_layout_is_native(source_of, tmp_path):
-    shardconv.split(source_of("llama"), tmp_path / "out", tp=2)
-    change_manifest(tmp_path / "out", lambda data: data.pop("layout"))
-    assert read_manifest(tmp_path / "out").layout.name == "native"
-    assert shardconv.merge(tmp_path / "out", tmp_path / "back").is_identical
 
 
 # --- any layout over any placements ---------------------------------------------------------------------------------
@@ -608,7 +587,7 @@ def write_any(folder, drawn):
     reason = Reason("test", "*")
     plans = {name: TensorPlan(placement, "any", (), reason) for name, (_, placement, _) in tensors.items()}
     source = open_source(folder / "source.safetensors")
-    split_by(source, folder / "out", Plan(tp, None, plans, read_rules()), PlanRequest(), layout)
+    split_by(source, folder / "out", Plan.of_tensors(tp, None, plans, read_rules()), PlanRequest(), layout)
     return folder
 
 

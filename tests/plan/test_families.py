@@ -714,7 +714,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ('[rules]\n"model.nothing" = { style = "replicate" }', "'model.nothing' matches no tensor"),
         ('[rules]\n"lm_head" = { style = "replicate", columns = 1 }', "key 'columns' is unknown"),
         ('[rules]\n"lm_head" = { style = "sideways" }', "style 'sideways' is unknown"),
-        ('[rules]\n"lm_head" = { unit = "query_head" }', "style is missing"),
+        ('[rules]\n"lm_head" = { unit = "query_head" }', "missing required field `style`"),
         ('[rules]\n"lm_head" = { style = "colwise", unit = "tail" }', "unit 'tail' is unknown"),
         (
             'inherits = "by_name"\n[units]\nhidden = { count = 8 }\n'
@@ -727,16 +727,19 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
         ),
         (
             '[rules]\n"lm_head" = { style = "packed_colwise", segments = [["x"]] }',
-            "segments is not a list of unit names",
+            r"segments\[0\]: Expected `str`, got `array`",
         ),
-        ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', "when compares fields with"),
+        ('[rules]\n"lm_head" = { style = "colwise", when = { a = [1] } }', r"when\[...\]: Expected `.*`, got `array`"),
         ('[rules]\n"lm_head" = "replicate"', "is not a table"),
         ('[rules]\n"lm_head" = { style = "colwise", beside = "x" }', "its rule reads the rows of"),
-        ('[modules]\n"lm_head" = { at_most = { x = ["q_proj"] } }', "at_most needs"),
+        ('[modules]\n"lm_head" = { at_most = { x = ["q_proj"] } }', r"at_most\[...\]: Expected `array` of length 2"),
         ('[modules]\n"x" = { inputs = { y = { dim = 0, segments = ["query_head"] } } }', "key 'segments' is unknown"),
         ('[modules]\n"x" = { inputs = { y = { dim = 0, unit = "query_head", item = 1 } } }', "key 'item' is unknown"),
         ('[modules]\n"x" = { inputs = { y = { dim = -1, unit = "query_head" } } }', "dim is negative without size"),
-        ('[modules]\n"x" = { inputs = { y = { unit = "query_head" } } }', "dim is missing"),
+        (
+            '[modules]\n"x" = { inputs = { y = { unit = "query_head" } } }',
+            r"inputs.*missing required field `dim`",
+        ),
         ('[modules]\n"x" = { output = { dim = 0, segments = ["query_head"] } }', "key 'segments' is unknown"),
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", size = 2 } } }', "key 'size' is unknown"),
         ('[modules]\n"x" = { slices = { y = { dim = 0, unit = "query_head", item = 4 } } }', "key 'item' is unknown"),
@@ -759,7 +762,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
             '[submodels]\n"model" = { config = "text_config", family = "nothing" }',
             r"plan file mine\.toml: submodel 'model': family 'nothing' is unknown",
         ),
-        ("rules = 1", "wrong type"),
+        ("rules = 1", "rules: Expected `object`, got `int`"),
         ("[rules", "is not TOML"),
     ],
 )

@@ -1,8 +1,8 @@
 """The ``rules`` argument: a family, a plan file, a Plan or policies, for every function that takes it."""
 
 import copy
-from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -65,10 +65,8 @@ def test_plan_is_executed_as_it_was_made(checkpoint, plan_file, tmp_path):
 def test_plan_gives_its_rules_for_another_tp(checkpoint, plan_file):
     source = checkpoint("llama")
     made = shardconv.make_plan(source, tp=2, rules=plan_file)
-    assert (
-        shardconv.make_plan(source, tp=1, rules=made).to_json()
-        == shardconv.make_plan(source, tp=1, rules=plan_file).to_json()
-    )
+    again, expected = (shardconv.make_plan(source, tp=1, rules=rules) for rules in (made, plan_file))
+    assert msgspec.json.encode(again.stored()) == msgspec.json.encode(expected.stored())
     assert report_plan(source, tp=2, rules=made) == report_plan(source, tp=2, rules=plan_file)
 
 
@@ -88,7 +86,8 @@ def test_changed_plan_is_refused(checkpoint, tmp_path):
     source = checkpoint("llama")
     plan = shardconv.make_plan(source, tp=2)
     replicated = shardconv.make_plan(source, tp=2, replicate="lm_head.weight")
-    changed = replace(plan, tensors={**plan.tensors, "lm_head.weight": replicated.tensors["lm_head.weight"]})
+    tensors = {**plan.tensors, "lm_head.weight": replicated.tensors["lm_head.weight"]}
+    changed = type(plan).of_tensors(plan.tp, plan.family, tensors, plan.rules)
     with pytest.raises(shardconv.PlanError, match=r"lm_head.weight: the plan was made for another checkpoint"):
         shardconv.split(source, tmp_path / "split", tp=2, rules=changed)
 

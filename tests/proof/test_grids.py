@@ -1,13 +1,13 @@
 """Proof of grids: stored tensors that are placed differently from the weight are found."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.planning import plan_source
-from shardconv.plan.plan import Plan, logical_tensors
+from shardconv.plan.plan import Plan, TensorPlan, logical_tensors
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.grids import grid_differences
 
@@ -24,6 +24,10 @@ def differences(name: str, change: Callable[[Plan], Plan] = lambda plan: plan, *
     return [difference for _, difference in found if difference]
 
 
+def with_tensor(plan: Plan, name: str, planned: TensorPlan) -> Plan:
+    return Plan.of_tensors(plan.tp, plan.family, {**plan.tensors, name: planned}, plan.rules)
+
+
 def changed(suffix: str) -> Callable[[Plan], Plan]:
     """Exchange the shards of two ranks of a stored tensor."""
 
@@ -31,7 +35,7 @@ def changed(suffix: str) -> Callable[[Plan], Plan]:
         name = f"{DOWN}.{suffix}"
         planned = plan.tensors[name]
         placement = replace(planned.placement, ranks=planned.placement.ranks[::-1])
-        return replace(plan, tensors={**plan.tensors, name: planned._replace(placement=placement)})
+        return with_tensor(plan, name, replace(planned, placement=placement))
 
     return change
 
@@ -50,6 +54,6 @@ def test_tensors_of_another_rank_are_found(suffix):
 def test_indices_that_do_not_count_from_the_shard_are_found():
     def change(plan: Plan) -> Plan:
         name = f"{DOWN}.g_idx"
-        return replace(plan, tensors={**plan.tensors, name: plan.tensors[name]._replace(edits=None)})
+        return with_tensor(plan, name, replace(plan.tensors[name], edits=None))
 
     assert differences("gptq-3", change) == [f"rank 1 of 2 has integers of another shard in {DOWN}.g_idx"]

@@ -55,7 +55,7 @@ def test_results_are_named_by_the_model_or_the_folder_in_it(made, hub, tmp_path,
     monkeypatch.chdir(tmp_path)
     result = call("split", url, "--tp", "2")
     assert result.code == 0, result.err
-    assert json.loads((tmp_path / f"{name}-tp2" / "shardconv.json").read_text())["source"]["name"] == name
+    assert json.loads((tmp_path / f"{name}-tp2" / "shardconv.json").read_text())["source_name"] == name
 
 
 def test_a_branch_that_moves_does_not_mix_commits(made, hub, tmp_path):

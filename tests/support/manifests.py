@@ -15,6 +15,18 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *,
     change(data)
     if sign:
         del data["manifest_checksum"]
-        text = json.dumps(data, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(text.encode())
-    path.write_text(json.dumps(data))
+        data["manifest_checksum"] = xxhash.xxh3_128_hexdigest(_text(data))
+    path.write_bytes(_text(data))
+
+
+def change_text(folder: Path, old: bytes, new: bytes) -> None:
+    """Replace text in the manifest, and update its checksum."""
+    path = folder / "shardconv.json"
+    body = path.read_bytes().rpartition(b',"manifest_checksum"')[0] + b"}"
+    assert body.count(old) == 1
+    body = body.replace(old, new)
+    path.write_bytes(body[:-1] + b',"manifest_checksum":"%s"}' % xxhash.xxh3_128_hexdigest(body).encode())
+
+
+def _text(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode()

@@ -5,16 +5,17 @@ and the grids of its tensors say which weight each of them covers.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Unpack
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.sources.auxiliary import holds_base
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source, open_files, open_source, standalone_config
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_rules
+from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.json_files import read_json
 from shardconv.files.paths import local_path, missing_hint
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -156,7 +157,7 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         refuse_changes(path, {**options, "follow_links": False})
         manifest = read_manifest(path)
         tensors = logical_tensors(quantized_tensors(manifest))
-        return _Base(tensors, stored_rules(manifest), manifest.request, manifest.plan.assumed, (path,))
+        return _Base(tensors, manifest.plan.rules, manifest.request, manifest.plan.assumed, (path,))
     config = standalone_config(path, follow_links=options.get("follow_links", False))
     if config is None:
         return _base_of(plan_source(path, **options), options)

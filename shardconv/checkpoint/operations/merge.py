@@ -25,6 +25,7 @@ from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import UsageError
 
 
@@ -147,7 +148,7 @@ def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[
         return read_folders(folders), None
     source = replace(source, assumed=(*source.assumed, *check_shapes(source)))
     replicated = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge", ""))
-    plan = Plan(1, None, dict.fromkeys(source.specs, replicated))
+    plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, replicated), RuleSet("merge", ()))
     manifest = Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False)
     return SplitFolders(manifest, (SplitFolder(folders[0], manifest),)), source
 

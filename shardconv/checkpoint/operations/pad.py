@@ -7,9 +7,11 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader
 from shardconv.checkpoint.output.destination import check_disjoint, check_target

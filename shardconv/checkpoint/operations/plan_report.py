@@ -21,7 +21,7 @@ from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
-from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
 from shardconv.support.errors import UsageError
 
 
@@ -157,16 +157,10 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which --pad is not supported: remove it")
     plan, specs = manifest.plan, manifest.source_tensors
-    sizes = TpSizes((), ())
-    assumed, padding = plan.assumed, NO_PADDING
-    if plan.rules is not None or tp not in (None, plan.tp):
-        stored = resolver_of(manifest, manifest.request.engine)
-        resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
-        sizes = resolver.tp_sizes()
-        plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
-        padding = resolver.padding(plan.tp)
-    if manifest.plan.rules is None:
-        assumed = (*assumed, "a manifest of format 1 or 2 does not store rules: other tp sizes use the installed rules")
+    stored = resolver_of(manifest, manifest.request.engine)
+    resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
+    plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
+    sizes = resolver.tp_sizes()
     tensors = tensor_reports(specs, plan)
     return PlanReport(
         source=shown(folder),
@@ -174,13 +168,13 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
         tp=plan.tp,
         num_tensors=len(specs),
         num_bytes=total_bytes(specs.values()),
-        assumed=assumed,
+        assumed=plan.assumed,
         left_out={},
         supported_tp=sizes.supported,
         supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=() if is_adapter else sizes.padded,
-        padding=padding,
+        padding=resolver.padding(plan.tp),
         rank_bytes=rank_bytes(tensors, plan.tp),
         tensors=tensors,
         layout=manifest.layout.name,

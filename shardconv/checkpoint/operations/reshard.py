@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Progress
@@ -213,7 +215,7 @@ def _plan_reshard(
             "--pad is not supported for adapters: remove it, and choose a size that divides (shardconv plan DIR)"
         )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
-    request = replace(old.request, engine=new_engine, pad=pad)
+    request = structs.replace(old.request, engine=new_engine, pad=pad)
     if layout in {None, old.layout.name}:
         file_layout = old.layout
     else:

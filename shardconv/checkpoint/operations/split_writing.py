@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+
+from msgspec.structs import replace
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader

@@ -1,11 +1,10 @@
 """The identity of a copy: all that determines the bytes of the new files, so that no other run is continued."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
+from msgspec import json, structs
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Reader, StripeState
@@ -15,7 +14,6 @@ from shardconv.checkpoint.sources.sample import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.fileio import InputFiles, file_state
 from shardconv.files.storage.table import remote_file
-from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import UsageError
 
 #: Tensors whose values are sampled, as a file can change without another size or time.
@@ -26,7 +24,6 @@ _STEP = 104_729
 
 def settings_of(command: str, manifest: Manifest) -> Job:
     """A command, and what the manifest of its result says about it."""
-    layout = None if manifest.layout == NATIVE else manifest.layout.to_json(manifest.source_tensors)
     return {
         "version of shardconv": __version__,
         "command": command,
@@ -34,8 +31,8 @@ def settings_of(command: str, manifest: Manifest) -> Job:
         "layout": manifest.layout.name,
         "dtype": manifest.dtype,
         "maximum file size": manifest.layout.max_file_bytes,
-        "options": asdict(manifest.request),
-        "plan": _digest([manifest.plan.to_json(), layout, manifest.stripe_bytes, manifest.derived]),
+        "options": structs.asdict(manifest.request),
+        "plan": _digest([manifest.plan, manifest.layout, manifest.stripe_bytes, manifest.derived]),
     }
 
 
@@ -72,7 +69,9 @@ def journal_of(
         **settings,
         "source": _states(sources),
         "sample of the source's values": None if inputs.is_remote else _sample(reader),  # remote files have versions
-        "set of files": {name: f"{size} bytes, header {_digest(prefix.hex())}" for name, size, prefix in new},
+        "set of files": {
+            name: f"{size} bytes, header {xxhash.xxh3_128_hexdigest(prefix)}" for name, size, prefix in new
+        },
     }
     return Journal(job, names, resume=resume)
 
@@ -101,4 +100,4 @@ def _sample(reader: Reader) -> str:
 
 
 def _digest(value: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+    return xxhash.xxh3_128_hexdigest(json.encode(value))

@@ -6,15 +6,16 @@ the team of several processes with torch.distributed; nothing here depends on to
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.write import auxiliary_checksums
 from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.storage.table import versions
 
@@ -25,7 +26,7 @@ Rows = tuple[tuple[str, ...], ...]
 def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
     """Facts that are equal in all processes that split sources together: plural name to value."""
     return {
-        "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
+        "checkpoints or options": [comparable(replace(manifest, source_name="")) for _, manifest in splits],
         "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
         "values of tensors": [sample_checksum(source) for source, _ in splits],
         REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],

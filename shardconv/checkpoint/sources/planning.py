@@ -1,9 +1,10 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
@@ -221,8 +222,6 @@ def _resolution_of(
         changed.append("engine")
     if changed:
         raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
-    if plan.rules is None:
-        raise PlanError("the plan is from a manifest of format 1 or 2, which does not store rules: make it again")
     resolver = Resolver(tensors, plan.rules).padded(plan.rules.pad)
     if (name := plan.first_difference(resolver.plan(plan.tp))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")

@@ -5,8 +5,10 @@ Owns the differences between the two. Whatever loads a checkpoint reads the mani
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.sources.adapter_advice import adapter_folders, refuse_adapter_alone
@@ -15,7 +17,7 @@ from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
@@ -123,7 +125,7 @@ class Loadable:
         source, manifest = self.source, self.manifest
         paths = manifest.rank_paths(self.path) if source is None else source.paths
         return {
-            "checkpoints": to_json(manifest.shared if source is None else replace(manifest, source_name=""), ""),
+            "checkpoints": comparable(manifest.shared if source is None else replace(manifest, source_name="")),
             "values of tensors": None if source is None else sample_checksum(source),
             REMOTE_VERSIONS: versions(paths),
         }

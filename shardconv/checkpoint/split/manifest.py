@@ -1,14 +1,17 @@
 """The manifest of a split checkpoint: the plan, source headers and checksums that verify, merge, reshard and run need.
 
-``manifest_json`` converts it to JSON, ``manifest_file`` reads and writes shardconv.json.
+``manifest_format`` encodes and checks it, ``manifest_file`` reads and writes shardconv.json.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Self
+
+import xxhash
+from msgspec import field
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Stripe, split_into_stripes
 from shardconv.checkpoint.engine.layout import (
@@ -20,21 +23,26 @@ from shardconv.checkpoint.engine.layout import (
     lay_out_source,
 )
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.split.manifest_format import NO_IDENTITY, identity_of
 from shardconv.files.header import Header
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
+from shardconv.support.structs import Data
+
+#: Placeholder of the identity until the checksums are known.
+NO_IDENTITY = "0" * 32
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_version", tag=1):
     """Description of a split checkpoint, in a folder with all ranks, or with some of them.
+
+    Its fields are the keys of shardconv.json. A change of them, or of the meaning of an existing style, unit or
+    override, needs a new version of the format, its tag.
 
     Attributes:
         plan: the placement of every tensor.
         request: the user's options for the plan.
-        config: the source's config, or None.
+        config_text: the source's config as JSON, or None; as text, because configs may have values like Infinity.
         source_name: the name of the source's file or folder.
         is_folder: whether the source was a folder.
         source_files: name and header of each source file.
@@ -55,11 +63,13 @@ class Manifest:
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
         is_config_given: whether the user passed the config, in place of that of the source.
+        created_by: name and version of the program that wrote it.
     """
 
+    created_by: str = ""
     plan: Plan
     request: PlanRequest
-    config: dict[str, object] | None
+    config_text: str | None = field(name="config")
     source_name: str
     is_folder: bool
     source_files: tuple[tuple[str, Header], ...]
@@ -68,7 +78,7 @@ class Manifest:
     auxiliary_files: Mapping[str, str]
     stripe_bytes: int
     ranks: tuple[int, ...]
-    checksums: tuple[tuple[str, ...], ...] | None = field(default=None, repr=False)
+    checksums: tuple[tuple[str, ...], ...] | None = None
     layout: FileLayout = NATIVE
     is_identified: bool = False
     ignore: tuple[str, ...] = ()
@@ -98,10 +108,10 @@ class Manifest:
             PlanError: as :meth:`checked_for_layout`.
         """
         return cls(
-            plan=plan,
+            plan=plan.stored(),
             request=request,
-            config=source.config,
-            source_name=source.name,
+            config_text=config_text(source.config),
+            source_name=source.name.encode(errors="replace").decode(),
             is_folder=source.is_folder,
             source_files=tuple((file.name, file.header) for file in source.files),
             index=source.index,
@@ -117,6 +127,12 @@ class Manifest:
             adapters=adapters,
             is_config_given=source.is_config_given,
         ).checked_for_layout()
+
+    @cached_property
+    def config(self) -> dict[str, object] | None:
+        """The source's config, or None."""
+        config: dict[str, object] | None = None if self.config_text is None else json.loads(self.config_text)
+        return config
 
     @property
     def tp(self) -> int:
@@ -155,11 +171,11 @@ class Manifest:
         """The checksum of all checksums, which rank files store in their headers, so that files of others are detected.
 
         Folders with some of the ranks have one each, as no host has the checksums of all ranks. Zeros while the
-        checksums are unknown; None without checksums, and in formats 1 and 2.
+        checksums are unknown; None without checksums, and for rank files that were written to a URL.
         """
         if not self.is_identified:
             return None
-        return identity_of(self.checksums) if self.checksums is not None else NO_IDENTITY
+        return NO_IDENTITY if self.checksums is None else identity_of(self.checksums)
 
     @cached_property
     def rank_layout(self) -> Layout:
@@ -229,8 +245,17 @@ class Manifest:
         Raises:
             PlanError: as :meth:`checked_for_layout`.
         """
-        changed = replace(self, plan=plan, request=request, layout=layout, checksums=None, is_identified=checksums)
-        changed = replace(changed, ranks=tuple(range(plan.tp)), explicit_files=None, sample=None)
+        changed = replace(
+            self,
+            plan=plan.stored(),
+            request=request,
+            layout=layout,
+            is_identified=checksums,
+            ranks=tuple(range(plan.tp)),
+            checksums=None,
+            explicit_files=None,
+            sample=None,
+        )
         return changed.checked_for_layout()
 
     def checked_for_layout(self) -> Self:
@@ -243,3 +268,13 @@ class Manifest:
         if self.layout.changed:
             _ = self.rank_layout  # raises PlanError if shards do not form a tensor
         return self
+
+
+def config_text(config: Mapping[str, object] | None) -> str | None:
+    """A config as a manifest stores it."""
+    return None if config is None else json.dumps(config)
+
+
+def identity_of(checksums: Sequence[Sequence[str]]) -> str:
+    """The checksum of all checksums of a split checkpoint, which its rank files store in their headers."""
+    return xxhash.xxh3_128_hexdigest("\n".join(" ".join(rank) for rank in checksums).encode())

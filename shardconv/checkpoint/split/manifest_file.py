@@ -1,16 +1,17 @@
 """Read and write the manifest of a split checkpoint, shardconv.json."""
 
-import json
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_json import from_json, to_json
+from shardconv.checkpoint.split.manifest_format import check_manifest, seal, unseal
 from shardconv.files.fileio import create, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.storage.table import remote_file
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
-from shardconv.support.errors import PlanError, SourceError, SplitCheckpointError
+from shardconv.support.errors import ShardconvError, SourceError, SplitCheckpointError
 
 _MAX_BYTES = 2**30
 
@@ -34,7 +35,8 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
     if not folder.exists():
         raise SplitCheckpointError(f"{folder}: does not exist{missing_hint(folder)}")
     try:
-        return from_json(_read(path))
+        manifest = unseal(_read(path), Manifest)
+        check_manifest(manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
         if problem := unfinished(folder) or locked(folder):
             raise SplitCheckpointError(f"{folder}: {problem}") from error
@@ -48,12 +50,13 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
         ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
+    except (ValueError, RecursionError, ShardconvError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+    return manifest
 
 
-def _read(path: Path) -> dict[str, object]:
-    """The JSON object in a manifest.
+def _read(path: Path) -> bytes:
+    """The contents of a manifest.
 
     Raises:
         ValueError: if the file cannot hold one.
@@ -62,13 +65,7 @@ def _read(path: Path) -> dict[str, object]:
         raise ValueError("it is not a regular file")  # reading a pipe could block forever
     if file_bytes(path) > _MAX_BYTES:
         raise ValueError("it is too large")
-    try:
-        data = json.loads(path.read_bytes() if (remote := remote_file(path)) is None else remote.read_all(_MAX_BYTES))
-    except ValueError as error:
-        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
-    if isinstance(data, dict):
-        return data
-    raise ValueError("it is not a JSON object")
+    return path.read_bytes() if (remote := remote_file(path)) is None else remote.read_all(_MAX_BYTES)
 
 
 def _refuse_without_manifest(path: Path) -> None:
@@ -84,6 +81,5 @@ def _refuse_without_manifest(path: Path) -> None:
 
 def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:
     """Write a manifest into a folder, with the permissions ``mode`` before the umask."""
-    text = json.dumps(to_json(manifest, created_by), separators=(",", ":"))
     with create(folder / MANIFEST_NAME, mode) as file:
-        file.write(text.encode())
+        file.write(seal(replace(manifest, created_by=created_by)))

@@ -1,267 +1,168 @@
-"""The JSON form of manifests: its versions, its schema and its checksum.
+"""The JSON form of manifests: the versions that can be read, the checksum, and the checks of untrusted ones.
 
-| version | contents |
-|---|---|
-| 1 | placements, and the reason of each |
-| 2 | the same; with ``dcp`` rank files have the layout of that name |
-| 3 | the plan: placements, styles and units, with the rules and module overrides that they follow from; the layout of
-rank files, null or missing for native; rank files store the identity of the split checkpoint in their headers |
-| 4 | the same; units and rules have other names of keys |
-| 5 | the same; a folder may have some of the ranks, with the checksum of a sample of the source's values |
-
-Older versions are upgraded to the latest when they are read; fields that they do not have are empty.
+:class:`~shardconv.checkpoint.split.manifest.Manifest` defines the fields. A file is written in one form only: in the
+order of the fields, without those that have their default, without spaces, and with the checksum of all others last.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict, cast
+from pathlib import Path
+from typing import TypeVar
 
 import xxhash
+from msgspec import DecodeError, Struct, ValidationError, json
+from msgspec.structs import replace
 
-from shardconv.layouts.layout import DCP
-from shardconv.plan.plan import PlanJson
-from shardconv.plan.request import PlanRequestJson
+from shardconv.checkpoint.engine.geometry import geometry
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.sources.source_files import is_portable_name
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.header import Header, parse_header
+from shardconv.plan.tp_sizes import MAX_TP
+from shardconv.support.structs import located
 
-#: The version of new manifests, and the latest version that can be read.
-FORMAT_VERSION = 5
+_MIN_STRIPE_BYTES = 2**12
 
-#: The first version that stores rules, and the first with the present names of their keys.
-_WITH_RULES, _WITH_PRESENT_KEYS = 3, 4
-
-#: Key of the checksum of all other keys.
-CHECKSUM_KEY = "manifest_checksum"
-
-_MODEL_RULES = {
-    "at": str,
-    "prefix": [str],
-    "config": (dict, None),
-    "defaults": {...: (str, int, bool)},
-    "units": {...: dict},
-    "rules": [{"pattern": str, "style": str}],
-    "modules": [{"pattern": str}],
-}
-_RULES = {
-    "family": str,
-    "experts": str,
-    "uncertain": str,
-    "models": [_MODEL_RULES],
-}
-_PLACED = {
-    "placement": {"dim": (int, None), "size": int, "ranks": [[(int, [int])]]},
-    "style": str,
-    "units": [str],
-    "reason": {"origin": str, "rule": str, "fields": [str]},
-}
-_LAYOUT = {
-    "name": str,
-    "file_name": str,
-    "engine": (str, None),
-    "versions": (str, None),
-    "has_offsets": bool,
-    "tensors": [{"name": str, "members": [int], "stack": int}],
-    "constants": [{"dtype": str, "shape": [int], "value": (float, int), "names": [str]}],
-    "padded_to": {...: int},
-}
-#: A list means any number of its element, a mapping from ``...`` any keys, a tuple a choice.
-_SCHEMA = {
-    "tp": int,
-    "ranks": ([int], None),
-    "layout": (_LAYOUT, None),
-    "plan": {
-        "tp": int,
-        "family": (str, None),
-        "assumed": [str],
-        "placements": [_PLACED],
-        "tensors": {...: int},
-        "rules": (_RULES, None),
-    },
-    "request": {"family": (str, None), "plan_file": ([str], None), "replicate": [str], "head_dim": (int, None)},
-    "source": {
-        "name": str,
-        "is_folder": bool,
-        "files": [{"name": str, "num_bytes": int, "header": str}],
-        "index": ([str], None),
-        "metadata": {...: str},
-        "config": (dict, None),
-        "ignore": [str],
-        "derived": [str],
-        "dtype": (str, None),
-        "sample": (str, None),
-        "is_config_given": bool,
-    },
-    "auxiliary_files": {...: str},
-    "checksums": {"stripe_bytes": int, "ranks": ([[str]], None), "identity": (str, None)},
-}
+T = TypeVar("T", bound=Struct)
 
 
-class SourceFileJson(TypedDict):
-    """Name, size and header of a source file."""
-
-    name: str
-    num_bytes: int
-    header: str
-
-
-class SourceJson(TypedDict):
-    """The source, as a manifest stores it; ``index`` is a pair of name and text."""
-
-    name: str
-    is_folder: bool
-    files: list[SourceFileJson]
-    index: list[str] | None
-    metadata: dict[str, str]
-    config: dict[str, object] | None
-    ignore: list[str]
-    derived: list[str]
-    dtype: str | None
-    sample: str | None
-    is_config_given: NotRequired[bool]
-
-
-class ChecksumsJson(TypedDict):
-    """Checksums of each rank and stripe, and the identity that follows from them."""
-
-    algorithm: str
-    stripe_bytes: int
-    ranks: list[list[str]] | None
-    identity: str | None
-
-
-class ManifestJson(TypedDict):
-    """A manifest of the latest version, without its checksum."""
+class _Version(Struct):
+    """The key that every version has."""
 
     format_version: int
-    created_by: str
-    layout: dict[str, Any] | None
-    tp: int
-    ranks: list[int] | None
-    plan: PlanJson
-    request: PlanRequestJson
-    source: SourceJson
-    auxiliary_files: dict[str, str]
-    checksums: ChecksumsJson
-    adapters: NotRequired[list[str]]
 
 
-def checked(data: Mapping[str, object]) -> ManifestJson:
-    """Check the data of a manifest, and upgrade it to the latest version.
+def encode(data: Struct) -> bytes:
+    """Encode a manifest without its checksum; equal manifests have equal bytes."""
+    return json.encode(data, enc_hook=_header_text)
+
+
+def comparable(manifest: Manifest) -> str:
+    """The text of a manifest, without the name of the program that wrote it."""
+    return encode(replace(manifest, created_by="")).decode()
+
+
+def seal(data: Struct) -> bytes:
+    """Encode a manifest, with the checksum of all other keys as its last key."""
+    body = encode(data)
+    return body[:-1] + _end(body)
+
+
+def unseal(text: bytes, kind: type[T]) -> T:
+    """Decode a manifest: the inverse of :func:`seal`.
 
     Args:
-        data: the JSON object.
+        text: the contents of the file, which are untrusted.
+        kind: the kind of manifest; its tag is the version of the format.
 
     Raises:
-        ValueError: if it is not a manifest of a known version, or was changed after it was written.
+        ValueError: if it is not a manifest of this version, or was changed after it was written.
+        SourceError: if the header of a source file is not valid.
+        PlanError: if the options of a plan contradict each other.
     """
-    version = data.get("format_version")
-    if type(version) is not int or version < 1:
-        raise ValueError("it is not a manifest of shardconv")
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"its format version is too new (got {version}, expected at most {FORMAT_VERSION}): update shardconv"
-        )
-    body: dict[str, Any] = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
-    if data.get(CHECKSUM_KEY) != checksum(body):
+    _check_version(text, kind)
+    end = text[-len(_end(b"")) :]
+    body = bytearray(text)
+    del text  # it may have many megabytes
+    body[-len(end) :] = b"}"
+    if end != _end(body):
         raise ValueError("it was changed after it was written (its checksum differs)")
-    body = {"layout": None, "ranks": None, **body}
-    if body.get("dcp") is True and body["layout"] is None:  # before there was a key for layouts
-        body["layout"] = DCP.to_json(())
-    if version < _WITH_RULES:
-        body = _upgraded(body)
-    elif version < _WITH_PRESENT_KEYS:
-        try:
-            body = _with_renamed_keys(body)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("its rules have a missing key or a wrong type") from error
-    if isinstance(source := body.get("source"), dict):
-        # before there were sources without safetensors files, conversions, and folders with some of the ranks
-        absent: dict[str, object] = {"derived": [], "dtype": None, "sample": None, "is_config_given": False}
-        body = {**body, "source": {**absent, **source}}
-    has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
-    if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
-        raise ValueError("one of its fields is missing or has the wrong type")
-    return cast("ManifestJson", body)
+    try:
+        data = json.decode(body, type=kind, dec_hook=_header)
+    except ValidationError as error:
+        raise ValueError(located(error)) from error
+    del body
+    if end != _end(encode(data)):  # the decoder keeps the last of duplicated keys
+        raise ValueError("it is not in the form that shardconv writes, for example because a key is duplicated")
+    return data
 
 
-def checksum(body: Mapping[str, object]) -> str:
-    """The checksum of a manifest, computed without its checksum key."""
-    text = json.dumps(body, separators=(",", ":"), sort_keys=True)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+def _end(body: bytes | bytearray) -> bytes:
+    """The end of a file: the key of the checksum, which ``body`` does not have."""
+    return b',"manifest_checksum":"%s"}' % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def identity_of(checksums: Sequence[Sequence[str]]) -> str:
-    """The checksum of all checksums of a split checkpoint, which its rank files store in their headers."""
-    return xxhash.xxh3_128_hexdigest("\n".join(" ".join(rank) for rank in checksums).encode())
+def _check_version(text: bytes, kind: type[Struct]) -> None:
+    try:
+        version = json.decode(text, type=_Version).format_version
+    except ValidationError as error:
+        raise ValueError("it is not a manifest of shardconv") from error
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
+    latest = kind.__struct_config__.tag
+    assert isinstance(latest, int)
+    if version > latest:
+        raise ValueError(f"its format version is too new (got {version}, expected at most {latest}): update shardconv")
+    if version != latest:
+        raise ValueError(f"its format version is not supported (got {version}, expected {latest})")
 
 
-#: Placeholder of the identity until the checksums are known.
-NO_IDENTITY = "0" * 32
+def _header_text(header: object) -> str:
+    """A header as it is stored."""
+    assert isinstance(header, Header)
+    return header.raw.decode()
 
 
-def _upgraded(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a manifest of version 1 or 2; missing fields stay missing."""
-    plan, source = body["plan"], body["source"]
-    placements = [_upgraded_placement(placement) for placement in plan["rules"]]
-    renamed = {"files" if key == "parts" else key: value for key, value in source.items()}
-    return {
-        **body,
-        "layout": DCP.to_json(()) if body.get("dcp") is True else None,
-        "plan": {**plan, "placements": placements, "rules": None},
-        "source": {**renamed, "ignore": []},
-        "auxiliary_files": body["side_files"],
-        "checksums": {**body["checksums"], "identity": None},
-    }
+def _header(kind: type, text: object) -> Header:
+    if kind is not Header or not isinstance(text, str):
+        raise ValueError(f"is {text!r:.60} (expected the text of a header)")
+    return parse_header(text.encode(), None, Path("header"))
 
 
-def _upgraded_placement(data: dict[str, Any]) -> dict[str, Any]:
-    origin, rule, style, fields = data["reason"]
-    reason = {"origin": origin, "rule": rule, "fields": fields}
-    return {"placement": data["placement"], "style": style, "units": [], "reason": reason}
+def check_manifest(manifest: Manifest) -> None:
+    """Check an untrusted manifest: sizes before they are used, and names, which may not lead out of its folder.
+
+    Raises:
+        ValueError: if its fields do not fit together.
+        PlanError: if rules, layout and plan do not fit together.
+    """
+    if manifest.tp > MAX_TP:
+        raise ValueError(f"its number of ranks is invalid (got tp {manifest.tp}, expected at most {MAX_TP})")
+    ranks = manifest.ranks
+    if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.tp):
+        raise ValueError(f"its ranks are not ascending ranks of {manifest.tp}")
+    if manifest.explicit_files is not None:
+        raise ValueError("it has explicit_files, which are not stored")
+    if not isinstance(manifest.config, dict | None):
+        raise ValueError(f"config: is not an object (got {manifest.config_text!r:.40})")  # noqa: TRY004 - untrusted data
+    manifest.plan.rules.check()
+    _check_tensors(manifest)
+    _check_checksums(manifest)
+    _check_names(manifest)
 
 
-#: Keys of units and of rules in version 3 to those since version 4.
-_RENAMED_IN_UNITS = {"copies": "replicate", "whole": "shard_if_divisible"}
-_RENAMED_IN_RULES = {"parts": "segments", "part": "segment"}
-_RENAMED_IN_MODULES = {"copied_input": "allreduce_input_grad", "summed_output": "allreduce_output"}
+def _check_tensors(manifest: Manifest) -> None:
+    """Check that plan, source files and layout fit together."""
+    if manifest.plan.tensors.keys() != manifest.tensors.keys():
+        raise ValueError("its plan and its source files have different tensors")
+    for name, spec in manifest.tensors.items():
+        geometry(manifest.plan.placement(name), spec.dtype, spec.shape)  # raises ValueError if it does not fit
+    manifest.checked_for_layout()
+    if manifest.stripe_bytes < _MIN_STRIPE_BYTES:
+        raise ValueError(f"its stripe_bytes is too small (got {manifest.stripe_bytes}, expected {_MIN_STRIPE_BYTES})")
 
 
-def _with_renamed_keys(body: dict[str, Any]) -> dict[str, Any]:
-    """Upgrade a manifest of version 3 to version 4: rename the keys of its rules."""
-    rules = body["plan"]["rules"]
-    others = {key: value for key, value in rules.items() if key != "scopes"}
-    renamed = {**others, "models": [_upgraded_model(model) for model in rules["scopes"]]}
-    return {**body, "plan": {**body["plan"], "rules": renamed}}
+def _check_checksums(manifest: Manifest) -> None:
+    """Check that there is one checksum for each of the folder's ranks and each stripe."""
+    if manifest.checksums is None:
+        return
+    num_bytes = sum(header.data_bytes for _, header in manifest.source_files)
+    if any(len(rank) < num_bytes // manifest.stripe_bytes for rank in manifest.checksums):
+        raise ValueError("it has too few checksums for its tensors")  # checked before stripes are computed
+    counts = {len(manifest.checksums), *(len(rank) - len(manifest.stripes) for rank in manifest.checksums)}
+    if counts != {len(manifest.ranks), 0}:
+        raise ValueError("the number of its checksums does not match its tensors")
 
 
-def _upgraded_model(model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **model,
-        "units": {name: _renamed(unit, _RENAMED_IN_UNITS) for name, unit in model["units"].items()},
-        "rules": [_renamed(rule, _RENAMED_IN_RULES) for rule in model["rules"]],
-        "modules": [_upgraded_module(module) for module in model["modules"]],
-    }
-
-
-def _upgraded_module(module: Mapping[str, Any]) -> dict[str, object]:
-    upgraded = _renamed(module, _RENAMED_IN_MODULES)
-    if "slices" in module:
-        upgraded["slices"] = {name: _renamed(one, _RENAMED_IN_RULES) for name, one in module["slices"].items()}
-    return upgraded
-
-
-def _renamed(table: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    return {names.get(key, key): value for key, value in table.items()}
-
-
-def _fits(value: object, schema: object) -> bool:
-    match schema:
-        case tuple():
-            return any(_fits(value, choice) for choice in schema)
-        case [inner]:
-            return isinstance(value, list) and all(_fits(item, inner) for item in value)
-        case dict():
-            if not isinstance(value, dict):
-                return False
-            if ... in schema:
-                return all(_fits(item, schema[...]) for item in value.values())
-            return schema.keys() <= value.keys() and all(_fits(value[key], inner) for key, inner in schema.items())
-    return value is None if schema is None else type(value) is schema
+def _check_names(manifest: Manifest) -> None:
+    """Check that no name leads out of the folder, and that no two files have the same name."""
+    names = [name for name, _ in manifest.source_files] + ([manifest.index[0]] if manifest.index else [])
+    rank_files = [*manifest.rank_files, *manifest.rank_indexes]
+    for name in [*names, *rank_files, *manifest.adapters]:
+        if not is_portable_name(name):
+            raise ValueError(f"{name!r:.100} is not a valid file name")
+    for name in manifest.auxiliary_files:
+        if not all(is_portable_name(folder_or_file) for folder_or_file in name.split("/")):
+            raise ValueError(f"{name!r:.100} is not a valid file name")
+    auxiliary_files = manifest.auxiliary_files
+    for files in ([*names, *auxiliary_files], [MANIFEST_NAME, *rank_files, *auxiliary_files]):
+        if len({*files}) != len(files):
+            raise ValueError("two of its files have the same name")

@@ -1,19 +1,33 @@
 """The manifest of a padded checkpoint: original sizes, headers and config of the source, and checksums."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.layout import ExplicitFiles, lay_out_padded
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checksum
-from shardconv.checkpoint.split.manifest_json import from_json, to_json
+from shardconv.checkpoint.split.manifest_format import check_manifest, seal, unseal
 from shardconv.files.fileio import create
-from shardconv.support.errors import PlanError, SourceError, SplitCheckpointError, one_line
+from shardconv.support.errors import ShardconvError, SplitCheckpointError, one_line
+from shardconv.support.structs import Data
 
-#: File name and format version of the manifest of a padded checkpoint.
-PADDING_NAME, _FORMAT_VERSION = "shardconv-padding.json", 1
+#: File name of the manifest of a padded checkpoint.
+PADDING_NAME = "shardconv-padding.json"
+
+
+class _PaddingManifest(Data, frozen=True, kw_only=True, tag_field="format_version", tag=1):
+    """The keys of a manifest of a padded checkpoint; the tag is the version of the format.
+
+    Attributes:
+        split: a manifest for one rank, whose placements have the padding.
+        checksums: for each file the checksum of each stripe.
+        config: the text of the source's config.
+    """
+
+    split: Manifest
+    checksums: tuple[tuple[str, ...], ...]
+    config: str
 
 
 def with_files(manifest: Manifest) -> Manifest:
@@ -35,14 +49,9 @@ def write_padding(
         folder: of the padded checkpoint.
         mode: permissions of the manifest.
     """
-    body = {
-        "format_version": _FORMAT_VERSION,
-        "split": to_json(replace(manifest, explicit_files=None), f"shardconv {__version__}"),
-        "checksums": checksums,
-        "config": config,
-    }
+    split = replace(manifest, explicit_files=None, created_by=f"shardconv {__version__}")
     with create(folder / PADDING_NAME, mode) as file:
-        file.write(json.dumps({**body, CHECKSUM_KEY: checksum(body)}, separators=(",", ":")).encode())
+        file.write(seal(_PaddingManifest(split=split, checksums=checksums, config=config)))
 
 
 def read_padding(folder: Path) -> tuple[Manifest, str]:
@@ -53,14 +62,9 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
     """
     path = folder / PADDING_NAME
     try:
-        data = json.loads(path.read_bytes())
-        body = {key: value for key, value in data.items() if key != CHECKSUM_KEY}
-        if data["format_version"] != _FORMAT_VERSION:
-            raise ValueError(f"its format version is not supported (expected {_FORMAT_VERSION})")
-        if data[CHECKSUM_KEY] != checksum(body):
-            raise ValueError("its checksum does not match")
-        manifest = with_files(from_json(data["split"]))
-        return replace(manifest, checksums=tuple(map(tuple, data["checksums"]))), data["config"]
+        stored = unseal(path.read_bytes(), _PaddingManifest)
+        check_manifest(stored.split)
+        return replace(with_files(stored.split), checksums=stored.checksums), stored.config
     except FileNotFoundError as error:
         raise SplitCheckpointError(
             f"{folder}: is not a padded checkpoint (no {PADDING_NAME}): pass the folder that shardconv pad wrote; "
@@ -68,7 +72,7 @@ def read_padding(folder: Path) -> tuple[Manifest, str]:
         ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
+    except (ValueError, RecursionError, ShardconvError) as error:
         raise SplitCheckpointError(
             f"{path}: is damaged or not supported ({one_line(error)}): run shardconv pad again"
         ) from error

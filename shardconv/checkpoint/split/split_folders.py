@@ -2,15 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source, open_if_external
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.manifest_format import encode
 from shardconv.checkpoint.split.rank_files import SplitFolder
 from shardconv.files.paths import local_path
 from shardconv.support.errors import SplitCheckpointError, UsageError
@@ -25,7 +27,7 @@ _OF_SOURCE: dict[str, Callable[[Manifest], object]] = {
 }
 _OF_SPLIT: dict[str, Callable[[Manifest], object]] = {
     "tensor parallel size": lambda manifest: manifest.tp,
-    "plan": lambda manifest: (manifest.plan.to_json(), manifest.request),
+    "plan": lambda manifest: (encode(manifest.plan), manifest.request),
     "layout": lambda manifest: (manifest.layout, manifest.dtype),
     "checksums": lambda manifest: (manifest.checksums is None, manifest.is_identified, manifest.stripe_bytes),
     "adapters": lambda manifest: manifest.adapters,

@@ -1,11 +1,8 @@
-"""The plan that is stored in a split checkpoint, as used by reshard, plan and run.
+"""The plan that is stored in a split checkpoint, as used by reshard, plan and run; installed families are not read."""
 
-Manifests of format 1 and 2 store placements, but not their rules, so the installed families are used for them. For
-later formats, installed families are never used.
-"""
-
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.formats.detect import with_grids
@@ -13,22 +10,9 @@ from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
-from shardconv.plan.request import resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, SplitCheckpointError
-
-
-def stored_rules(manifest: Manifest) -> RuleSet:
-    """The rules in a manifest; for format 1 and 2 the installed rules for its request.
-
-    Raises:
-        PlanError: if the installed rules do not fit the checkpoint.
-    """
-    if manifest.plan.rules is not None:
-        return manifest.plan.rules
-    return resolve(quantized_tensors(manifest), manifest.config, manifest.request).resolver.rules
 
 
 def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
@@ -59,7 +43,7 @@ def resolver_of(
     Raises:
         PlanError: if the rules do not fit the checkpoint.
     """
-    rules = stored_rules(manifest)
+    rules = manifest.plan.rules
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
     tensors = loaded_tensors(manifest, dequantize=dequantize)
@@ -78,24 +62,19 @@ def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False)
         SplitCheckpointError: if a placement by the rules differs from the stored one.
     """
     stored = manifest.plan
-    reason = _REASONS[stored.rules is None]
     try:
         plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
     except PlanError as error:
-        raise SplitCheckpointError(f"{folder}: {reason}: {error}. {_remedy(folder)}") from error
+        raise SplitCheckpointError(f"{folder}: {_REASON}: {error}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
             resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)
             plan = resolver.plan(manifest.tp, assumed=stored.assumed)
-        return replace(plan, assumed=(*plan.assumed, _OLD_FORMAT)) if stored.rules is None else _relax_unused(plan)
+        return _relax_unused(plan)
     raise SplitCheckpointError(
-        f"{folder}: {reason}: {name} was split as {_describe(stored, name)}, and would now be split as "
+        f"{folder}: {_REASON}: {name} was split as {_describe(stored, name)}, and would now be split as "
         f"{_describe(plan, name)}. {_remedy(folder)}"
     )
-
-
-#: The assumption for a manifest of an older format.
-_OLD_FORMAT = "its manifest is of format 1 or 2, which does not store module overrides: the installed ones are used"
 
 
 def _relax_unused(plan: Plan) -> Plan:
@@ -103,7 +82,6 @@ def _relax_unused(plan: Plan) -> Plan:
 
     All other user rules must match a parameter in memory: names may differ, and another rule would apply instead.
     """
-    assert plan.rules is not None
     unused = known_unused(plan.tensors)
     needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
 
@@ -131,7 +109,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     Raises:
         SplitCheckpointError: if a tensor is sharded otherwise than in the runtime.
     """
-    if plan.rules is None or plan.tp == 1:
+    if plan.tp == 1:
         return {}
     runtime_plan = Resolver(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
@@ -144,11 +122,8 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     return different
 
 
-#: Why a plan cannot be executed, by whether the manifest lacks rules.
-_REASONS = {
-    True: "its manifest is of format 1 or 2, which does not store rules, and the installed rules differ",
-    False: "it was written by another version of shardconv, which planned differently",
-}
+#: Why a plan cannot be executed.
+_REASON = "it was written by another version of shardconv, which planned differently"
 
 
 def _remedy(folder: Path) -> str:

@@ -64,9 +64,9 @@ function placementText({ placement, style }, ranges) {
   return isOnOne ? `expert on ${ranksText(held[0])}` : placement;
 }
 
-/** Elements of an interval `[start, stop]`; padding is `[size]`. */
+/** Elements of an interval `[start, stop]`; padding is `{padding: size}`. */
 function intervalSize(entry) {
-  return entry.length === 2 ? entry[1] - entry[0] : 0;
+  return Array.isArray(entry) ? entry[1] - entry[0] : 0;
 }
 
 function filtersOf(prepared) {
@@ -240,7 +240,7 @@ function holders(kind) {
 function intervalBar(entries, kind) {
   const total = kind.shape[kind.dim];
   const name = kind.isShared ? 'shared' : 'sharded';
-  const marks = entries.filter((entry) => entry.length === 2).map(([start, stop]) => {
+  const marks = entries.filter(Array.isArray).map(([start, stop]) => {
     const width = Math.max((1000 * (stop - start)) / total, 4);
     const x = Math.min((1000 * start) / total, 996);
     return graphic('rect', { x, y: 0, width, height: 10, class: `interval ${name}` });
