@@ -16,7 +16,7 @@ import pytest
 
 from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.operations.split import split
-from shardconv.checkpoint.output import staging, write
+from shardconv.checkpoint.output import auxiliary, staging
 from shardconv.support.errors import OutputError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import Result, call, finish, start
@@ -214,7 +214,7 @@ def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (write, "create", 0)]
+    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (auxiliary, "create", 0)]
 )
 def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, after):
     put_checkpoint(target)

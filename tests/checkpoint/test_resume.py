@@ -24,7 +24,7 @@ from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output import job as job_module
 from shardconv.checkpoint.output import staging
-from shardconv.checkpoint.output.job_difference import difference
+from shardconv.checkpoint.output.job import difference
 from shardconv.commands import notes
 from shardconv.support.errors import OutputError
 from tests.support.checkpoints import (

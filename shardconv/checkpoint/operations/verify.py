@@ -17,7 +17,7 @@ from shardconv.checkpoint.operations.verify_external import (
     is_other_model,
     tensor_differences,
 )
-from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.remote import reads_remote
@@ -307,7 +307,7 @@ def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     ]
     if manifest.index != source.index:
         differences.append("the index differs from the source")
-    expected = auxiliary_checksums(source)
+    expected = AuxiliaryFiles.of_source(source).checksums()
     names = sorted((manifest.auxiliary_files.keys() | expected.keys()) - _replaced(manifest).keys())
     different = (name for name in names if expected.get(name) != manifest.auxiliary_files.get(name))
     return [*differences, *(f"{name}: differs from {source.path}" for name in different)]

@@ -101,17 +101,6 @@ def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
         raise SplitCheckpointError(str(error)) from error
 
 
-def check_readable(manifest: Manifest, folders: Sequence[SplitFolder]) -> None:
-    """Check the existence, sizes and headers of all files, without reading their data.
-
-    Raises:
-        SplitCheckpointError: as :func:`read_ranks` and :func:`auxiliary_paths`.
-    """
-    auxiliary_paths(manifest, folders[0].path)
-    _, inputs = read_ranks(manifest, folders)
-    inputs.close()
-
-
 def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
     """Name to path of the auxiliary files of a split checkpoint.
 

@@ -6,12 +6,12 @@ folder.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from shardconv.files.storage import table
 from shardconv.files.storage.mirror import mirror
 from shardconv.files.storage.problems import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
@@ -29,6 +29,8 @@ from shardconv.support.temporary import temporary_folder
 _MAX_REQUEST_BYTES = 32 * 2**20
 #: How often files of an aborted run are looked for and deleted: a request that was given up can still be carried out.
 _NUM_REMOVALS = 3
+#: Seconds in which threads of the store's client finish after the last request: at its exit, Python would abort them.
+_END_SECONDS = 0.1
 _GONE = "was written by another process: choose another path with -o"
 
 
@@ -37,12 +39,8 @@ class RemoteOutput:
 
     Args:
         location: the folder, or the file.
-
-    Attributes:
-        target: the stand-in of the destination; the files that are there are stand-ins in it.
     """
 
-    target: Path
     _staged: Path
 
     def __init__(self, location: Location) -> None:
@@ -57,17 +55,12 @@ class RemoteOutput:
         self._is_published = False
 
     @contextmanager
-    def mirrored(self) -> Iterator[Path]:
-        """Make the stand-ins of what is there; yields :attr:`target`."""
+    def existing(self) -> Iterator[Path]:
+        """Provide the path of what is there, whose files are stand-ins."""
         location = self.location
         name = location.folder.rpartition("/")[2] or location.host
         with mirror(name, location.to("").rstrip("/"), self._existing) as folder:
-            self.target = folder / location.file if location.file else folder
-            table.outputs[self.target] = self
-            try:
-                yield self.target
-            finally:
-                del table.outputs[self.target]
+            yield folder / location.file if location.file else folder
 
     @contextmanager
     def writing(self, order: Callable[[str], int], *, overwrite: bool) -> Iterator[Path]:
@@ -85,8 +78,8 @@ class RemoteOutput:
             self._lock.take()
             if self._list().keys() != self._existing.keys():
                 raise OutputError(f"{self.location}: {_GONE}")
-            with self._staging() as staged:
-                yield staged
+            with temporary_folder() as self._staged:
+                yield self._staged
                 self._publish(order, overwrite=overwrite)
             self._lock.release()
         except BaseException as error:
@@ -106,19 +99,11 @@ class RemoteOutput:
             for files in self._files:
                 files.release()
 
-    @contextmanager
-    def _staging(self) -> Iterator[Path]:
-        """Provide the local folder for new files."""
-        with temporary_folder() as folder:
-            self._staged = folder
-            table.outputs[folder], table.folders[folder] = self, self.location.to("").rstrip("/")
-            try:
-                yield folder
-            finally:
-                del table.outputs[folder], table.folders[folder]
-
-    def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
+    def create(
+        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], _mode: int, *, may_exist: bool
+    ) -> UploadFiles:
         """Start new files; arguments as those of :class:`~shardconv.files.output_files.LocalOutputFiles`."""
+        assert not may_exist
         files = UploadFiles([self._key(path.relative_to(self._staged).as_posix()) for path in paths], prefixes, sizes)
         self._files.append(files)
         return files
@@ -195,6 +180,7 @@ class RemoteOutput:
             left += [*(key.shown for key, _ in self._written()), self._lock.key.shown]
         else:
             left += removal.result()
+        time.sleep(_END_SECONDS)
         if left:
             error.add_note(f"may be left: {_joined(left)}: remove these files unless another run wrote them")
 
