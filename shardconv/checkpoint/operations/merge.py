@@ -59,7 +59,7 @@ class MergeReport:
 
 
 @reads_remote("src")
-def merge(
+def merge(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Sequence[StrPath],
     dst: StrPath | Destination | None = None,
     *,
@@ -80,14 +80,9 @@ def merge(
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
             source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
             file or a folder like the source.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
-            ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not

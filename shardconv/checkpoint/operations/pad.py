@@ -91,7 +91,7 @@ class _Planned:
 
 
 @reads_remote("src", contents=True)
-def pad(
+def pad(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath,
     dst: StrPath | None = None,
     *,
@@ -114,15 +114,11 @@ def pad(
         tp: the tensor parallel size that heads and widths are padded for.
         vocab_multiple: also pad the vocabulary to a multiple of this, for engines that cannot shard it otherwise. The
             logits of padding are zero, not minus infinity.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
         check: called with the new config and the padded tensors before anything is written; raises to refuse them.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SourceError: if the source cannot be read, or does not have a config.json.

@@ -69,7 +69,7 @@ class ReshardReport:
 
 
 @reads_remote("src")
-def reshard(
+def reshard(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Sequence[StrPath],
     dst: StrPath | Destination | None = None,
     *,
@@ -101,14 +101,9 @@ def reshard(
             split checkpoint.
         max_file_size: as in :func:`~shardconv.split`; defaults to that of the split checkpoint. A size that no rank
             reaches gives one file per rank.
-        overwrite: replace an existing checkpoint at ``dst``.
-        checksums: store checksums, unless the split checkpoint has none.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not

@@ -76,7 +76,7 @@ class SplitReport:
 
 
 @reads_remote("src")
-def split(
+def split(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Source,
     dst: StrPath | Destination | None = None,
     *,
@@ -110,8 +110,6 @@ def split(
         adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
             ``adapters/NAME`` of ``dst``.
         merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
-        overwrite: replace an existing checkpoint at ``dst``.
-        checksums: store checksums, which verify and merge check.
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
             folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
@@ -122,13 +120,10 @@ def split(
         max_file_size: maximum bytes of a rank file, as a number or such as "5GB"; larger ones become several files with
             an index. A tensor is never divided over files, so one that is larger has a file of its own. By default
             each rank has one file. Not for layout meta.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
         team: the processes that write the checkpoint together; None for this one alone.
         options: how the source is read and planned, see :class:`PlanOptions`.
+        overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SourceError: if the source cannot be read, changes during the split, or has an element that is too large for

@@ -38,7 +38,7 @@ class UnpadReport:
 
 
 @reads_remote("src", contents=True)
-def unpad(
+def unpad(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath,
     dst: StrPath | None = None,
     *,
@@ -53,12 +53,8 @@ def unpad(
     Args:
         src: the padded checkpoint.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-unpadded`` in the current folder.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: check everything that does not require reading the data, but write nothing.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if the folder is not a padded checkpoint, or bytes differ from those that were written.

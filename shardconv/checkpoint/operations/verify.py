@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.engine.held import held_stripes
+from shardconv.checkpoint.engine.copy import Progress, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.engine.shards import Comparer, ShardReader
 from shardconv.checkpoint.operations.verify_external import (

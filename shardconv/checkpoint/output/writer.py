@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe
-from shardconv.checkpoint.engine.held import held_stripes
+from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shardconv.checkpoint.engine.copy import CopyJob, Progress, held_stripes
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
@@ -99,6 +100,30 @@ def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
         return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
+
+
+def verify_rank(manifest: Manifest, inputs: InputFiles, rank: int, progress: Progress | None = None) -> None:
+    """Check the open files of a rank against its checksums without reading others. Does nothing without checksums.
+
+    Args:
+        manifest: of the split checkpoint.
+        inputs: the files of the rank.
+        rank: the rank.
+        progress: called with the number of checked bytes of the full tensors and the total.
+
+    Raises:
+        IntegrityError: if bytes differ from those that were written.
+        SourceError: if a file cannot be read.
+    """
+    if manifest.checksums is None:
+        return
+    checksums = (manifest.checksums[manifest.ranks.index(rank)],)
+    layout = manifest.with_ranks((rank,)).rank_layout
+    reader = ShardReader(
+        layout.shards, inputs, labels=[str(path) for path in inputs.paths], names=list(manifest.tensors),
+        checksums=checksums, files_per_rank=layout.files_per_rank, remedy=f": {AGAIN}",
+    )  # fmt: skip
+    CopyJob(held_stripes(manifest.stripes, layout.shards), reader, []).run(progress=progress)
 
 
 def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:

@@ -16,8 +16,7 @@ from shardconv.checkpoint.engine.geometry import Box, ShardRows, geometry, unsha
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import open_rank
-from shardconv.checkpoint.split.verify_rank import verify_rank
+from shardconv.checkpoint.split.rank_files import open_rank, verify_rank
 from shardconv.files.fileio import Bytes, InputFiles
 from shardconv.files.header import DTYPE_BITS, num_bytes
 from shardconv.files.storage.table import remote_file
