@@ -81,47 +81,44 @@ def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
         )
 
 
-def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
-    """Open the files of one rank of a split checkpoint and check their headers.
+def open_rank(manifest: Manifest, folder: Path) -> InputFiles:
+    """Open the files of the only rank of a manifest and check their headers.
 
     Raises:
-        SplitCheckpointError: if the folder does not have the rank, or a file is missing or a link out of its folder,
-            cannot be read, or has the wrong size or header.
+        SplitCheckpointError: if a file is missing, a link out of its folder, cannot be read, or has the wrong size or
+            header.
     """
-    check_ranks(manifest, folder, [rank])
-    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(manifest.ranks.index(rank))
-    paths = manifest.rank_paths(folder)[files]
+    layout, paths = manifest.rank_layout, manifest.rank_paths(folder)
     for path in paths:
         if leads_out(path, folder):
             raise SplitCheckpointError(f"{path}: is a link out of its folder")
         if not path.is_file():
             raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
     try:
-        return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
+        return InputFiles(paths, layout.prefixes, layout.file_bytes)
     except SourceError as error:
         raise SplitCheckpointError(str(error)) from error
 
 
-def verify_rank(manifest: Manifest, inputs: InputFiles, rank: int, progress: Progress | None = None) -> None:
-    """Check the open files of a rank against its checksums without reading others. Does nothing without checksums.
+def verify_rank(
+    manifest: Manifest, inputs: InputFiles, checksums: tuple[str, ...], progress: Progress | None = None
+) -> None:
+    """Check the open files of the only rank of a manifest against its checksums.
 
     Args:
-        manifest: of the split checkpoint.
+        manifest: of the split checkpoint, with this rank.
         inputs: the files of the rank.
-        rank: the rank.
+        checksums: for each stripe the checksum of the rank's bytes.
         progress: called with the number of checked bytes of the full tensors and the total.
 
     Raises:
         IntegrityError: if bytes differ from those that were written.
         SourceError: if a file cannot be read.
     """
-    if manifest.checksums is None:
-        return
-    checksums = (manifest.checksums[manifest.ranks.index(rank)],)
-    layout = manifest.with_ranks((rank,)).rank_layout
+    layout = manifest.rank_layout
     reader = ShardReader(
         layout.shards, inputs, labels=[str(path) for path in inputs.paths], names=list(manifest.tensors),
-        checksums=checksums, files_per_rank=layout.files_per_rank, remedy=f": {AGAIN}",
+        checksums=(checksums,), files_per_rank=layout.files_per_rank, remedy=f": {AGAIN}",
     )  # fmt: skip
     CopyJob(held_stripes(manifest.stripes, layout.shards), reader, []).run(progress=progress)
 

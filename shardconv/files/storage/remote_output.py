@@ -6,22 +6,26 @@ folder.
 """
 
 import asyncio
+import json
+import os
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 from shardconv.files.storage.mirror import mirror
 from shardconv.files.storage.problems import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.remote_lock import RemoteLock, create
 from shardconv.files.storage.requirements import obstore
 from shardconv.files.storage.stores import list_files, open_store
 from shardconv.files.storage.transfer import submit
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
-from shardconv.files.storage.write_requests import Key, Requests, exists, finish, read
+from shardconv.files.storage.write_requests import Key, Requests, create, exists, finish, read
 from shardconv.support.errors import OutputError, ShardconvError, SourceError
 from shardconv.support.temporary import temporary_folder
 
@@ -31,7 +35,70 @@ _MAX_REQUEST_BYTES = 32 * 2**20
 _NUM_REMOVALS = 3
 #: Seconds in which threads of the store's client finish after the last request: at its exit, Python would abort them.
 _END_SECONDS = 0.1
+_LOCK_FIELDS = {"host", "process", "started", "token"}
 _GONE = "was written by another process: choose another path with -o"
+
+
+class RemoteLock:
+    """The lock of a destination: a file that only one run can create, and that only this run removes.
+
+    Args:
+        key: its place.
+        shown: URL of the destination.
+        requests: those of the destination.
+
+    Attributes:
+        is_requested: whether this run may have created it.
+    """
+
+    def __init__(self, key: Key, shown: str, requests: Requests) -> None:
+        self.key, self._shown, self._requests = key, shown, requests
+        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        values = {"host": socket.gethostname(), "process": os.getpid(), "started": started, "token": uuid4().hex}
+        self._data = json.dumps(values).encode()
+        self.is_requested = False
+
+    def take(self) -> None:
+        """Create the lock.
+
+        Raises:
+            OutputError: if there is one.
+        """
+        self.is_requested = True
+        if (other := create(self.key, self._data, self._requests)) is not None:
+            raise OutputError(
+                f"{self._shown}: another run is writing it{_since(other)}: wait until it finishes, or if it was "
+                f"killed, remove {self.key.shown}"
+            )
+
+    def check(self) -> None:
+        """Check that this run still has the lock.
+
+        Raises:
+            OutputError: if it was removed, or replaced by that of another run.
+        """
+        if not self._requests.run(self.is_held, self.key.shown):
+            raise OutputError(
+                f"{self.key.shown}: was removed or replaced while this run was writing: make sure that its bucket "
+                f"exists and no other run writes {self._shown}, and run the command again"
+            )
+
+    async def is_held(self) -> bool:
+        """Whether the store has the lock of this run."""
+        return await read(self.key) == self._data
+
+    def release(self) -> None:
+        """Remove the lock.
+
+        Raises:
+            OutputError: if another run has it now, or the store refuses to remove it.
+        """
+        self.check()
+        self._requests.run(self.remove, self.key.shown)
+
+    async def remove(self) -> None:
+        """Remove the lock, which this run holds."""
+        await obstore().delete_async(self.key.store, self.key.name)
 
 
 class RemoteOutput:
@@ -213,3 +280,16 @@ async def _is_there(key: Key, data: bytes | None) -> bool:
 
 def _joined(urls: Collection[str]) -> str:
     return ", ".join(dict.fromkeys(urls))
+
+
+def _since(lock: bytes) -> str:
+    """When and where the run started that wrote a lock, if it is valid."""
+    try:
+        found = json.loads(lock)
+    except ValueError:
+        return ""
+    return (
+        f" since {found['started']} on {found['host']}"
+        if isinstance(found, dict) and found.keys() >= _LOCK_FIELDS
+        else ""
+    )
