@@ -16,7 +16,7 @@ from shardconv.checkpoint.engine.geometry import Box, ShardRows, geometry, unsha
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import check_ranks, open_rank, verify_rank
+from shardconv.checkpoint.split.rank_files import open_rank
 from shardconv.files.fileio import Bytes, InputFiles
 from shardconv.files.header import DTYPE_BITS, num_bytes
 from shardconv.files.storage.table import remote_file
@@ -104,14 +104,9 @@ class RankFileReader(RankReader):
     def __init__(
         self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
     ) -> None:
-        check_ranks(manifest, folder, [rank])
-        own = manifest.with_ranks((rank,))
-        files = open_rank(own, folder)
+        own, files = open_rank(manifest, folder, rank, verify=verify, progress=progress)
         super().__init__(files, own.tensors, own.plan, rank)
         self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
-        files.fetch()
-        if verify and manifest.checksums is not None:
-            verify_rank(own, files, manifest.checksums[manifest.ranks.index(rank)], progress)
         files.prefetch((number, 0, size) for number, size in enumerate(own.rank_layout.file_bytes))
 
     def read(self, name: str) -> Bytes:

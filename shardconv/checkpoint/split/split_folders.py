@@ -87,7 +87,7 @@ class SplitFolders(NamedTuple):
         """
         if self.source is not None:
             return open_tensors(self.source, self.manifest.tensors, None, for_report=for_report)
-        return read_ranks(self.manifest, self.folders, for_report=for_report)
+        return read_ranks(self.manifest, self.folders, self.manifest.checksums, for_report=for_report)
 
     def check_readable(self) -> None:
         """Check the existence, sizes and headers of all files, without reading their data.
