@@ -245,7 +245,7 @@ def resuming(place: Place) -> Iterator[Row]:
         out = source.parent / "out"
         words = ("split", source, "--tp", "8", "-o", out)
         journal: Command = (sys.executable, "-c", f"{module}; {main}", *words)
-        without = f"{module}; split.SplitWriting._journal = lambda *_: None"
+        without = f"{module}; split.CheckpointWriter._journal = lambda *_: None"
         none: Command = (sys.executable, "-c", f"{without}; {main}", *words)
         pairs = run_pairs(journal, none, outputs=(out,), rounds=2 * ROUNDS)
         yield _pair_row(f"split with its journal / without, {place.kind}", "1.05 or less", pairs, "without")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.operations.split import split
     from shardconv.checkpoint.operations.unpad import unpad
     from shardconv.checkpoint.operations.verify import verify
+    from shardconv.checkpoint.output.writer import WriteOptions
     from shardconv.checkpoint.sources.planning import PlanOptions, make_plan
     from shardconv.convert import (
         convert_model,
@@ -58,6 +59,7 @@ _HOMES = {
     "shardconv.checkpoint.operations.merge": ("merge",),
     "shardconv.checkpoint.operations.pad": ("pad",),
     "shardconv.checkpoint.operations.plan_report": ("report_plan",),
+    "shardconv.checkpoint.output.writer": ("WriteOptions",),
     "shardconv.checkpoint.sources.planning": ("PlanOptions", "make_plan"),
     "shardconv.checkpoint.operations.reshard": ("reshard",),
     "shardconv.checkpoint.operations.split": ("split",),
@@ -123,6 +125,7 @@ __all__ = [
     "SplitCheckpointError",
     "VocabParallelClassifier",
     "VocabParallelEmbedding",
+    "WriteOptions",
     "__version__",
     "check_engine",
     "check_source",

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from shardconv.checkpoint.output import staging
+from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.files.storage.mirror import mirror
 from shardconv.support.error_messages import describe
 from shardconv.support.exits import Terminated
@@ -37,7 +38,7 @@ def test_message_of_a_signal(raised, message):
 
 
 def in_staging(tmp_path):
-    return staging.staging(tmp_path / "out", is_folder=True, overwrite=False, num_bytes=0)
+    return staging.staging(tmp_path / "out", NewCheckpoint(is_folder=True, overwrite=False))
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,12 @@ class HtmlFile:
         Raises:
             OutputError: if it cannot be written.
         """
+        from shardconv.checkpoint.output.existing import NewCheckpoint
         from shardconv.checkpoint.output.staging import staging
 
         _check_file(self.path, overwrite=self.overwrite)  # again: a command can take hours
-        with staging(self.path, is_folder=False, overwrite=self.overwrite, num_bytes=len(page)) as folder:
+        new = NewCheckpoint(is_folder=False, overwrite=self.overwrite, num_bytes=len(page))
+        with staging(self.path, new) as folder:
             (folder / self.path.name).write_bytes(page)
         console.note([f"{self.path}: page of {size(len(page))}"])
 

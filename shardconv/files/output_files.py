@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from shardconv.files.fileio import CREATE, Bytes, allow_open_files, read_exactly, write_exactly
-from shardconv.files.storage.table import remote_output
 
 
 class OutputFiles(Protocol):
@@ -42,24 +41,6 @@ class OutputFiles(Protocol):
 
     def __exit__(self, *_: object) -> None:
         """See :meth:`__enter__`."""
-
-
-def open_outputs(
-    paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], mode: int, *, may_exist: bool
-) -> OutputFiles:
-    """Create files, at the remote destination that their folder stands for if there is one.
-
-    Args:
-        paths: the files.
-        prefixes: for each file its first bytes.
-        sizes: for each file its size in bytes; bytes that are not written are zero.
-        mode: permissions of local files, before the umask.
-        may_exist: whether local files may exist, from an interrupted run; their bytes are kept. Otherwise none may
-            exist.
-    """
-    if paths and (output := remote_output(paths[0])) is not None:
-        return output.open(paths, prefixes, sizes)
-    return LocalOutputFiles(paths, prefixes, sizes, mode, may_exist=may_exist)
 
 
 class LocalOutputFiles:

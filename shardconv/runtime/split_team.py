@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.output.staging import as_output_errors, joined_staging, parent_folders
+from shardconv.checkpoint.output.destination import NewFolder, joined_folder
+from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
 from shardconv.checkpoint.output.team import Rows, Team
 from shardconv.checkpoint.split.views import View, describe_views, remedy
 from shardconv.files.checksums import checksum
@@ -93,7 +94,7 @@ class SplitTeam(Team):
             name = self._exchange(f".shardconv-{secrets.token_hex(8)}")[leader]  # no system has cached its absence
             with _new_file(folder / name) if self._rank == leader else nullcontext():
                 self._wait()
-                with as_output_errors(folder):
+                with as_output_errors(str(folder)):
                     is_there = (folder / name).exists()
                 sees = self._exchange(is_there)
             members = [process for process in others if sees[process]]
@@ -124,9 +125,11 @@ class SplitTeam(Team):
     # --- one folder --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def staging(self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
+    def staging(
+        self, target: Path, open_staging: Callable[[], AbstractContextManager[NewFolder]]
+    ) -> Iterator[NewFolder]:
         """See :class:`Team`."""
-        with open_staging() if self.is_leader else joined_staging(target) as folder, self._stopping_others():
+        with open_staging() if self.is_leader else joined_folder(target) as folder, self._stopping_others():
             self._wait()  # until all folders are there
             yield folder
             self._wait()  # until all processes have written their files
@@ -236,7 +239,7 @@ def _new_file(path: Path) -> Iterator[None]:
     Raises:
         OutputError: if it cannot be created or removed.
     """
-    with as_output_errors(path.parent), parent_folders(path):
+    with as_output_errors(str(path.parent)), parent_folders(path):
         try:
             path.touch()
             yield

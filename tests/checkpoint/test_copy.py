@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import shardconv
 from shardconv.checkpoint.engine import copy as engine
 from shardconv.checkpoint.engine import geometry as byte_ranges
-from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, split_into_stripes
+from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, held_stripes, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
-from shardconv.checkpoint.engine.held import held_stripes
 from shardconv.checkpoint.engine.shards import Comparer, ShardReader, ShardWriter
 from shardconv.files.fileio import InputFiles
 from shardconv.files.output_files import LocalOutputFiles

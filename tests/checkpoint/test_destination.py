@@ -16,7 +16,7 @@ import pytest
 
 from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.operations.split import split
-from shardconv.checkpoint.output import staging, write
+from shardconv.checkpoint.output import auxiliary, staging
 from shardconv.support.errors import OutputError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import Result, call, finish, start
@@ -32,6 +32,7 @@ from tests.support.faults import (
     put_link,
     put_notes,
     refuse_to_list,
+    writing,
 )
 from tests.support.matrix import cases, each_once
 
@@ -214,7 +215,7 @@ def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (write, "create", 0)]
+    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (auxiliary, "create", 0)]
 )
 def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, after):
     put_checkpoint(target)
@@ -397,26 +398,11 @@ def test_overwrite_refuses_a_destination_with_the_plan_file(made, target):
 # --- two runs for one destination -----------------------------------------------------------------------------------
 
 
-def test_second_run_while_the_first_writes(job, target, monkeypatch):
-    is_writing, may_go_on = threading.Event(), threading.Event()
-    copy_stripe = CopyJob.copy_stripe
-
-    def wait_then_pass(*arguments: Any) -> None:
-        is_writing.set()
-        assert may_go_on.wait(60)
-        copy_stripe(*arguments)
-
-    monkeypatch.setattr(CopyJob, "copy_stripe", wait_then_pass)
-    first = threading.Thread(target=job.function, args=(job.source, target))
-    first.start()
-    assert is_writing.wait(60)
-    try:
+def test_second_run_while_the_first_writes(job, target):
+    with writing(lambda: job.function(job.source, target)):
         for overwrite in (False, True):
             with pytest.raises(OutputError, match="result: another run is writing it"):
                 job.function(job.source, target, overwrite=overwrite)
-    finally:
-        may_go_on.set()
-        first.join()
     check_done(Result(0, "", ""), job, target)
 
 

@@ -16,8 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.operations import meta_writer
-from shardconv.checkpoint.output.write import copy_files
+from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.sources.meta_params import head_sizes, params_of_config
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.files.torch_archive import TorchArchive
@@ -664,11 +663,13 @@ def test_metas_files_have_the_permissions_of_their_source(llama, tmp_path):
 def test_a_config_that_changes_after_the_plan_is_an_error(llama, tmp_path, monkeypatch):
     source = changed(llama, tmp_path / "source")
 
+    copy = CopyJob.run
+
     def change_and_copy(*arguments, **options):
         (source / "config.json").write_text("{}")
-        return copy_files(*arguments, **options)
+        return copy(*arguments, **options)
 
-    monkeypatch.setattr(meta_writer, "copy_files", change_and_copy)
+    monkeypatch.setattr(CopyJob, "run", change_and_copy)
     with pytest.raises(SourceError, match="changed after the plan was made"):
         shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
     assert not (tmp_path / "meta").exists()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from shardconv.checkpoint.engine.copy import CopyJob
-from shardconv.checkpoint.output import staging, write
+from shardconv.checkpoint.output import auxiliary, staging
 from shardconv.files import fileio
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, run, start
@@ -176,7 +176,7 @@ def test_read_error(job, target, monkeypatch, after):
 
 
 def test_auxiliary_file_that_cannot_be_copied(job, target, monkeypatch):
-    monkeypatch.setattr(write, "create", failing(write.create, 1))
+    monkeypatch.setattr(auxiliary, "create", failing(auxiliary.create, 1))
     check_failed(job.call(target), target, "Input/output error")
 
 
@@ -227,14 +227,14 @@ def test_source_that_changes(job, tmp_path, target, monkeypatch, change, message
 def test_source_file_removed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / part_names(2)[1]
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.check_disjoint", lambda *_: path.unlink())
+    monkeypatch.setattr("shardconv.checkpoint.output.destination.check_disjoint", lambda *_: path.unlink())
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: cannot be opened")
 
 
 def test_config_changed_between_plan_and_copy(made, tmp_path, target, monkeypatch):
     source = shutil.copytree(made / "source", tmp_path / "copy")
     path = source / "config.json"
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.check_disjoint", lambda *_: path.write_text("{}"))
+    monkeypatch.setattr("shardconv.checkpoint.output.destination.check_disjoint", lambda *_: path.write_text("{}"))
     check_failed(call("split", source, "--tp", "2", "-o", target), target, f"{path}: changed after the plan was made")
 
 

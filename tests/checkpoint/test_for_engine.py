@@ -223,7 +223,7 @@ REFUSED = {
         "differ from their checksum",
     ),
     "truncated rank file": (lambda split, _: os.truncate(split / RANK_FILE, 5000), "got 5000 bytes"),
-    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "is missing: copy it to this host"),
+    "missing rank file": (lambda split, _: (split / RANK_FILE).unlink(), "is missing .expected rank "),
     "edited config": (lambda split, _: change_config(split, {"num_key_value_heads": 4}), "differs from the config"),
 }
 

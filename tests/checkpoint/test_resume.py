@@ -20,11 +20,10 @@ import numpy as np
 import pytest
 
 import shardconv
-from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output import job as job_module
 from shardconv.checkpoint.output import staging
-from shardconv.checkpoint.output.job_difference import difference
+from shardconv.checkpoint.output.job import difference
 from shardconv.commands import notes
 from shardconv.support.errors import OutputError
 from tests.support.checkpoints import (
@@ -36,7 +35,7 @@ from tests.support.checkpoints import (
     write_config,
 )
 from tests.support.command import Result, call, finish, start
-from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt
+from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt, writing
 from tests.support.matrix import cases
 
 pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
@@ -239,20 +238,13 @@ def test_a_run_without_the_option_starts_over(job, target):
 
 @OF_SPLIT
 def test_text_says_what_was_kept(job, target):
-    interrupt(job, target, 3)
-    result = job.call(target, "--resume")
-    assert "resumed: 1" in result.out
-    assert "kB were already written" in result.out
-
-
-@OF_SPLIT
-def test_text_says_that_no_complete_stripe_was_found(job, target):
-    assert "nothing to resume: all tensors were copied\n" in job.call(target, "--resume").out
-
-
-@OF_SPLIT
-def test_text_of_a_run_without_the_option_does_not_mention_it(job, target):
     assert "resumed" not in job.call(target).out
+    assert "nothing to resume: all tensors were copied\n" in job.call(target.with_name("two"), "--resume").out
+    shutil.rmtree(target)
+    interrupt(job, target, 3)
+    out = job.call(target, "--resume").out
+    assert "resumed: 1" in out
+    assert "kB were already written" in out
 
 
 @OF_SPLIT
@@ -321,58 +313,35 @@ def refused(job: Job, target: Path, message: str, *options: str) -> None:
     assert contents(target.parent) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tp", "8"], "the interrupted run had --tp {tp} (got --tp 8): repeat its command with the same source, or"),
-        (["--layout", "vllm"], "the interrupted run had --layout native (got --layout vllm)"),
-        (["--max-file-size", "20000"], "the interrupted run did not have --max-file-size (got --max-file-size 20kB)"),
-        (["--for", "vllm"], "the interrupted run did not have --for (got --for vllm)"),
-    ],
-)
-@pytest.mark.parametrize("job", ["split", "reshard"], indirect=True)
-def test_other_options(job, target, options, message):
-    interrupt(job, target, 3)
-    tp = job.arguments[-1]
-    refused(job, target, message.format(tp=tp), *options)
-    resume(job, target)
+def of(jobs: str, before: str, options: str, message: str) -> Iterator[Any]:
+    """Cases of one difference, for each of the jobs."""
+    for job in jobs.split():
+        yield pytest.param(job, before.split(), options.split(), message, id=f"{job} {before} / {options}")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dtype", "fp32"], "the interrupted run did not have --dtype (got --dtype fp32)"),
-        (["--replicate", "lm_head"], "the interrupted run did not have --replicate (got --replicate 'lm_head')"),
-        (["--rules", "llama"], "the interrupted run did not have --rules (got --rules 'llama')"),
-        (["--ranks", "1-3"], "the interrupted run did not have --ranks (got --ranks 1-3)"),
-    ],
-)
-@OF_SPLIT
-def test_other_options_of_split(job, target, options, message):
-    interrupt(job, target, 3)
-    refused(job, target, message, *options)
+OTHER_OPTIONS = [
+    *of("split reshard", "", "--tp 8", "had --tp {tp} (got --tp 8): repeat its command with the same source, or"),
+    *of("split reshard", "", "--layout vllm", "had --layout native (got --layout vllm)"),
+    *of("split reshard", "", "--max-file-size 20000", "did not have --max-file-size (got --max-file-size 20kB)"),
+    *of("split reshard", "", "--for vllm", "did not have --for (got --for vllm)"),
+    *of("split", "", "--dtype fp32", "did not have --dtype (got --dtype fp32)"),
+    *of("split", "", "--replicate lm_head", "did not have --replicate (got --replicate 'lm_head')"),
+    *of("split", "", "--rules llama", "did not have --rules (got --rules 'llama')"),
+    *of("split", "", "--ranks 1-3", "did not have --ranks (got --ranks 1-3)"),
+    *of("split", "--dtype fp32", "", "had --dtype fp32 (got none)"),
+    *of("split", "--dtype fp32", "--dtype bf16", "had --dtype fp32 (got --dtype bf16)"),
+    *of("split", "--ranks 0-1", "--ranks 2-3", "had --ranks 0,1 (got --ranks 2,3)"),
+    *of("split", "--rules llama", "--rules olmo2", "had --rules 'llama' (got --rules 'olmo2')"),
+    *of("split", "--replicate lm_head --replicate *.norm", "", "had --replicate 'lm_head' --replicate '*.norm' (got"),
+    *of("split", "--max-file-size 20kB", "--max-file-size 1GB", "had --max-file-size 20kB (got --max-file-size 1GB)"),
+    *of("split", "--head-dim 8", "", "had --head-dim 8 (got none)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("before", "options", "message"),
-    [
-        (["--dtype", "fp32"], [], "had --dtype fp32 (got none)"),
-        (["--dtype", "fp32"], ["--dtype", "bf16"], "had --dtype fp32 (got --dtype bf16)"),
-        (["--ranks", "0-1"], ["--ranks", "2-3"], "had --ranks 0,1 (got --ranks 2,3)"),
-        (["--rules", "llama"], ["--rules", "olmo2"], "had --rules 'llama' (got --rules 'olmo2')"),
-        (
-            ["--replicate", "lm_head", "--replicate", "*.norm"],
-            [],
-            "had --replicate 'lm_head' --replicate '*.norm' (got none)",
-        ),
-        (["--max-file-size", "20kB"], ["--max-file-size", "1GB"], "had --max-file-size 20kB (got --max-file-size 1GB)"),
-        (["--head-dim", "8"], [], "had --head-dim 8 (got none)"),
-    ],
-)
-@OF_SPLIT
-def test_options_of_the_interrupted_run_are_named(job, target, before, options, message):
+@pytest.mark.parametrize(("job", "before", "options", "message"), OTHER_OPTIONS, indirect=["job"])
+def test_other_options(job, target, before, options, message):
     interrupt(job._replace(arguments=[*job.arguments, *before]), target, 3)
-    refused(job, target, f"the interrupted run {message}", *options)
+    refused(job, target, f"the interrupted run {message.format(tp=job.arguments[-1])}", *options)
 
 
 @OF_SPLIT
@@ -528,17 +497,13 @@ def test_one_damaged_byte(job, target):
 
 
 @OF_SPLIT
-@pytest.mark.parametrize("size", [0, 1000, 10**6])
-def test_staged_file_of_another_size(job, target, size):
+@pytest.mark.parametrize("size", [None, 0, 1000, 10**6])
+def test_staged_file_of_another_size_or_missing(job, target, size):
     interrupt(job, target, 8)
-    os.truncate(staged_files(target)[0], size)
-    resume(job, target)
-
-
-@OF_SPLIT
-def test_staged_file_that_is_missing(job, target):
-    interrupt(job, target, 8)
-    staged_files(target)[0].unlink()
+    if size is None:
+        staged_files(target)[0].unlink()
+    else:
+        os.truncate(staged_files(target)[0], size)
     resume(job, target)
 
 
@@ -564,14 +529,17 @@ def test_records_after_a_torn_one_can_be_read(job, target):
     assert not before & copied.stripes
 
 
+def change_line(path: Path, number: int, change: Callable[[bytes], bytes]) -> None:
+    lines = path.read_bytes().split(b"\n")
+    lines[number] = change(lines[number])
+    path.write_bytes(b"\n".join(lines))
+
+
 @OF_SPLIT
 def test_damaged_record(job, target):
     """Those after it are not trusted."""
     interrupt(job, target, 3)
-    path = journal_of(target)
-    lines = path.read_bytes().split(b"\n")
-    lines[3] = lines[3].replace(b"stripe", b"strike")
-    path.write_bytes(b"\n".join(lines))
+    change_line(journal_of(target), 3, lambda line: line.replace(b"stripe", b"strike"))
     _, copied = resume(job, target)
     assert len({0, 1, 2} - copied.stripes) <= 1
 
@@ -586,10 +554,7 @@ def test_damaged_record(job, target):
 )
 def test_journal_that_cannot_be_read(job, target, line, text, message):
     interrupt(job, target, 3)
-    path = journal_of(target)
-    lines = path.read_bytes().split(b"\n")
-    lines[line] = text
-    path.write_bytes(b"\n".join(lines))
+    change_line(journal_of(target), line, lambda _: text)
     refused(job, target, message)
     check_done(job.call(target), job, target)
 
@@ -637,26 +602,11 @@ def test_overwrite(job, target):
     assert not before & copied.stripes
 
 
-def test_two_runs_at_once(job, target, monkeypatch):
+def test_two_runs_at_once(job, target):
     interrupt(job, target, 3)
-    is_writing, may_go_on = threading.Event(), threading.Event()
-    copy_stripe = CopyJob.copy_stripe
-
-    def wait_then_pass(*arguments: Any) -> None:
-        is_writing.set()
-        assert may_go_on.wait(60)
-        copy_stripe(*arguments)
-
-    monkeypatch.setattr(CopyJob, "copy_stripe", wait_then_pass)
-    first = threading.Thread(target=job.function, args=(job.source, target), kwargs={"resume": True})
-    first.start()
-    assert is_writing.wait(60)
-    try:
-        with pytest.raises(OutputError, match="result: another run is writing it"):
-            job.function(job.source, target, resume=True)
-    finally:
-        may_go_on.set()
-        first.join()
+    first = writing(lambda: job.function(job.source, target, resume=True))
+    with first, pytest.raises(OutputError, match="result: another run is writing it"):
+        job.function(job.source, target, resume=True)
     check_done(Result(0, "", ""), job, target)
 
 

@@ -1109,15 +1109,13 @@ def refuse_locks(*_: object) -> None:
 
 def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Change a source during split, after its files are open and before the first byte is copied."""
-    from shardconv.checkpoint.operations import split_writing as module  # noqa: PLC0415 - for this input only
-
-    copy = module.copy_files
+    copy = CopyJob.run
 
     def change_first(*arguments: Any, **options: Any) -> Any:
         change()
         return copy(*arguments, **options)
 
-    patch.setattr(module, "copy_files", change_first)
+    patch.setattr(CopyJob, "run", change_first)
 
 
 def verify(case: Case, source: Path, place: Path, _: Path, __: Any) -> Found:

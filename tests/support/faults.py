@@ -6,7 +6,9 @@ The fixtures that make the jobs are in tests/checkpoint/conftest.py.
 import errno
 import itertools
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,6 +106,29 @@ def interrupt(job: Job, target: Path, num_stripes: int, *options: str) -> Result
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, num_stripes))
         return job.call(target, "--resume", "--threads", "1", *options)
+
+
+@contextmanager
+def writing(run: Callable[[], object]) -> Iterator[None]:
+    """Run a command in another thread, which does not copy anything before the end of this context."""
+    is_writing, may_go_on = threading.Event(), threading.Event()
+    copy_stripe = CopyJob.copy_stripe
+
+    def wait_then_pass(*arguments: Any) -> None:
+        is_writing.set()
+        assert may_go_on.wait(60)
+        copy_stripe(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", wait_then_pass)
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert is_writing.wait(60)
+            yield
+        finally:
+            may_go_on.set()
+            thread.join()
 
 
 def refuse_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -141,6 +141,22 @@ def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -
     return [*stripes, tuple(open_stripe)] if open_stripe else stripes
 
 
+def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> list[Stripe]:
+    """The stripes without the ranges of which no shard holds a byte; the same stripes if there are shards of all ranks.
+
+    Args:
+        stripes: of the full tensors.
+        tensors: the shards of each tensor.
+    """
+    return [tuple(_held(stripe, tensors)) for stripe in stripes]
+
+
+def _held(stripe: Stripe, tensors: Sequence[Shards]) -> Iterator[Span]:
+    for span in stripe:
+        for start, stop in tensors[span.tensor].geometry.held(span.start, span.stop):
+            yield Span(span.tensor, start, stop)
+
+
 def spread(count: int, threads: int) -> Iterator[int]:
     """The numbers below ``count``, ordered such that ``threads`` consecutive ones are far apart.
 

@@ -7,20 +7,16 @@ from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
-from shardconv.checkpoint.operations.rewrite import Rewrite
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.journal import check_resume
-from shardconv.checkpoint.output.remote_output import writes_remote
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
 from shardconv.checkpoint.sources.remote import reads_remote
-from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import SplitFolder, check_readable
-from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
-from shardconv.files.fileio import create, permissions
+from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders, find_folders, read_folders
+from shardconv.files.fileio import permissions
 from shardconv.files.header import Header, build_header
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
@@ -64,10 +60,9 @@ class MergeReport:
 
 
 @reads_remote("src")
-@writes_remote
-def merge(
+def merge(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Sequence[StrPath],
-    dst: StrPath | None = None,
+    dst: StrPath | Destination | None = None,
     *,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -86,14 +81,9 @@ def merge(
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
             source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
             file or a folder like the source.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: check everything that does not require reading the data, but write nothing; an existing checkpoint at
-            ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
@@ -103,54 +93,60 @@ def merge(
             that of the same arguments.
     """
     began = time.perf_counter()
-    check_resume(resume=resume, dry_run=dry_run)
-    split, source = _read(src, source_layout)
-    folder, manifest = split.first, split.manifest
-    target = local_path(dst) if dst is not None else _default_target(folder, manifest)
-    is_folder = _is_folder(target)
-    adapters = {name: read_folders([one.path / ADAPTERS / name for one in split.folders]) for name in manifest.adapters}
+    how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
+    given = find_destination(dst, resume=resume)
+    split = _read(src, source_layout)
+    manifest, adapters = split.manifest, split.adapters()
+    destination = given or LocalDestination(_default_target(split.first, manifest))
+    is_folder = _is_folder(destination)
     if adapters and not is_folder:
         raise UsageError(
-            f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
+            f"{destination}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
         )
     headers = _headers(manifest, one_file=not is_folder)
     equals_source = not manifest.derived and list(headers.values()) == [header for _, header in manifest.source_files]
-    rewrite = Rewrite(
-        manifest, folder, target, is_folder=is_folder, source=source, overwrite=overwrite, resume=resume,
-        threads=threads, progress=progress,
-        added_files=tuple(name for one in adapters.values() for name in _merged_names(folder, one)),
-        folders=split.folders,
+    writer = CheckpointWriter(
+        destination, how, _auxiliary(split) if is_folder else AuxiliaryFiles(), like=split.first, is_folder=is_folder,
+        added_files=tuple(name for one in adapters.values() for name in _merged_names(split.first, one)),
+        added_bytes=sum(header.file_bytes for one in adapters.values() for _, header in one.manifest.source_files),
     )  # fmt: skip
-    exists = rewrite.check(dry_run=dry_run)
-    for one in adapters.values() if dry_run else ():
-        check_readable(one.manifest, one.folders)
-    resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
+    exists = writer.check(split.paths)
+    for one in (split, *adapters.values()) if dry_run else ():
+        one.check_readable()
+    names = tuple(headers) if is_folder else (destination.path.name,)
+    resumed_bytes = 0 if dry_run else _write(writer, split, dict(zip(names, headers.values(), strict=True)), adapters)
     return MergeReport(
-        path=shown(target),
-        files=tuple(headers) if is_folder else (target.name,),
+        path=str(destination),
+        files=names,
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),
         is_identical=None if equals_source and manifest.checksums is None else equals_source,
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        notes=(*(() if source is None else source.assumed), *_adapter_notes(adapters)),
+        notes=(*(() if split.source is None else split.source.assumed), *_adapter_notes(adapters)),
         derived=manifest.derived,
         adapters=manifest.adapters,
         resumed_bytes=resumed_bytes,
     )
 
 
-def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[SplitFolders, Source | None]:
-    """Read a split checkpoint; or open rank files of another tool as a source, with a manifest of one full rank."""
+def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> SplitFolders:
+    """Read a split checkpoint, or rank files of another tool."""
     folders, source = find_folders(src, source_layout)
     if source is None:
-        return read_folders(folders), None
+        return read_folders(folders)
     source = replace(source, assumed=(*source.assumed, *check_shapes(source)))
-    replicated = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge", ""))
-    plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, replicated), RuleSet("merge", ()))
+    full = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge to full tensors", "*"))
+    plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, full), RuleSet("merge", ()))
     manifest = Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False)
-    return SplitFolders(manifest, (SplitFolder(folders[0], manifest),)), source
+    return as_folders(folders[0], manifest, source)
+
+
+def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
+    if split.source is not None:
+        return AuxiliaryFiles.of_source(split.source)
+    return AuxiliaryFiles.of_split(split.manifest, split.first)
 
 
 def _default_target(folder: Path, manifest: Manifest) -> Path:
@@ -158,13 +154,14 @@ def _default_target(folder: Path, manifest: Manifest) -> Path:
     return Path(name if manifest.is_folder else f"{name}.safetensors")
 
 
-def _is_folder(target: Path) -> bool:
+def _is_folder(destination: Destination) -> bool:
     """Whether a folder is written, by the name of the destination; refuses names of weight files in other formats."""
+    target = destination.path
     if target.suffix == ".safetensors":
         return False
     if is_weights(target.name):
         raise UsageError(
-            f"{target}: has the suffix of a weight file that merge does not write (got {target.suffix}, expected "
+            f"{destination}: has the suffix of a weight file that merge does not write (got {target.suffix}, expected "
             f".safetensors for one file, or a folder): change -o"
         )
     return True
@@ -191,18 +188,17 @@ def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:
         yield from (f"adapter {name}: {phrase}" for phrase in adapter.manifest.derived)
 
 
-def _write(rewrite: Rewrite, headers: dict[str, Header], adapters: Mapping[str, SplitFolders]) -> int:
+def _write(
+    writer: CheckpointWriter, split: SplitFolders, headers: Mapping[str, Header], adapters: Mapping[str, SplitFolders]
+) -> int:
     """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest = rewrite.manifest
-    names = list(headers) if rewrite.is_folder else [rewrite.target.name]
-    layout = lay_out_source(list(headers.values()), manifest.tensors)
-    added_bytes = sum(header.file_bytes for one in adapters.values() for _, header in one.manifest.source_files)
-    with rewrite.run(settings_of("merge", manifest), names, layout, added_bytes=added_bytes) as staged:
+    manifest = split.manifest
+    weights = Weights([*headers], lay_out_source([*headers.values()], manifest.tensors), manifest.stripes)
+    reader, inputs = split.open()
+    read = split.manifests(MANIFEST_NAME)
+    with writer.writing(reader, inputs, weights, settings_of("merge", manifest), read) as staged:
         for name, adapter in adapters.items():
-            paths = [one.path for one in adapter.folders]
-            merge(paths, staged.folder / ADAPTERS / name, threads=rewrite.threads)
-        if rewrite.is_folder and manifest.index is not None:
-            name, text = manifest.index
-            with create(staged.folder / name, permissions([rewrite.folder / MANIFEST_NAME])) as file:
-                file.write(text.encode())
+            merge(adapter.paths, staged.inner(f"{ADAPTERS}/{name}"), threads=writer.options.threads)
+        if writer.is_folder and manifest.index is not None:
+            staged.write(*manifest.index, permissions([split.first / MANIFEST_NAME]))
     return staged.resumed_bytes

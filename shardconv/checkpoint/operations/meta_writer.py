@@ -4,19 +4,19 @@ The files have the placements of the plan, with Meta's names and Meta's order of
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader, Shards, split_into_stripes
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Reader, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry
-from shardconv.checkpoint.output.journal import Journal
-from shardconv.checkpoint.output.write import check_config, copy_files, stage_copy, write_auxiliary
+from shardconv.checkpoint.output.job import Job
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
-from shardconv.files.fileio import InputFiles, create, permissions
+from shardconv.files.fileio import InputFiles, permissions
 from shardconv.files.header import num_bytes
 from shardconv.files.torch_archive import TorchArchive
 from shardconv.files.weight_formats import CONFIG_NAME
@@ -201,25 +201,16 @@ def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> 
 
 
 def write_meta(
-    source: Source,
-    files: MetaFiles,
-    target: Path,
-    make_journal: Callable[..., Journal] | None,
-    *,
-    overwrite: bool,
-    threads: int | None,
-    progress: Progress | None,
+    writer: CheckpointWriter, *, source: Source, files: MetaFiles, settings: Job, read: Iterable[Path]
 ) -> int:
     """Write Meta's rank files and the auxiliary files of a source.
 
     Args:
+        writer: the writer of the checkpoint.
         source: the source.
         files: the rank files.
-        target: the folder to write.
-        make_journal: as :func:`~shardconv.checkpoint.output.job.journal_of`, with settings; None to keep no journal.
-        overwrite: replace an existing checkpoint at ``target``.
-        threads: number of threads, or None for the default.
-        progress: called with the number of copied bytes and the total.
+        settings: the command and its options.
+        read: all files that the result follows from.
 
     Returns:
         Bytes of full tensors that an interrupted run had written.
@@ -230,27 +221,15 @@ def write_meta(
     """
     reader, inputs = _open(source, files)
     stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
-    with (
-        inputs,
-        stage_copy(
-            source,
-            target,
-            num_bytes=sum(files.file_bytes),
-            added=PARAMS_NAME,
-            overwrite=overwrite,
-            journal=(journal := make_journal and make_journal(reader, inputs, files.names, files)),
-        ) as folder,
-    ):
-        paths = [folder / name for name in files.names]
-        copy_files(reader, inputs, paths, files, stripes, journal=journal, threads=threads, progress=progress)
-        files.finish(folder)
-        kept = {name: path for name, path in source.auxiliary_files.items() if name != PARAMS_NAME}
-        write_auxiliary(replace(source, auxiliary_files=kept), folder)
-        check_config(source, folder)
+    auxiliary = writer.auxiliary
+    copied = {name: path for name, path in auxiliary.copied.items() if name != PARAMS_NAME}
+    writer = replace(writer, auxiliary=replace(auxiliary, copied=copied))
+    with writer.writing(reader, inputs, Weights(files.names, files, stripes), settings, read) as staged:
+        files.finish(staged.path)
         config = source.auxiliary_files.get(CONFIG_NAME)
-        with create(folder / PARAMS_NAME, 0o666 if config is None else permissions([config])) as file:
-            file.write((json.dumps(files.params, indent=2) + "\n").encode())
-    return 0 if journal is None else journal.resumed_bytes
+        mode = 0o666 if config is None else permissions([config])
+        staged.write(PARAMS_NAME, json.dumps(files.params, indent=2) + "\n", mode)
+    return staged.resumed_bytes
 
 
 def _open(source: Source, files: MetaFiles) -> tuple[Reader, InputFiles]:

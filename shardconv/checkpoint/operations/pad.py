@@ -8,17 +8,15 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader
-from shardconv.checkpoint.output.destination import check_disjoint, check_target
-from shardconv.checkpoint.output.job import journal_of, settings_of
-from shardconv.checkpoint.output.journal import Journal, check_resume
-from shardconv.checkpoint.output.remote_output import writes_remote
-from shardconv.checkpoint.output.write import copy_auxiliary, copy_files, stage_copy
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
+from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.job import settings_of
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.remote import reads_remote
@@ -27,9 +25,8 @@ from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, with_files, write_padding
-from shardconv.files.fileio import InputFiles, create, permissions
+from shardconv.files.fileio import permissions
 from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
@@ -96,8 +93,7 @@ class _Planned:
 
 
 @reads_remote("src", contents=True)
-@writes_remote
-def pad(
+def pad(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath,
     dst: StrPath | None = None,
     *,
@@ -120,15 +116,11 @@ def pad(
         tp: the tensor parallel size that heads and widths are padded for.
         vocab_multiple: also pad the vocabulary to a multiple of this, for engines that cannot shard it otherwise. The
             logits of padding are zero, not minus infinity.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
         check: called with the new config and the padded tensors before anything is written; raises to refuse them.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SourceError: if the source cannot be read, or does not have a config.json.
@@ -138,19 +130,16 @@ def pad(
             that of the same arguments.
     """
     began = time.perf_counter()
-    check_resume(resume=resume, dry_run=dry_run)
+    how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
+    given = find_destination(dst, resume=resume)
     source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
-    check_disjoint(target, (source.path, *source.paths, *source.auxiliary_files.values()))
-    names = [*source.auxiliary_files, PADDING_NAME]
-    exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
-    resumed_bytes = 0
-    if not dry_run:
-        write = partial(_write, source, planned, target, overwrite=overwrite, resume=resume)
-        resumed_bytes = write(threads=threads, progress=progress)
+    destination = given or LocalDestination(Path(f"{source.name}-pad{tp}"))
+    writer = _writer(source, planned.config, destination, how)
+    exists = writer.check((source.path, *source.paths, *source.auxiliary_files.values()))
+    resumed_bytes = 0 if dry_run else _write(writer, source, planned)
     return PadReport(
-        path=shown(target),
+        path=str(destination),
         tp=tp,
         family=str(planned.manifest.plan.family),
         num_tensors=len(planned.manifest.tensors),
@@ -202,68 +191,38 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
     if check is not None:
         check(config, padded)
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
-    others = {name: "" for name in source.auxiliary_files if name != CONFIG_NAME}
-    return _Planned(config, with_files(replace(manifest, auxiliary_files=others)), changes, padding)
+    return _Planned(config, with_files(manifest), changes, padding)
 
 
-def _write(
-    source: Source,
-    planned: _Planned,
-    target: Path,
-    *,
-    overwrite: bool,
-    resume: bool,
-    threads: int | None,
-    progress: Progress | None,
-) -> int:
+def _writer(
+    source: Source, config: Mapping[str, object], destination: Destination, options: WriteOptions
+) -> CheckpointWriter:
+    """The writer of a checkpoint with the auxiliary files of a source, but another config."""
+    copied = {name: path for name, path in source.auxiliary_files.items() if name != CONFIG_NAME}
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    made = {CONFIG_NAME: NewText(text, permissions([source.auxiliary_files[CONFIG_NAME]]))}
+    auxiliary = AuxiliaryFiles(copied, made)
+    return CheckpointWriter(destination, options, auxiliary, like=source.path, added_files=(PADDING_NAME,))
+
+
+def _write(writer: CheckpointWriter, source: Source, planned: _Planned) -> int:
     """Write the padded checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest = planned.manifest
+    manifest, layout = planned.manifest, planned.manifest.rank_layout
+    config_path = source.auxiliary_files[CONFIG_NAME]
+    original = _text_of(config_path, source.config)
+    weights = Weights(manifest.rank_files, layout, manifest.stripes, lambda _: layout.prefixes)
     reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-    total = sum(manifest.rank_layout.file_bytes)
-    journal_for = partial(journal_of, settings_of("pad", manifest), read=source.auxiliary_files.values(), resume=resume)
-    with (
-        inputs,
-        stage_copy(
-            source,
-            target,
-            num_bytes=total,
-            added=PADDING_NAME,
-            overwrite=overwrite,
-            journal=(journal := journal_for(reader, inputs, manifest.rank_files, manifest.rank_layout)),
-        ) as stage,
-    ):
-        _write_files(source, planned, reader, inputs, stage, journal, threads=threads, progress=progress)
-    return journal.resumed_bytes
-
-
-def _write_files(
-    source: Source,
-    planned: _Planned,
-    reader: Reader,
-    inputs: InputFiles,
-    folder: Path,
-    journal: Journal,
-    *,
-    threads: int | None,
-    progress: Progress | None,
-) -> None:
-    manifest = planned.manifest
-    layout = manifest.rank_layout
-    config_mode = permissions([source.auxiliary_files[CONFIG_NAME]])
-    original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
-    stripe_checksums = copy_files(
-        reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
-        identify=lambda _: layout.prefixes, journal=journal, threads=threads, progress=progress,
-    )  # fmt: skip
-    assert stripe_checksums is not None
-    copied = copy_auxiliary({name: source.auxiliary_files[name] for name in manifest.auxiliary_files}, folder)
-    with create(folder / CONFIG_NAME, config_mode) as file:
-        file.write((json.dumps(planned.config, indent=2, ensure_ascii=False) + "\n").encode())
-    if manifest.index is not None:
-        with create(folder / manifest.index[0], inputs.mode) as file:
-            file.write(with_total_size(manifest.index[1], planned.num_bytes).encode())
-    mode = inputs.mode & config_mode  # the manifest contains the config
-    write_padding(replace(manifest, auxiliary_files=copied), stripe_checksums, original, folder, mode=mode)
+    read = source.auxiliary_files.values()
+    with writer.writing(reader, inputs, weights, settings_of("pad", manifest), read) as staged:
+        assert staged.checksums is not None
+        if manifest.index is not None:
+            name, text = manifest.index
+            staged.write(name, with_total_size(text, planned.num_bytes), staged.mode)
+        copied = {name: one for name, one in staged.auxiliary_files.items() if name != CONFIG_NAME}
+        written = replace(manifest, auxiliary_files=copied)
+        mode = staged.mode & permissions([config_path])  # the manifest contains the config
+        write_padding(written, staged.checksums, original, staged.path, mode=mode)
+    return staged.resumed_bytes
 
 
 def _text_of(path: Path, expected: dict[str, object] | None) -> str:

@@ -1,32 +1,28 @@
 """Reshard a split checkpoint for another tensor parallel size or layout, without its source and without a merge."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import structs
 
-from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, MANIFEST_NAME
-from shardconv.checkpoint.operations.rewrite import Rewrite
 from shardconv.checkpoint.operations.split import SplitReport, split
+from shardconv.checkpoint.operations.split_writing import finish_split
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.journal import check_resume
-from shardconv.checkpoint.output.remote_output import is_remote, writes_remote
-from shardconv.checkpoint.output.write import write_indexes
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, request_for
 from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import write_manifest
-from shardconv.checkpoint.split.split_folders import find_folders, read_folders
+from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
 from shardconv.files.fileio import permissions
 from shardconv.files.header import total_bytes
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import LAYOUTS, META
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
@@ -75,10 +71,9 @@ class ReshardReport:
 
 
 @reads_remote("src")
-@writes_remote
-def reshard(
+def reshard(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Sequence[StrPath],
-    dst: StrPath | None = None,
+    dst: StrPath | Destination | None = None,
     *,
     tp: int,
     layout: str | None = None,
@@ -108,14 +103,9 @@ def reshard(
             split checkpoint.
         max_file_size: as in :func:`~shardconv.split`; defaults to that of the split checkpoint. A size that no rank
             reaches gives one file per rank.
-        overwrite: replace an existing checkpoint at ``dst``.
-        checksums: store checksums, unless the split checkpoint has none.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
@@ -127,41 +117,45 @@ def reshard(
             that of the same arguments.
     """
     began = time.perf_counter()
-    check_resume(resume=resume, dry_run=dry_run)
+    how = WriteOptions(
+        overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress, checksums=checksums
+    )
+    given = find_destination(dst, resume=resume)
     paths, source = find_folders(src, source_layout)
     if source is not None:
         saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
         layout = layout or (source.layout if saved_for else None) or NATIVE.name
         engine = engine or (None if layout == DCP.name else saved_for)
         report = split(
-            source, dst, tp=tp, layout=layout, max_file_size=max_file_size, engine=engine, pad=pad,
+            source, given, tp=tp, layout=layout, max_file_size=max_file_size, engine=engine, pad=pad,
             overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
             progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
-    old, folders = found = read_folders(paths)
-    folder = found.first
+    found = read_folders(paths)
+    old = found.manifest
     if layout == META:
-        merged, given = old.source_name + "-merged", " ".join(map(str, paths))
+        merged, folders = old.source_name + "-merged", " ".join(map(str, paths))
         raise UsageError(
-            f"{given}: layout meta is written from a source, and not from a split checkpoint: shardconv merge {given} "
-            f"-o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
+            f"{folders}: layout meta is written from a source, and not from a split checkpoint: shardconv merge "
+            f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
         )
-    checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
-    name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
-    target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
-    is_identified = checksums and not is_remote(target)
+    how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
+    name = found.first.resolve().name.removesuffix(f"-tp{old.tp}")
+    destination = given or LocalDestination(Path(f"{name}-tp{tp}"))
+    is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=is_identified)
-    rewrite = Rewrite(
-        old, folder, target, overwrite=overwrite, resume=resume, threads=threads, progress=progress, folders=folders
-    )  # fmt: skip
-    exists = rewrite.check(dry_run=dry_run)
-    for name in old.adapters:
-        adapter = read_folders([one.path / ADAPTERS / name for one in folders]).manifest
-        _plan_reshard(adapter, tp, None, None, None, int(pad), checksums=checksums)
-    resumed_bytes = 0 if dry_run else _write(rewrite, new, checksums=checksums)
+    auxiliary = AuxiliaryFiles.of_split(old, found.first)
+    writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
+    exists = writer.check(found.paths)
+    adapters = found.adapters()
+    for adapter in adapters.values():
+        _plan_reshard(adapter.manifest, tp, None, None, None, int(pad), checksums=how.checksums)
+    if dry_run:
+        found.check_readable()
+    resumed_bytes = 0 if dry_run else _write(writer, found, new, adapters)
     return ReshardReport(
-        path=shown(target),
+        path=str(destination),
         old_tp=old.tp,
         tp=tp,
         old_layout=old.layout.name,
@@ -227,16 +221,16 @@ def _plan_reshard(
     return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)
 
 
-def _write(rewrite: Rewrite, new: Manifest, *, checksums: bool) -> int:
+def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters: Mapping[str, SplitFolders]) -> int:
     """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    old, folder = rewrite.manifest, rewrite.folder
-    settings, identify = settings_of("reshard", new), new.prefixes_with if checksums else None
-    with rewrite.run(settings, new.rank_files, new.rank_layout, identify=identify) as staged:
-        for name in old.adapters:
-            paths = [one.path / ADAPTERS / name for one in rewrite.folders]
-            reshard(paths, staged.folder / ADAPTERS / name, tp=new.tp, checksums=checksums, threads=rewrite.threads)
-        mode = permissions([folder / MANIFEST_NAME])
-        write_indexes(new, staged.folder, staged.mode)
-        written = new.written(staged.checksums, staged.auxiliary_files)
-        write_manifest(written, staged.folder, f"shardconv {__version__}", mode=mode)
+    identify = new.prefixes_with if writer.options.checksums else None
+    weights = Weights(new.rank_files, new.rank_layout, old.manifest.stripes, identify)
+    manifests = old.manifests(MANIFEST_NAME)
+    reader, inputs = old.open()
+    with writer.writing(reader, inputs, weights, settings_of("reshard", new), manifests) as staged:
+        options = writer.options
+        for name, adapter in adapters.items():
+            inner = staged.inner(f"{ADAPTERS}/{name}")
+            reshard(adapter.paths, inner, tp=new.tp, checksums=options.checksums, threads=options.threads)
+        finish_split(staged, new, staged.checksums, permissions(manifests[:1]))
     return staged.resumed_bytes

@@ -5,25 +5,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.operations.split_sources import plan_sources
-from shardconv.checkpoint.operations.split_writing import SplitWriting
-from shardconv.checkpoint.output.destination import check_disjoint, check_target
-from shardconv.checkpoint.output.job import journal_of, settings_of
-from shardconv.checkpoint.output.journal import check_resume
-from shardconv.checkpoint.output.remote_output import is_remote, refuse_remote, writes_remote
+from shardconv.checkpoint.operations.split_writing import write_split, writer_of
+from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
+from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
 from shardconv.layouts import META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
@@ -78,10 +76,9 @@ class SplitReport:
 
 
 @reads_remote("src")
-@writes_remote
-def split(
+def split(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath | Source,
-    dst: StrPath | None = None,
+    dst: StrPath | Destination | None = None,
     *,
     tp: int,
     ranks: Ranks = None,
@@ -113,8 +110,6 @@ def split(
         adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
             ``adapters/NAME`` of ``dst``.
         merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
-        overwrite: replace an existing checkpoint at ``dst``.
-        checksums: store checksums, which verify and merge check.
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
             folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
@@ -125,13 +120,10 @@ def split(
         max_file_size: maximum bytes of a rank file, as a number or such as "5GB"; larger ones become several files with
             an index. A tensor is never divided over files, so one that is larger has a file of its own. By default
             each rank has one file. Not for layout meta.
-        dry_run: plan and check, but write nothing; an existing checkpoint at ``dst`` is not an error.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
         team: the processes that write the checkpoint together; None for this one alone.
         options: how the source is read and planned, see :class:`PlanOptions`.
+        overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SourceError: if the source cannot be read, changes during the split, or has an element that is too large for
@@ -145,34 +137,29 @@ def split(
             that of the same arguments.
     """
     began = time.perf_counter()
-    check_resume(resume=resume, dry_run=dry_run, checksums=checksums)
+    how = WriteOptions(
+        overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress, checksums=checksums
+    )
+    if resume and not checksums:
+        raise UsageError("--resume compares what is on the disk with checksums: remove --no-checksums")
     chosen = choose_ranks(ranks, tp)
+    given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
-    _check_team(team, target, resume=resume)
+    destination = given or LocalDestination(Path(f"{source.name}-tp{tp}"))
+    _check_team(team, destination, resume=resume)
     if layout == META:
-        refuse_remote(target, "layout meta")
         is_whole = len(chosen) == tp and team.size == 1
-        output = _meta_output(planned, tp, of_adapters, max_file_size, is_whole=is_whole)
+        output = _meta_output(planned, tp, of_adapters, max_file_size, destination, is_whole=is_whole)
     else:
-        is_identified = checksums and not is_remote(target)
+        is_identified = checksums and not destination.is_remote
         output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
-    check_disjoint(target, [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
-    exists = check_target(
-        target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=source.auxiliary_names,
-        ranks=chosen,
-    )  # fmt: skip
-    resumed_bytes = 0
-    if not dry_run:
-        job = SplitWriting(
-            overwrite=overwrite, checksums=checksums, resume=resume, read=planned.paths, threads=threads,
-            progress=progress, team=team,
-        )  # fmt: skip
-        resumed_bytes = output.write(target, job)
+    writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=output.adapters)
+    exists = writer.check([*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
+    resumed_bytes = 0 if dry_run else output.write(writer)
     held = team.folder_ranks(chosen)
     return SplitReport(
-        path=shown(target),
+        path=str(destination),
         tp=tp,
         family=output.plan.family,
         layout=layout,
@@ -193,22 +180,14 @@ def split(
     )
 
 
-def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks: tuple[int, ...]) -> Manifest:
-    resolver, assumed = planned.resolution
-    plan = resolver.plan(tp, assumed=assumed)
-    return Manifest.of_source(
-        planned.source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
-    )
-
-
-def _check_team(team: Team, target: Path, *, resume: bool) -> None:
+def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
     """Refuse what several processes cannot do together."""
     if team.size == 1:
         return
     if resume:
         raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
-    if is_remote(target):
-        raise UsageError(f"{target}: several processes write one URL (got {team.size}): start one process")
+    if destination.is_remote:
+        raise UsageError(f"{destination}: several processes write one URL (got {team.size}): start one process")
 
 
 class _Output(NamedTuple):
@@ -218,13 +197,15 @@ class _Output(NamedTuple):
         plan: the plan.
         rank_bytes: bytes of each rank's files.
         files_per_rank: number of files of each rank.
-        write: writes it to a folder, and returns the bytes that an interrupted run had written.
+        write: writes it, and returns the bytes that an interrupted run had written.
+        adapters: the adapters in it.
     """
 
     plan: Plan
     rank_bytes: tuple[int, ...]
     files_per_rank: int
-    write: Callable[[Path, SplitWriting], int]
+    write: Callable[[CheckpointWriter], int]
+    adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({})
 
 
 def _meta_output(
@@ -232,10 +213,15 @@ def _meta_output(
     tp: int,
     adapters: Mapping[str, PlannedSource],
     max_file_size: int | str | None,
+    destination: Destination,
     *,
     is_whole: bool,
 ) -> _Output:
     """The files of layout meta."""
+    if destination.is_remote:
+        raise UsageError(
+            f"{destination}: is a URL, and layout meta is only written to local folders: upload it afterwards"
+        )
     if not is_whole:
         raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
     if max_file_size is not None:
@@ -246,15 +232,9 @@ def _meta_output(
     check_meta(source, tp)
     plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
-
-    def write(target: Path, job: SplitWriting) -> int:
-        manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
-        settings = settings_of("split", manifest) | {"layout": META}
-        journal = partial(journal_of, settings, read=job.read, resume=job.resume) if job.checksums else None
-        return write_meta(
-            source, files, target, journal, overwrite=job.overwrite, threads=job.threads, progress=job.progress
-        )
-
+    manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
+    settings = settings_of("split", manifest) | {"layout": META}
+    write = partial(write_meta, source=source, files=files, settings=settings, read=planned.paths)
     return _Output(plan, tuple(files.file_bytes), 1, write)
 
 
@@ -278,11 +258,13 @@ def _output(
         adapters=tuple(adapters), ranks=ranks,
     )  # fmt: skip
     nested = {
-        name: (one.source, _adapter_manifest(one, tp, checksums=checksums, ranks=ranks))
+        name: (
+            one.source,
+            Manifest.of_source(
+                one.source, one.plan(tp), one.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
+            ),
+        )
         for name, one in adapters.items()
     }
-
-    def write(target: Path, job: SplitWriting) -> int:
-        return job.write(source, manifest, target, nested)
-
-    return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)
+    write = partial(write_split, source=source, manifest=manifest, adapters=nested, read=planned.paths)
+    return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write, nested)

@@ -1,21 +1,21 @@
 """Restore the source of a padded checkpoint, byte for byte."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import lay_out_source
-from shardconv.checkpoint.operations.rewrite import Rewrite
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
+from shardconv.checkpoint.output.destination import LocalDestination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.journal import check_resume
-from shardconv.checkpoint.output.remote_output import writes_remote
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.remote import reads_remote
-from shardconv.checkpoint.split.padding_manifest import read_padding
-from shardconv.files.fileio import create, permissions
+from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, read_padding
+from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders
+from shardconv.files.fileio import permissions
 from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import CONFIG_NAME
 
 
@@ -38,8 +38,7 @@ class UnpadReport:
 
 
 @reads_remote("src", contents=True)
-@writes_remote
-def unpad(
+def unpad(  # noqa: D417 - WriteOptions has the descriptions
     src: StrPath,
     dst: StrPath | None = None,
     *,
@@ -54,12 +53,8 @@ def unpad(
     Args:
         src: the padded checkpoint.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-unpadded`` in the current folder.
-        overwrite: replace an existing checkpoint at ``dst``.
-        dry_run: check everything that does not require reading the data, but write nothing.
-        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
-            copied again. If this run fails, finished stripes are kept.
-        threads: number of threads; defaults to the number of processors, at most 8.
-        progress: called with the number of copied bytes and the total.
+        overwrite, dry_run, resume, threads, progress: how it is written, see
+            :class:`~shardconv.WriteOptions`.
 
     Raises:
         SplitCheckpointError: if the folder is not a padded checkpoint, or bytes differ from those that were written.
@@ -67,18 +62,21 @@ def unpad(
             that of the same arguments.
     """
     began = time.perf_counter()
-    check_resume(resume=resume, dry_run=dry_run)
+    how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
+    given = find_destination(dst, resume=resume)
     folder = local_path(src)
     manifest, config = read_padding(folder)
-    target = local_path(dst) if dst is not None else Path(f"{folder.resolve().name}-unpadded")
-    rewrite = Rewrite(
-        manifest, folder, target, added_files=(CONFIG_NAME,), overwrite=overwrite, resume=resume, threads=threads,
-        progress=progress,
-    )  # fmt: skip
-    exists = rewrite.check(dry_run=dry_run)
-    resumed_bytes = 0 if dry_run else _write(rewrite, config)
+    padded = as_folders(folder, manifest)
+    destination = given or LocalDestination(Path(f"{folder.resolve().name}-unpadded"))
+    auxiliary = AuxiliaryFiles.of_split(manifest, folder)
+    made = {CONFIG_NAME: NewText(config, permissions([folder / CONFIG_NAME]))}
+    writer = CheckpointWriter(destination, how, replace(auxiliary, made=made), like=folder)
+    exists = writer.check([folder])
+    if dry_run:
+        padded.check_readable()
+    resumed_bytes = 0 if dry_run else _write(writer, padded)
     return UnpadReport(
-        path=shown(target),
+        path=str(destination),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for _, header in manifest.source_files),
         seconds=time.perf_counter() - began,
@@ -89,14 +87,15 @@ def unpad(
     )
 
 
-def _write(rewrite: Rewrite, config: str) -> int:
+def _write(writer: CheckpointWriter, padded: SplitFolders) -> int:
     """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest = rewrite.manifest
+    manifest = padded.manifest
     names, headers = zip(*manifest.source_files, strict=True)
-    texts = {CONFIG_NAME: config} | dict([manifest.index] if manifest.index else [])
-    settings, layout = settings_of("unpad", manifest), lay_out_source(headers, manifest.tensors)
-    with rewrite.run(settings, names, layout, added_bytes=len(config)) as staged:
-        for name, text in texts.items():
-            with create(staged.folder / name, permissions([rewrite.folder / name])) as file:
-                file.write(text.encode())
+    weights = Weights(names, lay_out_source(headers, manifest.tensors), manifest.stripes)
+    reader, inputs = padded.open()
+    read = padded.manifests(PADDING_NAME)
+    with writer.writing(reader, inputs, weights, settings_of("unpad", manifest), read) as staged:
+        if manifest.index is not None:
+            name, text = manifest.index
+            staged.write(name, text, permissions([padded.first / name]))
     return staged.resumed_bytes

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.engine.held import held_stripes
+from shardconv.checkpoint.engine.copy import Progress, Reader, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.engine.shards import Comparer, ShardReader
+from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.operations.verify_external import (
     Differences,
     compare_sources,
@@ -17,7 +16,7 @@ from shardconv.checkpoint.operations.verify_external import (
     is_other_model,
     tensor_differences,
 )
-from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.remote import reads_remote
@@ -26,8 +25,14 @@ from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file, read_ranks
-from shardconv.checkpoint.split.split_folders import SplitFolders, local_folders, read_folders, refuse_layout
+from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file
+from shardconv.checkpoint.split.split_folders import (
+    SplitFolders,
+    as_folders,
+    local_folders,
+    read_folders,
+    refuse_layout,
+)
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.header import total_bytes
 from shardconv.files.paths import local_path
@@ -122,7 +127,7 @@ def verify(
         )
     if against is None:
         refuse_layout(folders, source_layout)
-    split = read_folders(folders) if len(folders) > 1 else _one_folder(folders[0])
+    split = read_folders(folders) if len(folders) > 1 else as_folders(folders[0], read_manifest(folders[0]))
     manifest, source = split.manifest, None
     if against is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
@@ -167,12 +172,6 @@ def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_l
     options = {"--ignore": ignore, "--follow-links": follow_links}
     if against is None and (option := next((name for name, given in options.items() if given), None)):
         raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
-
-
-def _one_folder(path: Path) -> SplitFolders:
-    """One folder, which may have some of the ranks."""
-    manifest = read_manifest(path)
-    return SplitFolders(manifest, (SplitFolder(path, manifest),))
 
 
 def _held(manifest: Manifest) -> tuple[int, ...]:
@@ -263,7 +262,7 @@ def _compare_ranks(
     """Compare the rank files with their checksums, and with a source that has the same tensors."""
     manifest = split.manifest
     try:
-        reader, inputs = read_ranks(manifest, split.folders, for_report=True)
+        reader, inputs = split.open(for_report=True)
     except IntegrityError as error:
         return _RankFiles(Differences([str(error)], is_damaged=True))
     is_compared = source is not None and source.specs == manifest.source_tensors
@@ -307,7 +306,7 @@ def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     ]
     if manifest.index != source.index:
         differences.append("the index differs from the source")
-    expected = auxiliary_checksums(source)
+    expected = AuxiliaryFiles.of_source(source).checksums()
     names = sorted((manifest.auxiliary_files.keys() | expected.keys()) - _replaced(manifest).keys())
     different = (name for name in names if expected.get(name) != manifest.auxiliary_files.get(name))
     return [*differences, *(f"{name}: differs from {source.path}" for name in different)]
@@ -319,7 +318,7 @@ def _replaced(manifest: Manifest) -> dict[str, str]:
 
 
 def _data_differences(
-    manifest: Manifest, reader: ShardReader, source: Source | None, *, threads: int | None, progress: Progress | None
+    manifest: Manifest, reader: Reader, source: Source | None, *, threads: int | None, progress: Progress | None
 ) -> Differences:
     stripes = held_stripes(manifest.stripes, reader.tensors)
     if source is None:

@@ -1,145 +1,235 @@
-"""Checks of destinations: only a checkpoint is replaced, only on request, and never the source."""
+"""Destinations of new checkpoints: a local path, a URL, or a folder of a checkpoint that is being written."""
 
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import NoReturn
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
-from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
-from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.files.storage.table import shown
-from shardconv.files.weight_formats import RANK_FILE
-from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
+from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, check_replaceable, is_occupied
+from shardconv.checkpoint.output.journal import Journal
+from shardconv.checkpoint.output.staging import as_output_errors, staged_folder, staging
+from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
+from shardconv.files import storage
+from shardconv.files.output_files import LocalOutputFiles, OutputFiles
+from shardconv.files.paths import local_path
+from shardconv.files.storage.url import Location, is_url, parse
+from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
+from shardconv.support.errors import OutputError, SourceError, UsageError
 
-_IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
-_IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
-_IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
+if TYPE_CHECKING:
+    from shardconv.files.storage.remote_output import RemoteOutput
+
+#: Why some stores are not written.
+_READ_ONLY = {
+    "hf": "commits are made by the Hub's own tools: write to a local folder, then hf upload ORGANIZATION/MODEL DIR",
+    "http": "uploads to web servers do not become visible as a whole: write to a local folder, s3://, gs:// or az://",
+}
 
 
-def check_destination(
-    path: Path,
-    *,
-    is_folder: bool,
-    overwrite: bool,
-    auxiliary_files: Collection[str] = (),
-    ranks: Sequence[int] | None = None,
-) -> None:
-    """Check that a destination may be written.
+class NewFolder(NamedTuple):
+    """A folder of a checkpoint that is being written.
+
+    Attributes:
+        path: the local folder for its files that are not weights, and for its weights if it is local.
+        create: creates files of known sizes in it, which threads write at any position; arguments as those of
+            :class:`~shardconv.files.output_files.LocalOutputFiles`.
+    """
+
+    path: Path
+    create: Callable[..., OutputFiles] = LocalOutputFiles
+
+
+class Destination(ABC):
+    """The place of a new checkpoint.
+
+    Attributes:
+        is_remote: whether files are written from the beginning to the end, and cannot be changed or continued. Their
+            headers come before the checksums are known, so they do not have the identity of a split checkpoint.
+        keeps_journal: whether an interrupted run can be continued.
+    """
+
+    is_remote = False
+    keeps_journal = False
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The path or the URL, as messages and reports have it."""
+
+    @property
+    @abstractmethod
+    def path(self) -> Path:
+        """The path; of a URL, its parts as a path."""
+
+    @abstractmethod
+    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+        """Check that a checkpoint may be written here; returns whether that replaces something.
+
+        Raises:
+            OutputError: if it would replace something that must not be replaced.
+            UsageError: if the destination overlaps with a source.
+        """
+
+    @abstractmethod
+    def writing(self, new: NewCheckpoint, journal: Journal | None) -> AbstractContextManager[NewFolder]:
+        """Provide the folder to write into, which becomes visible as a whole on exit, or not at all after an error.
+
+        For a checkpoint of one file, the file is created in this folder under the name of :attr:`path`.
+
+        Raises:
+            OutputError: if it would replace something that must not be replaced, or cannot be written.
+        """
+
+
+class LocalDestination(Destination):
+    """A path of this machine."""
+
+    keeps_journal = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    @property
+    def path(self) -> Path:
+        """See the base."""
+        return self._path
+
+    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+        """See the base."""
+        check_disjoint(str(self), self._path.resolve(), sources)
+        check_replaceable(self._path, new)
+        return is_occupied(self._path)
+
+    @contextmanager
+    def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
+        """See the base."""
+        with staging(self._path, new, journal) as folder:
+            yield NewFolder(folder)
+
+
+class RemoteDestination(Destination):
+    """A folder or a file in an object store: new files are uploaded while they are written.
+
+    Raises:
+        UsageError: if nothing can be written there.
+        OutputError: if it cannot be listed.
+    """
+
+    is_remote = True
+
+    def __init__(self, location: Location) -> None:
+        if reason := _READ_ONLY.get("http" if location.is_web else location.scheme):
+            raise UsageError(f"{location}: cannot be written: {reason}")
+        if location.file and not location.file.endswith(".safetensors"):
+            raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
+        self._location = location
+        try:
+            self._output: RemoteOutput = storage.remote_output.RemoteOutput(location)
+        except SourceError as error:
+            raise OutputError(str(error)) from None
+
+    def __str__(self) -> str:
+        return self._location.to(self._location.file or "").rstrip("/")
+
+    @property
+    def path(self) -> Path:
+        """See the base."""
+        return Path(str(self))
+
+    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+        """See the base."""
+        check_disjoint(str(self), self.path, sources)
+        with self._output.existing() as path:
+            check_replaceable(path, new)
+            return is_occupied(path)
+
+    @contextmanager
+    def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
+        """See the base."""
+        del journal
+        if new.is_folder and self._location.file:
+            raise UsageError(
+                f"{self._location}: ends with .safetensors (expected a folder): choose another path with -o"
+            )
+        with (
+            as_output_errors(str(self)),
+            self._output.writing(_completion_order, overwrite=new.overwrite) as folder,
+        ):
+            yield NewFolder(folder, self._output.create)
+
+
+class InnerDestination(Destination):
+    """A folder of a checkpoint that is being written, such as that of an adapter."""
+
+    def __init__(self, outer: NewFolder, name: str) -> None:
+        self._folder = outer._replace(path=outer.path / name)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """See the base."""
+        return self._folder.path
+
+    @property
+    def is_remote(self) -> bool:  # type: ignore[override] # a constant of the other classes
+        """See the base."""
+        return self._folder.create is not LocalOutputFiles
+
+    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+        """Do nothing: the outer folder is new."""
+        del new, sources
+        return False
+
+    @contextmanager
+    def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
+        """See the base."""
+        del journal
+        self.path.mkdir(new.mode | 0o700, parents=True)
+        yield self._folder
+
+
+@contextmanager
+def joined_folder(path: Path) -> Iterator[NewFolder]:
+    """Provide the folder that another process writes for a local destination.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    with as_output_errors(str(path)):
+        yield NewFolder(staged_folder(path))
+
+
+def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> Destination | None:
+    """The destination that a user passes as a path or a URL; None without one.
 
     Args:
-        path: the destination.
-        is_folder: whether a folder will be written.
-        overwrite: whether an existing checkpoint may be replaced.
-        auxiliary_files: names of the auxiliary files that will be written.
-        ranks: the ranks that will be written; None for a checkpoint that is not of some ranks.
+        dst: the path or the URL.
+        resume: whether an interrupted run is continued.
 
     Raises:
-        OutputError: if the destination must not be replaced.
+        UsageError: if nothing can be written there, or an upload is to be continued.
+        OutputError: if it cannot be listed.
     """
-    if not os.path.lexists(path):
-        return
-    got_folder = path.is_dir() and not path.is_symlink()
-    if got_folder and not any(path.iterdir()):
-        return
-    if got_folder != is_folder:
-        got, expected = ("folder", "file") if got_folder else ("link" if path.is_symlink() else "file", "folder")
-        raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
-    if not overwrite:
-        _refuse_other_ranks(path, ranks)
-    if got_folder:
-        _check_replaceable(path, auxiliary_files)
-    if not overwrite:
-        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
+    if dst is None or isinstance(dst, Destination):
+        return dst
+    if not is_url(dst):
+        return LocalDestination(local_path(dst))
+    location = parse(os.fspath(dst))
+    if resume:
+        raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove --resume")
+    return RemoteDestination(location)
 
 
-def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
-    """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
-    with suppress(SplitCheckpointError):
-        if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
-            raise OutputError(
-                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
-                f"choose another folder with -o, as merge, reshard and verify take several folders with some ranks each"
-            )
-
-
-def check_target(
-    path: Path,
-    *,
-    is_folder: bool,
-    overwrite: bool,
-    dry_run: bool,
-    auxiliary_files: Collection[str] = (),
-    ranks: Sequence[int] | None = None,
-) -> bool:
-    """Check a destination like :func:`check_destination`; a dry run does not require ``overwrite``.
-
-    Returns:
-        Whether the destination exists and requires ``overwrite``.
-    """
-    allow = overwrite or dry_run
-    check_destination(path, is_folder=is_folder, overwrite=allow, auxiliary_files=auxiliary_files, ranks=ranks)
-    got_folder = path.is_dir() and not path.is_symlink()
-    return os.path.lexists(path) and not (got_folder and not any(path.iterdir()))
-
-
-def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
-    """Check that a folder holds a checkpoint and nothing else."""
-    is_split = (folder / MANIFEST_NAME).is_file()
-    is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
-    is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
-    if not (is_split or is_merged or is_meta):
-        raise OutputError(
-            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o"
-        )
-    if is_split:
-        with suppress(SplitCheckpointError):
-            auxiliary_files = _split_files(folder)
-    weights = _IN_SPLIT if is_split else _IN_MERGED if is_merged else _IN_META
-    for name in _files(folder):
-        if name not in auxiliary_files and not weights.fullmatch(name):
-            raise OutputError(
-                f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
-            )
-
-
-def _split_files(folder: Path) -> list[str]:
-    """The auxiliary files of a split checkpoint, and all files of its adapters."""
-    manifest = read_manifest(folder)
-    found = [*manifest.auxiliary_files]
-    for path in manifest.adapter_folders(folder).values():
-        adapter = read_manifest(path)
-        names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
-        found += [(path / name).relative_to(folder).as_posix() for name in names]
-    return found
-
-
-def _files(folder: Path) -> Iterator[str]:
-    """The relative names of all files and links under a folder."""
-
-    def refuse(error: OSError) -> NoReturn:
-        raise OutputError(f"{error.filename}: cannot be read: {error.strerror}") from error
-
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(links + files))
-
-
-def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
-    """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
-
-    Raises:
-        UsageError: if they overlap.
-    """
-    destination = Path(shown(target.resolve()))
-    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
-        source = Path(text)
-        if destination == source:
-            raise UsageError(f"{target}: is the source: choose another path with -o")
-        if destination.is_relative_to(source):
-            raise UsageError(f"{target}: is in the source {text}: choose another path with -o")
-        if source.is_relative_to(destination):
-            raise UsageError(f"{target}: contains the source {text}: choose another path with -o")
+def _completion_order(name: str) -> int:
+    """The place of a file among those that make a folder a checkpoint; 0 for all others."""
+    file = PurePosixPath(name).name
+    if file in {MANIFEST_NAME, PADDING_NAME}:
+        return 2
+    return int(file == CONFIG_NAME or SAFETENSORS.lists(file))

@@ -1,25 +1,53 @@
-"""The identity of a copy: all that determines the bytes of the new files, so that no other run is continued."""
+"""The identity of a copy: all that determines the bytes of the new files, so that no other run is continued.
 
-from collections.abc import Iterable, Mapping, Sequence
+A run with ``--resume`` continues an interrupted one if both are the same job. If they are not, :func:`difference` names
+the first option or file that is another.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from msgspec import json, structs
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Reader, StripeState
-from shardconv.checkpoint.output.journal import Job, Journal
-from shardconv.checkpoint.output.write import NewFiles
 from shardconv.checkpoint.sources.sample import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.fileio import InputFiles, file_state
 from shardconv.files.storage.table import remote_file
 from shardconv.support.errors import UsageError
+from shardconv.support.formatting import exact_size
+
+#: Everything that determines the bytes of the new files, by names for messages.
+Job = dict[str, Any]
 
 #: Tensors whose values are sampled, as a file can change without another size or time.
 _NUM_SAMPLED = 64
 #: Tensors from one that is sampled to the next: a prime, so that they are of all kinds.
 _STEP = 104_729
+#: Setting of a job to the option that it is from.
+_OPTIONS = {
+    "tp": "--tp", "ranks": "--ranks", "layout": "--layout", "dtype": "--dtype", "maximum file size": "--max-file-size",
+    "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
+    "experts": "--experts", "engine": "--for", "pad": "--pad",
+}  # fmt: skip
+#: Command to the settings that are from its options; its other settings are those of its source.
+_CHOSEN = {
+    "split": {*_OPTIONS},
+    "reshard": {"tp", "layout", "maximum file size", "engine", "pad"},
+    "pad": {"pad"},
+    "merge": set[str](),
+    "unpad": set[str](),
+}
+#: Settings that follow from the options and the source, whose differences are named first.
+_DERIVED = {"plan", "sample of the source's values", "set of files"}
+#: Characters of a value in a message.
+_MAX_SHOWN = 100
+_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def settings_of(command: str, manifest: Manifest) -> Job:
@@ -36,48 +64,37 @@ def settings_of(command: str, manifest: Manifest) -> Job:
     }
 
 
-def journal_of(
-    settings: Job,
-    reader: Reader,
-    inputs: InputFiles,
-    names: Sequence[str],
-    layout: NewFiles,
-    *,
-    read: Iterable[Path] = (),
-    resume: bool,
-) -> Journal:
-    """The journal of a copy.
+def job_of(
+    settings: Job, reader: Reader, inputs: InputFiles, new_files: Iterable[tuple[str, int, bytes]], read: Iterable[Path]
+) -> Job:
+    """The job of a copy.
 
     Args:
         settings: the command and its options.
         reader: reads the full tensors.
         inputs: its files.
-        names: of the new weight files.
-        layout: of the new weight files.
+        new_files: name, bytes and first bytes of each new weight file.
         read: other files that the result follows from; folders are left out.
-        resume: see :class:`~shardconv.checkpoint.output.journal.Journal`.
 
     Raises:
         SourceError: if an input file cannot be read.
-        UsageError: if the run is to be continued, and a change of a remote file could not be detected.
     """
-    sources = [*inputs.paths, *(path for path in read if not path.is_dir())]
-    if resume:
-        _check_versions(sources)
-    new = zip(names, layout.file_bytes, layout.prefixes, strict=True)
-    job = {
+    return {
         **settings,
-        "source": _states(sources),
+        "source": _states([*inputs.paths, *(path for path in read if not path.is_dir())]),
         "sample of the source's values": None if inputs.is_remote else _sample(reader),  # remote files have versions
         "set of files": {
-            name: f"{size} bytes, header {xxhash.xxh3_128_hexdigest(prefix)}" for name, size, prefix in new
+            name: f"{size} bytes, header {xxhash.xxh3_128_hexdigest(prefix)}" for name, size, prefix in new_files
         },
     }
-    return Journal(job, names, resume=resume)
 
 
-def _check_versions(paths: Iterable[Path]) -> None:
-    """Refuse remote files without versions: a resumed run could mix two of them."""
+def check_versions(paths: Iterable[Path]) -> None:
+    """Check that changes of remote files can be detected, as a resumed run could mix two versions.
+
+    Raises:
+        UsageError: if a file does not have a version.
+    """
     remote = (file for path in paths if (file := remote_file(path)) is not None)
     if (file := next((file for file in remote if not file.has_version), None)) is not None:
         raise UsageError(
@@ -101,3 +118,80 @@ def _sample(reader: Reader) -> str:
 
 def _digest(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.encode(value))
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
+    """Describe the first difference of a job from that of the interrupted run; None if they are the same."""
+    chosen = _CHOSEN[new["command"]]
+    for name in sorted(new, key=partial(_order, new["command"])):
+        value: Any = new[name]
+        other: Any = old.get(name)
+        if value == other:
+            continue
+        if name == "source":
+            return _of_files(value, other)
+        if name == "options":
+            return _of_options(value, other, chosen)
+        return _of_option(name, value, other) if name in chosen else _of_setting(name, value, other)
+    return None
+
+
+def _order(command: str, name: str) -> int:
+    """The place of a setting among the others, with those first that others follow from."""
+    if name in {"version of shardconv", "command"}:
+        return 0
+    if name in _DERIVED:
+        return 3
+    # the files that a split reads follow from its options, the settings of other commands from the files
+    return 1 if (name == "source") == (command != "split") else 2
+
+
+def _of_setting(name: str, new: object, old: object) -> str:
+    return f"the interrupted run has another {name}{_values(new, old)}"
+
+
+def _of_options(new: Mapping[str, Any], old: Mapping[str, Any], chosen: Collection[str]) -> str:
+    """The first difference of the options that choose a plan; a family and a plan file are the same option."""
+    name = next(name for name in new if new[name] != old.get(name))
+    if name not in chosen:
+        return _of_setting(name, new[name], old.get(name))
+    if _OPTIONS[name] != "--rules":
+        return _of_option(name, new[name], old.get(name))
+    had, got = ((one["plan_file"] or [one["family"]])[0] for one in (old, new))
+    if had == got:
+        return f"the plan file {got!r} of --rules is not as in the interrupted run"
+    return _of_option("family", got, had)
+
+
+def _of_option(name: str, new: object, old: object) -> str:
+    had = f"had {_given(name, old)}" if old else f"did not have {_OPTIONS[name]}"
+    return f"the interrupted run {had} (got {_given(name, new) if new else 'none'})"
+
+
+def _given(name: str, value: Any) -> str:  # noqa: ANN401 - of any setting
+    """An option with a value, as the user gives it."""
+    option = _OPTIONS[name]
+    if name == "pad":
+        return option if value == 1 else f"--multiple-of tp={value}"
+    if name == "maximum file size":
+        return f"{option} {exact_size(value)}"
+    if name in {"family", "replicate"}:
+        return " ".join(f"{option} {one!r:.{_MAX_SHOWN}}" for one in ([value] if isinstance(value, str) else value))
+    return f"{option} {value}"
+
+
+def _of_files(new: Mapping[str, str], old: Mapping[str, str]) -> str:
+    """The first difference of the files that are read, by their paths and states."""
+    added, removed = (sorted(one.keys() - other.keys()) for one, other in ((new, old), (old, new)))
+    if added and removed:
+        return f"the interrupted run read {removed[0]} (got {added[0]})"
+    if added or removed:
+        return f"the interrupted run {'did not read' if added else 'also read'} {(added or removed)[0]}"
+    path = next(path for path in new if new[path] != old[path])
+    return f"{path} is not as in the interrupted run{_values(new[path], old[path])}"
+
+
+def _values(got: object, expected: object) -> str:
+    shown = [", ".join(value) if isinstance(value, dict) else str(value) for value in (got, expected)]
+    is_short = max(map(len, shown)) <= _MAX_SHOWN and not any(map(_DIGEST.search, shown))
+    return "" if not is_short else f" (got {shown[0]}, expected {shown[1]})"

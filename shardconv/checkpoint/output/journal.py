@@ -1,4 +1,4 @@
-"""The journal of a copy: which stripes are on the disk, so that an interrupted run can be continued.
+"""The journal of a copy: which stripes are on the disk, so that an interrupted run can be continued; and its sink.
 
 It is a file in the staging folder. Line 1 is the format, line 2 the job: everything that determines the bytes of the
 new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Lines from the second on
@@ -15,15 +15,15 @@ from typing import Any
 
 import xxhash
 
-from shardconv.checkpoint.output.job_difference import difference
-from shardconv.support.errors import OutputError, UsageError
+from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.engine.shards import ShardWriter
+from shardconv.checkpoint.output.job import Job, difference
+from shardconv.files.output_files import LocalOutputFiles
+from shardconv.support.errors import OutputError
 
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
 _START_OVER = "remove --resume to start over"
-
-#: Everything that determines the bytes of the new files, by names for messages.
-Job = dict[str, Any]
 
 
 class Journal:
@@ -136,18 +136,6 @@ class Journal:
                 view = view[os.write(self._descriptor, view) :]
 
 
-def check_resume(*, resume: bool, dry_run: bool, checksums: bool = True) -> None:
-    """Refuse options with which a run cannot be continued.
-
-    Raises:
-        UsageError: if there are any.
-    """
-    if resume and not checksums:
-        raise UsageError("--resume compares what is on the disk with checksums: remove --no-checksums")
-    if resume and dry_run:
-        raise UsageError("--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume")
-
-
 def _line(value: Mapping[str, Any]) -> str:
     text = json.dumps(value, separators=(",", ":"))
     return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n"
@@ -160,3 +148,64 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return None
     value: dict[str, Any] = json.loads(text)
     return value
+
+
+class ResumableWriter(ShardWriter):
+    """A writer that records finished stripes in a journal.
+
+    Args:
+        tensors: the shards of each tensor.
+        files: the open files.
+        num_stripes: number of stripes.
+        journal: the journal.
+        files_per_rank: number of files of a rank, which share checksums.
+    """
+
+    _files: LocalOutputFiles
+
+    def __init__(
+        self,
+        tensors: Sequence[Shards],
+        files: LocalOutputFiles,
+        *,
+        num_stripes: int,
+        journal: Journal,
+        files_per_rank: int,
+    ) -> None:
+        super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, files_per_rank=files_per_rank)
+        self._journal = journal
+
+    def finish(self, state: StripeState, stripe: Stripe, /) -> None:
+        """Store the checksums of a stripe, and record it."""
+        super().finish(state, stripe)
+        self._journal.record(state.number, _digests(state))
+
+    def resume(self, number: int, stripe: Stripe, scratch: Scratch) -> int:
+        """The bytes of a stripe if it is on the disk with the recorded checksums, which are stored; or else 0."""
+        expected = self._journal.finished.get(number)
+        if expected is None:
+            return 0
+        state = StripeState(number)
+        for span in stripe:
+            self._read(state, span, scratch)
+        if _digests(state) != expected:
+            return 0
+        super().finish(state, stripe)
+        num_bytes = sum(span.stop - span.start for span in stripe)
+        self._journal.count_resumed(num_bytes)
+        return num_bytes
+
+    def _read(self, state: StripeState, span: Span, scratch: Scratch) -> None:
+        """Compute the checksums of a span, in the order in which its bytes were written."""
+        shards = self.tensors[span.tensor]
+        for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
+            file = shards.files[rank]
+            for offset, size in shards.ranges(rank, low, high):
+                for at in range(0, size, scratch.block_bytes):
+                    data = scratch.take("block", min(size - at, scratch.block_bytes))
+                    self._files.read(file, data, offset + at)
+                    state.update(file // self._files_per_rank, data)
+
+
+def _digests(state: StripeState) -> dict[int, str]:
+    return {rank: running.hexdigest() for rank, running in state.hashes.items()}

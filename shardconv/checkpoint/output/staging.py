@@ -13,11 +13,9 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
-from shardconv.checkpoint.output.destination import check_destination
+from shardconv.checkpoint.output.existing import NewCheckpoint, check_replaceable
 from shardconv.checkpoint.output.journal import JOURNAL_NAME, Journal
-from shardconv.checkpoint.output.remote_output import remote_staging
 from shardconv.files.paths import absolute_path, staging_folder
-from shardconv.files.storage.table import remote_output
 from shardconv.support.errors import OutputError
 from shardconv.support.exits import Removal, Terminated
 
@@ -32,25 +30,14 @@ _IS_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 
 @contextmanager
-def staging(
-    path: Path,
-    *,
-    is_folder: bool,
-    overwrite: bool,
-    num_bytes: int,
-    auxiliary_files: Collection[str] = (),
-    mode: int = 0o777,
-    journal: Journal | None = None,
-) -> Iterator[Path]:
+def staging(path: Path, new: NewCheckpoint, journal: Journal | None = None) -> Iterator[Path]:
     """Context manager that provides a folder to write into, and moves the result to ``path`` on success.
+
+    The result is the folder itself, or the file with the name of ``path`` in it.
 
     Args:
         path: the destination.
-        is_folder: whether the result is the folder itself, or the file with the name of ``path`` in it.
-        overwrite: replace an existing checkpoint.
-        num_bytes: number of bytes that will be written.
-        auxiliary_files: names of the auxiliary files that will be written.
-        mode: permissions of the folder, before the umask; its owner gets all.
+        new: the checkpoint that is written.
         journal: of the copy of the weights; None to keep none.
 
     Raises:
@@ -58,42 +45,31 @@ def staging(
             written.
     """
     path = absolute_path(path)  # resolve() would follow a link that has to be replaced
-    if (output := remote_output(path)) is not None:
-        with as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
-            yield folder
-        return
-    with as_output_errors(path), parent_folders(path):
+    with as_output_errors(str(path)), parent_folders(path):
         partial = staging_folder(path)
-        result = partial / (_RESULT if is_folder else path.name)
-        folder = result if is_folder else partial
+        result = partial / (_RESULT if new.is_folder else path.name)
+        folder = result if new.is_folder else partial
         weights = [folder / name for name in ([] if journal is None else journal.names)]
         with _locked(partial, path, journal, weights) as descriptor:
-            check_destination(path, is_folder=is_folder, overwrite=overwrite, auxiliary_files=auxiliary_files)
-            check_room(path, num_bytes - _allocated_bytes(weights))
-            if is_folder:
-                result.mkdir(mode | 0o700, exist_ok=True)
+            check_replaceable(path, new)
+            check_room(path, new.num_bytes - _allocated_bytes(weights))
+            if new.is_folder:
+                result.mkdir(new.mode | 0o700, exist_ok=True)
             yield folder
             if not _is_same_folder(partial, descriptor):
                 raise OutputError(f"{partial}: was removed while it was in use: run the command again")
-            if overwrite:
-                if os.path.lexists(path):
-                    flush(result)  # the result has to be on the disk before the existing checkpoint is removed
-                check_destination(path, is_folder=is_folder, overwrite=True, auxiliary_files=auxiliary_files)
-                _replace(result, path, partial / _REPLACED)
-            else:
+            if not new.overwrite:
                 publish(result, path)
+                return
+            if os.path.lexists(path):
+                flush(result)  # the result has to be on the disk before the existing checkpoint is removed
+            check_replaceable(path, new)
+            _replace(result, path, partial / _REPLACED)
 
 
-@contextmanager
-def joined_staging(path: Path) -> Iterator[Path]:
-    """Context manager that provides the folder that :func:`staging` provides to another process.
-
-    Raises:
-        OutputError: if it cannot be written.
-    """
-    path = absolute_path(path)
-    with as_output_errors(path):
-        yield staging_folder(path) / _RESULT
+def staged_folder(path: Path) -> Path:
+    """The folder that :func:`staging` provides for a folder in another process."""
+    return staging_folder(absolute_path(path)) / _RESULT
 
 
 @contextmanager
@@ -110,11 +86,11 @@ def parent_folders(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def as_output_errors(path: Path) -> Iterator[None]:
+def as_output_errors(target: str) -> Iterator[None]:
     """Raise errors of the operating system as OutputError.
 
     Args:
-        path: the destination, for errors without a path.
+        target: the destination, for errors without a path.
     """
     try:
         yield
@@ -122,9 +98,9 @@ def as_output_errors(path: Path) -> Iterator[None]:
         notes = getattr(error, "__notes__", [])
         left = "" if notes else " (no files were left behind)"
         if error.errno in _NO_ROOM:
-            message = f"{path}: the disk is full: free some space{left}"
+            message = f"{target}: the disk is full: free some space{left}"
         else:
-            message = f"{error.filename or path}: cannot be written: {error.strerror or error}{left}"
+            message = f"{error.filename or target}: cannot be written: {error.strerror or error}{left}"
         output_error = OutputError(message)
         for note in notes:
             output_error.add_note(note)

@@ -11,7 +11,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.destination import NewFolder
 from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
@@ -27,7 +28,7 @@ def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
     """Facts that are equal in all processes that split sources together: plural name to value."""
     return {
         "checkpoints or options": [comparable(replace(manifest, source_name="")) for _, manifest in splits],
-        "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
+        "auxiliary files": [AuxiliaryFiles.of_source(source).checksums() for source, _ in splits],
         "values of tensors": [sample_checksum(source) for source, _ in splits],
         REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
     }
@@ -65,8 +66,8 @@ class Team:
         return ranks
 
     def staging(
-        self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]
-    ) -> AbstractContextManager[Path]:
+        self, target: Path, open_staging: Callable[[], AbstractContextManager[NewFolder]]
+    ) -> AbstractContextManager[NewFolder]:
         """The staging folder, which gets its final name when all processes have left the context.
 
         Args:

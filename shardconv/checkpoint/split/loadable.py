@@ -93,9 +93,8 @@ class Loadable:
         """Bytes of the files of a rank that are fetched into memory, because they are remote."""
         if self.source is not None:
             return 0
-        layout, paths = self.manifest.rank_layout, self.manifest.rank_paths(self.path)
-        files = layout.files_of(self.manifest.ranks.index(rank))
-        found = zip(paths[files], layout.file_bytes[files], strict=True)
+        own = self.manifest.with_ranks((rank,))
+        found = zip(own.rank_paths(self.path), own.rank_layout.file_bytes, strict=True)
         return sum(size for path, size in found if remote_file(path) is not None)
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
@@ -107,8 +106,7 @@ class Loadable:
         if self.source is not None:
             return
         check_ranks(self.manifest, self.path, ranks)
-        layout, paths = self.manifest.rank_layout, self.manifest.rank_paths(self.path)
-        files = [file for rank in ranks for file in paths[layout.files_of(self.manifest.ranks.index(rank))]]
+        files = self.manifest.with_ranks(tuple(ranks)).rank_paths(self.path)
         if missing := next((file for file in files if not file.exists()), None):
             raise SplitCheckpointError(f"{missing}: is missing: copy it to this host, or split the source again")
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shardconv.checkpoint.engine.copy import CopyJob, Progress, held_stripes
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
@@ -24,13 +25,18 @@ class SplitFolder(NamedTuple):
 
 
 def read_ranks(
-    manifest: Manifest, folders: Sequence[SplitFolder], *, for_report: bool = False
+    manifest: Manifest,
+    folders: Sequence[SplitFolder],
+    checksums: Sequence[Sequence[str]] | None,
+    *,
+    for_report: bool = False,
 ) -> tuple[ShardReader, InputFiles]:
     """Open the rank files of a split checkpoint and check their headers.
 
     Args:
         manifest: has the ranks of all folders, in order.
         folders: the folders.
+        checksums: for each of these ranks the checksum of each stripe; None to check none.
         for_report: whether messages are for a report, which names a single folder and the remedy once for all.
 
     Raises:
@@ -47,7 +53,7 @@ def read_ranks(
         raise kind(str(error)) from error
     labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
-        layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
+        layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=checksums,
         files_per_rank=layout.files_per_rank, remedy="" if for_report else f": {AGAIN}",
     )  # fmt: skip
     return reader, inputs
@@ -80,36 +86,33 @@ def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
         )
 
 
-def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
-    """Open the files of one rank of a split checkpoint and check their headers.
+def open_rank(
+    manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
+) -> tuple[Manifest, InputFiles]:
+    """Open the files of a rank and check their headers.
+
+    Args:
+        manifest: of the split checkpoint.
+        folder: the split checkpoint.
+        rank: the rank.
+        verify: check its bytes against its checksums, if there are any, without reading other files.
+        progress: called with the number of checked bytes of the full tensors and the total.
+
+    Returns:
+        The manifest of this rank alone, and its files.
 
     Raises:
-        SplitCheckpointError: if the folder does not have the rank, or a file is missing or a link out of its folder,
-            cannot be read, or has the wrong size or header.
+        IntegrityError: if a file is missing, or bytes differ from those that were written.
+        SplitCheckpointError: if the folder does not have the rank, or a file cannot be read.
     """
     check_ranks(manifest, folder, [rank])
-    layout, files = manifest.rank_layout, manifest.rank_layout.files_of(manifest.ranks.index(rank))
-    paths = manifest.rank_paths(folder)[files]
-    for path in paths:
-        if leads_out(path, folder):
-            raise SplitCheckpointError(f"{path}: is a link out of its folder")
-        if not path.is_file():
-            raise SplitCheckpointError(f"{path}: is missing: copy it to this host, or split the source again")
-    try:
-        return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
-    except SourceError as error:
-        raise SplitCheckpointError(str(error)) from error
-
-
-def check_readable(manifest: Manifest, folders: Sequence[SplitFolder]) -> None:
-    """Check the existence, sizes and headers of all files, without reading their data.
-
-    Raises:
-        SplitCheckpointError: as :func:`read_ranks` and :func:`auxiliary_paths`.
-    """
-    auxiliary_paths(manifest, folders[0].path)
-    _, inputs = read_ranks(manifest, folders)
-    inputs.close()
+    own, at = manifest.with_ranks((rank,)), manifest.ranks.index(rank)
+    checksums = None if manifest.checksums is None else manifest.checksums[at : at + 1]
+    reader, inputs = read_ranks(own, [SplitFolder(folder, own)], checksums)
+    inputs.fetch()
+    if verify and checksums is not None:
+        CopyJob(held_stripes(own.stripes, reader.tensors), reader, []).run(progress=progress)
+    return own, inputs
 
 
 def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:

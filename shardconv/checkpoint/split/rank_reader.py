@@ -17,7 +17,6 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import open_rank
-from shardconv.checkpoint.split.verify_rank import verify_rank
 from shardconv.files.fileio import Bytes, InputFiles
 from shardconv.files.header import DTYPE_BITS, num_bytes
 from shardconv.files.storage.table import remote_file
@@ -105,31 +104,25 @@ class RankFileReader(RankReader):
     def __init__(
         self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
     ) -> None:
-        layout, files = manifest.rank_layout, open_rank(manifest, folder, rank)
-        super().__init__(files, manifest.tensors, manifest.plan, rank)
-        self._position = manifest.ranks.index(rank)
-        self._first = layout.files_of(self._position).start
-        self._shards = dict(zip(manifest.tensors, layout.shards, strict=True))
-        files.fetch()
-        if verify:
-            verify_rank(manifest, files, rank, progress)
-        sizes = layout.file_bytes[layout.files_of(self._position)]
-        files.prefetch((number, 0, size) for number, size in enumerate(sizes))
+        own, files = open_rank(manifest, folder, rank, verify=verify, progress=progress)
+        super().__init__(files, own.tensors, own.plan, rank)
+        self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
+        files.prefetch((number, 0, size) for number, size in enumerate(own.rank_layout.file_bytes))
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
         self._files.check_unchanged()
-        shards, spec, at = self._shards[name], self.tensors[name], self._position
+        shards, spec = self._shards[name], self.tensors[name]
         if not shards.files:
             shard = geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank]
             return _take_shard(_implied_values(shards), shard)
-        size = _shard_bytes(shards, at)
+        full = shards.geometry.num_bytes
+        size = shards.geometry.shards[0].local(full) if full else 0
         self.num_bytes_read += size
-        file, ranges = shards.files[at] - self._first, shards.ranges(at, 0, size)
-        data = self._read_ranges(file, size, list(ranges))
+        data = self._read_ranges(shards.files[0], size, list(shards.ranges(0, 0, size)))
         if shards.edits is None or shards.edits.values is None:
             return data
-        return _sum(data, shards.edits.dtype, shards.edits.values[at], sign=1)
+        return _sum(data, shards.edits.dtype, shards.edits.values[0], sign=1)
 
     def _read_ranges(self, file: int, size: int, ranges: Sequence[tuple[int, int]]) -> Bytes:
         """Ranges of a file, one after the other: a view of the file if there is one, and it is mapped."""
@@ -293,8 +286,3 @@ def _is_one_run(box: Box) -> bool:
 def _run(box: Box) -> tuple[int, int, int]:
     """The only run of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
     return box.local + box.local_offset, box.rows * box.size, box.full + box.offset
-
-
-def _shard_bytes(shards: Shards, position: int) -> int:
-    full = shards.geometry.num_bytes
-    return shards.geometry.shards[position].local(full) if full else 0

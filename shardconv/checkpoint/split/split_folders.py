@@ -1,4 +1,7 @@
-"""Several folders, each with some of the ranks of one split, as one split checkpoint."""
+"""The tensors of a split checkpoint in one folder, of several folders with some ranks each, or of another tool's files.
+
+All of them are read through :class:`SplitFolders`: a manifest, and a reader of the full tensors.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -7,13 +10,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from shardconv.checkpoint.engine.copy import Reader
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source, open_if_external
+from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.manifest_format import encode
-from shardconv.checkpoint.split.rank_files import SplitFolder
+from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, read_ranks
+from shardconv.files.fileio import InputFiles
 from shardconv.files.paths import local_path
 from shardconv.support.errors import SplitCheckpointError, UsageError
 
@@ -35,20 +42,69 @@ _OF_SPLIT: dict[str, Callable[[Manifest], object]] = {
 
 
 class SplitFolders(NamedTuple):
-    """A split checkpoint in one folder, or in several.
+    """A split checkpoint in one folder, or in several; or rank files of another tool.
 
     Attributes:
-        manifest: of all ranks, in the order of the folders; a rank that several folders have is in it as often.
+        manifest: of all ranks, in the order of the folders; a rank that several folders have is in it as often. Of
+            rank files of another tool, that of a split for one rank.
         folders: the folders.
+        source: the rank files of another tool; None for a split checkpoint.
     """
 
     manifest: Manifest
     folders: tuple[SplitFolder, ...]
+    source: Source | None = None
 
     @property
     def first(self) -> Path:
         """The first folder, whose auxiliary files stand for those of all."""
         return self.folders[0].path
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of the folders."""
+        return [folder.path for folder in self.folders]
+
+    def manifests(self, *names: str) -> list[Path]:
+        """The paths of the manifests with these names that exist."""
+        return [path for folder in self.paths for name in names if (path := folder / name).is_file()]
+
+    def adapters(self) -> dict[str, "SplitFolders"]:
+        """The adapters that were split with it, by their names.
+
+        Raises:
+            SplitCheckpointError: as :func:`read_folders`.
+        """
+        return {name: read_folders([path / ADAPTERS / name for path in self.paths]) for name in self.manifest.adapters}
+
+    def open(self, *, for_report: bool = False) -> tuple[Reader, InputFiles]:
+        """Open the files, as a reader of the full tensors.
+
+        Args:
+            for_report: whether messages are for a report, which names a single folder and the remedy once for all.
+
+        Raises:
+            IntegrityError: if a file is missing, or has the wrong size or header.
+            SplitCheckpointError: if a file cannot be read.
+        """
+        if self.source is not None:
+            return open_tensors(self.source, self.manifest.tensors, None, for_report=for_report)
+        return read_ranks(self.manifest, self.folders, self.manifest.checksums, for_report=for_report)
+
+    def check_readable(self) -> None:
+        """Check the existence, sizes and headers of all files, without reading their data.
+
+        Raises:
+            SplitCheckpointError: as :meth:`open`, or if an auxiliary file is missing.
+        """
+        if self.source is None:
+            auxiliary_paths(self.manifest, self.first)
+        self.open()[1].close()
+
+
+def as_folders(path: Path, manifest: Manifest, source: Source | None = None) -> SplitFolders:
+    """One folder, which may have some of the ranks."""
+    return SplitFolders(manifest, (SplitFolder(path, manifest),), source)
 
 
 def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[list[Path], Source | None]:

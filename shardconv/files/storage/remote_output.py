@@ -6,22 +6,26 @@ folder.
 """
 
 import asyncio
+import json
+import os
+import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
-from shardconv.files.storage import table
 from shardconv.files.storage.mirror import mirror
 from shardconv.files.storage.problems import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.remote_lock import RemoteLock, create
 from shardconv.files.storage.requirements import obstore
 from shardconv.files.storage.stores import list_files, open_store
 from shardconv.files.storage.transfer import submit
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
-from shardconv.files.storage.write_requests import Key, Requests, exists, finish, read
+from shardconv.files.storage.write_requests import Key, Requests, create, exists, finish, read
 from shardconv.support.errors import OutputError, ShardconvError, SourceError
 from shardconv.support.temporary import temporary_folder
 
@@ -29,7 +33,72 @@ from shardconv.support.temporary import temporary_folder
 _MAX_REQUEST_BYTES = 32 * 2**20
 #: How often files of an aborted run are looked for and deleted: a request that was given up can still be carried out.
 _NUM_REMOVALS = 3
+#: Seconds in which threads of the store's client finish after the last request: at its exit, Python would abort them.
+_END_SECONDS = 0.1
+_LOCK_FIELDS = {"host", "process", "started", "token"}
 _GONE = "was written by another process: choose another path with -o"
+
+
+class RemoteLock:
+    """The lock of a destination: a file that only one run can create, and that only this run removes.
+
+    Args:
+        key: its place.
+        shown: URL of the destination.
+        requests: those of the destination.
+
+    Attributes:
+        is_requested: whether this run may have created it.
+    """
+
+    def __init__(self, key: Key, shown: str, requests: Requests) -> None:
+        self.key, self._shown, self._requests = key, shown, requests
+        started = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        values = {"host": socket.gethostname(), "process": os.getpid(), "started": started, "token": uuid4().hex}
+        self._data = json.dumps(values).encode()
+        self.is_requested = False
+
+    def take(self) -> None:
+        """Create the lock.
+
+        Raises:
+            OutputError: if there is one.
+        """
+        self.is_requested = True
+        if (other := create(self.key, self._data, self._requests)) is not None:
+            raise OutputError(
+                f"{self._shown}: another run is writing it{_since(other)}: wait until it finishes, or if it was "
+                f"killed, remove {self.key.shown}"
+            )
+
+    def check(self) -> None:
+        """Check that this run still has the lock.
+
+        Raises:
+            OutputError: if it was removed, or replaced by that of another run.
+        """
+        if not self._requests.run(self.is_held, self.key.shown):
+            raise OutputError(
+                f"{self.key.shown}: was removed or replaced while this run was writing: make sure that its bucket "
+                f"exists and no other run writes {self._shown}, and run the command again"
+            )
+
+    async def is_held(self) -> bool:
+        """Whether the store has the lock of this run."""
+        return await read(self.key) == self._data
+
+    def release(self) -> None:
+        """Remove the lock.
+
+        Raises:
+            OutputError: if another run has it now, or the store refuses to remove it.
+        """
+        self.check()
+        self._requests.run(self.remove, self.key.shown)
+
+    async def remove(self) -> None:
+        """Remove the lock, which this run holds."""
+        await obstore().delete_async(self.key.store, self.key.name)
 
 
 class RemoteOutput:
@@ -37,12 +106,8 @@ class RemoteOutput:
 
     Args:
         location: the folder, or the file.
-
-    Attributes:
-        target: the stand-in of the destination; the files that are there are stand-ins in it.
     """
 
-    target: Path
     _staged: Path
 
     def __init__(self, location: Location) -> None:
@@ -57,17 +122,12 @@ class RemoteOutput:
         self._is_published = False
 
     @contextmanager
-    def mirrored(self) -> Iterator[Path]:
-        """Make the stand-ins of what is there; yields :attr:`target`."""
+    def existing(self) -> Iterator[Path]:
+        """Provide the path of what is there, whose files are stand-ins."""
         location = self.location
         name = location.folder.rpartition("/")[2] or location.host
         with mirror(name, location.to("").rstrip("/"), self._existing) as folder:
-            self.target = folder / location.file if location.file else folder
-            table.outputs[self.target] = self
-            try:
-                yield self.target
-            finally:
-                del table.outputs[self.target]
+            yield folder / location.file if location.file else folder
 
     @contextmanager
     def writing(self, order: Callable[[str], int], *, overwrite: bool) -> Iterator[Path]:
@@ -85,8 +145,8 @@ class RemoteOutput:
             self._lock.take()
             if self._list().keys() != self._existing.keys():
                 raise OutputError(f"{self.location}: {_GONE}")
-            with self._staging() as staged:
-                yield staged
+            with temporary_folder() as self._staged:
+                yield self._staged
                 self._publish(order, overwrite=overwrite)
             self._lock.release()
         except BaseException as error:
@@ -106,19 +166,11 @@ class RemoteOutput:
             for files in self._files:
                 files.release()
 
-    @contextmanager
-    def _staging(self) -> Iterator[Path]:
-        """Provide the local folder for new files."""
-        with temporary_folder() as folder:
-            self._staged = folder
-            table.outputs[folder], table.folders[folder] = self, self.location.to("").rstrip("/")
-            try:
-                yield folder
-            finally:
-                del table.outputs[folder], table.folders[folder]
-
-    def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
+    def create(
+        self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], _mode: int, *, may_exist: bool
+    ) -> UploadFiles:
         """Start new files; arguments as those of :class:`~shardconv.files.output_files.LocalOutputFiles`."""
+        assert not may_exist
         files = UploadFiles([self._key(path.relative_to(self._staged).as_posix()) for path in paths], prefixes, sizes)
         self._files.append(files)
         return files
@@ -195,6 +247,7 @@ class RemoteOutput:
             left += [*(key.shown for key, _ in self._written()), self._lock.key.shown]
         else:
             left += removal.result()
+        time.sleep(_END_SECONDS)
         if left:
             error.add_note(f"may be left: {_joined(left)}: remove these files unless another run wrote them")
 
@@ -227,3 +280,16 @@ async def _is_there(key: Key, data: bytes | None) -> bool:
 
 def _joined(urls: Collection[str]) -> str:
     return ", ".join(dict.fromkeys(urls))
+
+
+def _since(lock: bytes) -> str:
+    """When and where the run started that wrote a lock, if it is valid."""
+    try:
+        found = json.loads(lock)
+    except ValueError:
+        return ""
+    return (
+        f" since {found['started']} on {found['host']}"
+        if isinstance(found, dict) and found.keys() >= _LOCK_FIELDS
+        else ""
+    )

@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_file import RemoteFile
-    from shardconv.files.storage.remote_output import RemoteOutput
 
 #: Stand-in to remote file.
 files: "dict[Path, RemoteFile]" = {}
 #: Folder of stand-ins to the URL that is shown.
 folders: dict[Path, str] = {}
-#: Stand-in of a destination, and the folder with its new files, to the destination.
-outputs: "dict[Path, RemoteOutput]" = {}
 
 
 def remote_file(path: Path) -> "RemoteFile | None":
@@ -28,13 +25,6 @@ def versions(paths: Iterable[Path]) -> dict[str, str]:
         SourceError: if a file cannot be read.
     """
     return {path.name: file.state for path in paths if (file := files.get(path)) is not None}
-
-
-def remote_output(path: Path) -> "RemoteOutput | None":
-    """The remote destination that a path, or a folder that contains it, stands for; None for a local path."""
-    if not outputs:
-        return None
-    return next((outputs[one] for one in (path, *path.parents) if one in outputs), None)
 
 
 def shown(text: str | Path) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardconv.files.storage.problems import explain_write, explained
@@ -75,3 +76,21 @@ async def exists(key: Key) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def create(key: Key, data: bytes, requests: Requests) -> bytes | None:
+    """Write a file unless it exists; returns what another process wrote.
+
+    Raises:
+        OutputError: if the store refuses it.
+    """
+
+    async def put() -> None:
+        try:
+            await obstore().put_async(key.store, key.name, data, mode="create")
+        except obstore().exceptions.AlreadyExistsError:  # perhaps by the same request, repeated after a lost answer
+            return
+
+    requests.run(put, key.shown)
+    found = requests.run(partial(read, key), key.shown)
+    return None if found == data else found or b""

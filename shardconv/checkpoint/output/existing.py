@@ -1,0 +1,139 @@
+"""Checks of what a new checkpoint would replace: only a checkpoint, only on request, and never the source."""
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
+from shardconv.checkpoint.split.chosen_ranks import name_ranks
+from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.files.storage.table import shown
+from shardconv.files.weight_formats import RANK_FILE
+from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
+
+_IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
+_IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
+_IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
+
+
+class NewCheckpoint(NamedTuple):
+    """The facts about a new checkpoint that decide whether and how it may be written.
+
+    Attributes:
+        is_folder: whether it is a folder, or one file.
+        overwrite: whether it may replace an existing checkpoint.
+        other_files: names of its files beside the weights.
+        ranks: the ranks that it has; None if it is not of some ranks.
+        num_bytes: bytes of all its files.
+        mode: permissions of the folder, before the umask; its owner gets all.
+    """
+
+    is_folder: bool
+    overwrite: bool
+    other_files: Collection[str] = ()
+    ranks: Sequence[int] | None = None
+    num_bytes: int = 0
+    mode: int = 0o777
+
+
+def is_occupied(path: Path) -> bool:
+    """Whether something exists at a path, other than an empty folder."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return os.path.lexists(path) and not (is_folder and not any(path.iterdir()))
+
+
+def check_replaceable(path: Path, new: NewCheckpoint) -> None:
+    """Check that a new checkpoint may be written to a path.
+
+    Raises:
+        OutputError: if it would replace something that must not be replaced.
+    """
+    if not is_occupied(path):
+        return
+    is_folder = path.is_dir() and not path.is_symlink()
+    if is_folder != new.is_folder:
+        got, expected = ("folder", "file") if is_folder else ("link" if path.is_symlink() else "file", "folder")
+        raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
+    if not new.overwrite:
+        _refuse_other_ranks(path, new.ranks)
+    if is_folder:
+        _check_folder(path, new.other_files)
+    if not new.overwrite:
+        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
+
+
+def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
+    """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
+    with suppress(SplitCheckpointError):
+        if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
+            raise OutputError(
+                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
+                f"choose another folder with -o, as merge, reshard and verify take several folders with some ranks each"
+            )
+
+
+def _check_folder(folder: Path, other_files: Collection[str]) -> None:
+    """Check that a folder holds a checkpoint and nothing else."""
+    is_split = (folder / MANIFEST_NAME).is_file()
+    is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
+    is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
+    if not (is_split or is_merged or is_meta):
+        raise OutputError(
+            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o"
+        )
+    if is_split:
+        with suppress(SplitCheckpointError):
+            other_files = _split_files(folder)
+    weights = _IN_SPLIT if is_split else _IN_MERGED if is_merged else _IN_META
+    for name in _files(folder):
+        if name not in other_files and not weights.fullmatch(name):
+            raise OutputError(
+                f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
+            )
+
+
+def _split_files(folder: Path) -> list[str]:
+    """The auxiliary files of a split checkpoint, and all files of its adapters."""
+    manifest = read_manifest(folder)
+    found = [*manifest.auxiliary_files]
+    for path in manifest.adapter_folders(folder).values():
+        adapter = read_manifest(path)
+        names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
+        found += [(path / name).relative_to(folder).as_posix() for name in names]
+    return found
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """The relative names of all files and links under a folder."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise OutputError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    for root, folders, files in os.walk(folder, onerror=refuse):
+        links = [name for name in folders if Path(root, name).is_symlink()]
+        yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(links + files))
+
+
+def check_disjoint(target: str, location: Path, sources: Iterable[Path]) -> None:
+    """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
+
+    Args:
+        target: the destination in messages.
+        location: its absolute path without links, or its URL as one.
+        sources: the paths of the sources.
+
+    Raises:
+        UsageError: if they overlap.
+    """
+    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
+        source = Path(text)
+        if location == source:
+            raise UsageError(f"{target}: is the source: choose another path with -o")
+        if location.is_relative_to(source):
+            raise UsageError(f"{target}: is in the source {text}: choose another path with -o")
+        if source.is_relative_to(location):
+            raise UsageError(f"{target}: contains the source {text}: choose another path with -o")

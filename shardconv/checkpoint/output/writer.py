@@ -1,0 +1,249 @@
+"""The one writer of checkpoints: stage, open the new files, copy all tensors in one pass, then auxiliary files.
+
+The caller writes what makes the folder a checkpoint (its manifest or index) at the end, in the same context; on exit,
+the checkpoint becomes visible as a whole, or not at all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
+from shardconv.checkpoint.engine.shards import ShardWriter
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
+from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder
+from shardconv.checkpoint.output.existing import NewCheckpoint
+from shardconv.checkpoint.output.job import Job, check_versions, job_of
+from shardconv.checkpoint.output.journal import Journal, ResumableWriter
+from shardconv.checkpoint.output.team import Team
+from shardconv.files.fileio import InputFiles, permissions
+from shardconv.files.output_files import LocalOutputFiles
+from shardconv.support.errors import UsageError
+
+#: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
+Checksums = tuple[tuple[str, ...], ...]
+#: Maps checksums to the first bytes of each file, before its shards.
+Identify = Callable[[Checksums], Sequence[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """Options of all functions that write a checkpoint, each of which takes them as keyword arguments.
+
+    Attributes:
+        overwrite: replace an existing checkpoint.
+        dry_run: plan and check everything that does not require reading the data, but write nothing; an existing
+            checkpoint is not an error.
+        resume: continue an interrupted run of the same arguments, if there is one: stripes that it finished are not
+            copied again. If this run fails, finished stripes are kept.
+        threads: number of threads; defaults to the number of processors, at most 8.
+        progress: called with the number of copied bytes and the total.
+        checksums: store checksums, which verify and merge check.
+
+    Raises:
+        UsageError: if an interrupted run would be continued by a dry run.
+    """
+
+    overwrite: bool = False
+    dry_run: bool = False
+    resume: bool = False
+    threads: int | None = None
+    progress: Progress | None = None
+    checksums: bool = True
+
+    def __post_init__(self) -> None:
+        if self.resume and self.dry_run:
+            raise UsageError("--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume")
+
+    def inner(self) -> "WriteOptions":
+        """The options for a checkpoint in the one that is written."""
+        return WriteOptions(checksums=self.checksums, threads=self.threads)
+
+
+class NewFiles(Protocol):
+    """The positions of shards in new files, as a :class:`~shardconv.checkpoint.engine.layout.Layout` has them."""
+
+    @property
+    def prefixes(self) -> list[bytes]:
+        """The bytes of each file before its shards."""
+
+    @property
+    def file_bytes(self) -> list[int]:
+        """Bytes of each file."""
+
+    @property
+    def shards(self) -> tuple[Shards, ...]:
+        """For each tensor the positions of its shards."""
+
+    @property
+    def files_per_rank(self) -> int:
+        """Number of files of each rank."""
+
+
+class Weights(NamedTuple):
+    """The weight files of a new checkpoint.
+
+    Attributes:
+        names: their names.
+        files: the positions of shards in them.
+        stripes: the stripes of the full tensors.
+        identify: computes the first bytes of each file from the checksums, as many as ``files`` has; None if these do
+            not depend on checksums.
+    """
+
+    names: Sequence[str]
+    files: NewFiles
+    stripes: Sequence[Stripe]
+    identify: Identify | None = None
+
+
+class Staged(NamedTuple):
+    """The new checkpoint before it is visible, with its weights and auxiliary files.
+
+    Attributes:
+        folder: the folder that holds it.
+        checksums: for each rank the checksum of each stripe; None without checksums.
+        auxiliary_files: name to checksum of each auxiliary file.
+        mode: the permissions that all files with the tensors have.
+        resumed_bytes: bytes of full tensors that an interrupted run had written.
+    """
+
+    folder: NewFolder
+    checksums: Checksums | None
+    auxiliary_files: dict[str, str]
+    mode: int
+    resumed_bytes: int
+
+    @property
+    def path(self) -> Path:
+        """The local folder for files that are not weights."""
+        return self.folder.path
+
+    def write(self, name: str, text: str, mode: int) -> None:
+        """Write a text file with the permissions ``mode``, before the umask."""
+        NewText(text, mode).write(self.path / name)
+
+    def inner(self, name: str) -> Destination:
+        """The destination of a checkpoint in this one."""
+        return InnerDestination(self.folder, name)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWriter:
+    """Writes one new checkpoint.
+
+    Attributes:
+        destination: its place.
+        options: how it is written.
+        auxiliary: its auxiliary files.
+        like: the folder whose permissions the new folder gets; None for the usual ones.
+        added_files: names of the files that the caller adds.
+        added_bytes: their bytes.
+        is_folder: whether it is a folder; a single file does not have auxiliary files.
+        ranks: its ranks; None if it is not of some ranks.
+        team: the processes that write it together.
+    """
+
+    destination: Destination
+    options: WriteOptions
+    auxiliary: AuxiliaryFiles = field(default_factory=AuxiliaryFiles)
+    like: Path | None = None
+    added_files: tuple[str, ...] = ()
+    added_bytes: int = 0
+    is_folder: bool = True
+    ranks: tuple[int, ...] | None = None
+    team: Team = field(default_factory=Team)
+
+    def check(self, sources: Iterable[Path]) -> bool:
+        """Check the destination; in a dry run, it may exist.
+
+        Returns:
+            Whether it holds a checkpoint, which only ``overwrite`` replaces.
+
+        Raises:
+            OutputError: if it must not be replaced.
+            UsageError: if it is in a source, or contains one.
+        """
+        new = self._new()
+        return self.destination.check(new._replace(overwrite=new.overwrite or self.options.dry_run), sources)
+
+    @contextmanager
+    def writing(
+        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: Iterable[Path] = ()
+    ) -> Iterator[Staged]:
+        """Write the weights and auxiliary files; on exit, the checkpoint becomes visible.
+
+        Args:
+            reader: reads the full tensors, of which only what the weights need.
+            inputs: its files, which are closed at the end; they must not change.
+            weights: the weight files.
+            settings: the command and its options: see :func:`~shardconv.checkpoint.output.job.settings_of`.
+            read: other files that the result follows from.
+
+        Raises:
+            IntegrityError: if bytes or files differ from those that were written.
+            SourceError: if an input file changes, or cannot be read.
+            OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is
+                not that of the same arguments.
+        """
+        with inputs:
+            journal = self._journal(reader, inputs, weights, settings, [*read])
+            new = self._new(sum(weights.files.file_bytes) + self.auxiliary.num_bytes + self.added_bytes)
+            open_folder = partial(self.destination.writing, new, journal)
+            with self.team.staging(self.destination.path, open_folder) as folder:
+                checksums = self._copy(reader, inputs, folder, weights, journal)
+                copied = self.auxiliary.write(folder.path) if self.team.is_leader else {}
+                yield Staged(folder, checksums, copied, inputs.mode, 0 if journal is None else journal.resumed_bytes)
+                if self.team.size > 1 and self.team.is_leader:  # before any process renames its folder
+                    self.destination.check(new, ())
+
+    def _new(self, num_bytes: int = 0) -> NewCheckpoint:
+        mode = permissions([] if self.like is None else [self.like])
+        names = [*self.auxiliary.names, *self.added_files]
+        return NewCheckpoint(self.is_folder, self.options.overwrite, names, self.ranks, num_bytes, mode)
+
+    def _journal(
+        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: list[Path]
+    ) -> Journal | None:
+        """The journal of the copy, if it can be continued: this process writes a local checkpoint alone."""
+        has_checksums = self.options.checksums or self.options.resume
+        if not (has_checksums and self.destination.keeps_journal and self.team.size == 1):
+            return None
+        if self.options.resume:
+            check_versions([*inputs.paths, *read])
+        new_files = zip(weights.names, weights.files.file_bytes, weights.files.prefixes, strict=True)
+        job = job_of(settings, reader, inputs, new_files, read)
+        return Journal(job, weights.names, resume=self.options.resume)
+
+    def _copy(
+        self, reader: Reader, inputs: InputFiles, folder: NewFolder, weights: Weights, journal: Journal | None
+    ) -> Checksums | None:
+        """Copy the tensors to new files; returns the checksums, if the weights need them."""
+        paths, files = [folder.path / name for name in weights.names], weights.files
+        may_exist = journal is not None and journal.is_continued
+        with folder.create(paths, files.prefixes, files.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
+            sizes = {"num_stripes": len(weights.stripes), "files_per_rank": files.files_per_rank}
+            writer: ShardWriter
+            if journal is not None and isinstance(outputs, LocalOutputFiles):
+                writer = ResumableWriter(files.shards, outputs, journal=journal, **sizes)
+                resume = writer.resume if may_exist else None
+            else:
+                with_checksums = weights.identify is not None
+                writer = ShardWriter(files.shards, outputs, with_checksums=with_checksums, **sizes)
+                resume = None
+            held = held_stripes(weights.stripes, files.shards) if paths else []
+            job = CopyJob(held, reader, [writer], resume=resume, in_order=outputs.in_order)
+            threads = self.options.threads or outputs.threads or inputs.threads
+            job.run(threads=threads, progress=self.team.watch(self.options.progress))
+            inputs.check_unchanged()
+            if weights.identify is None:
+                return None
+            checksums = tuple(map(tuple, writer.checksums))
+            for number, (old, new) in enumerate(zip(files.prefixes, weights.identify(checksums), strict=True)):
+                assert len(old) == len(new)
+                if new != old:
+                    outputs.write_ranges(number, memoryview(new), [(0, len(new))])
+        return checksums
