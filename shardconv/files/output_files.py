@@ -4,10 +4,13 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from shardconv.files.fileio import CREATE, Bytes, allow_open_files, read_exactly, write_exactly
-from shardconv.files.storage.table import remote_output
+from shardconv.files.folder import AnyPath, RemotePath
+
+if TYPE_CHECKING:
+    from shardconv.files.storage.remote_output import RemoteOutput
 
 
 class OutputFiles(Protocol):
@@ -42,6 +45,17 @@ class OutputFiles(Protocol):
 
     def __exit__(self, *_: object) -> None:
         """See :meth:`__enter__`."""
+
+
+#: Remote destinations that are being written, by the local folders of their small new files.
+destinations: "dict[Path, RemoteOutput]" = {}
+
+
+def remote_output(path: AnyPath) -> "RemoteOutput | None":
+    """The remote destination that a path is, or that a new file belongs to; None for a local destination."""
+    if isinstance(path, RemotePath):
+        return path.output
+    return next((destinations[one] for one in (path, *path.parents) if one in destinations), None)
 
 
 def open_outputs(

@@ -11,8 +11,8 @@ from subprocess import CompletedProcess
 from typing import NamedTuple, TypedDict
 
 from shardconv.files.child_script import failure_reason, run_script
+from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.header import DTYPE_BITS
-from shardconv.files.storage.table import remote_file
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError
 
@@ -95,7 +95,7 @@ class _Listed(TypedDict, total=False):
     remedy: str
 
 
-def read_torch_files(paths: Sequence[Path]) -> list[tuple[TorchTensor, ...]]:
+def read_torch_files(paths: Sequence[AnyPath]) -> list[tuple[TorchTensor, ...]]:
     """Read the tensors of files that hold nothing else, in one child process.
 
     Raises:
@@ -108,7 +108,7 @@ def read_torch_files(paths: Sequence[Path]) -> list[tuple[TorchTensor, ...]]:
     return [file.tensors for file in files]
 
 
-def read_training_files(paths: Sequence[Path]) -> list[TorchFile]:
+def read_training_files(paths: Sequence[AnyPath]) -> list[TorchFile]:
     """Read the tensors of files that may have other entries, in one child process.
 
     Raises:
@@ -125,7 +125,7 @@ def read_training_files(paths: Sequence[Path]) -> list[TorchFile]:
 class TorchChunk(NamedTuple):
     """A range of bytes of a file that :func:`torch.save` wrote a tensor to."""
 
-    path: Path
+    path: AnyPath
     offset: int
     size: int
 
@@ -147,13 +147,14 @@ def read_torch_chunks(chunks: Sequence[TorchChunk]) -> list[TorchTensor]:
     return tensors
 
 
-def list_torch_files(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+def list_torch_files(paths: Sequence[AnyPath | TorchChunk]) -> list[TorchFile | TorchProblem]:
     """The contents of each file, or range of bytes of a file, or why it cannot be read."""
-    found: dict[Path | TorchChunk, TorchFile | TorchProblem] = {}
+    found: dict[AnyPath | TorchChunk, TorchFile | TorchProblem] = {}
     for path in paths:
-        file = path if isinstance(path, Path) else path.path
-        problem = REMOTE if remote_file(file) is not None else None if file is not path else _problem_at_start(file)
-        if problem is not None:
+        file = path.path if isinstance(path, TorchChunk) else path
+        if isinstance(file, RemotePath):
+            found[path] = REMOTE
+        elif file is path and (problem := _problem_at_start(file)) is not None:
             found[path] = problem
     while rest := [path for path in paths if path not in found]:  # a process that crashes is started again for the rest
         found |= zip(rest, _list_in_child(rest), strict=False)
@@ -178,15 +179,17 @@ def _problem_at_start(path: Path) -> TorchProblem | None:
     return TorchProblem("is not a file of torch.save, or it is damaged", "download or save it again")
 
 
-def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+def _list_in_child(paths: Sequence[AnyPath | TorchChunk]) -> list[TorchFile | TorchProblem]:
     """The contents of at least one file."""
-    request = [str(one.absolute()) if isinstance(one, Path) else (str(one.path.absolute()), *one[1:]) for one in paths]
+    files = [Path(str(one.path if isinstance(one, TorchChunk) else one)) for one in paths]  # none is remote
+    request = [
+        (str(file.absolute()), *one[1:]) if isinstance(one, TorchChunk) else str(file.absolute())
+        for file, one in zip(files, paths, strict=True)
+    ]
     child = run_script(SCRIPT, request)
     listed = map(json.loads, child.stdout.splitlines())
-    files = [
-        _checked(one if isinstance(one, Path) else one.path, found) for one, found in zip(paths, listed, strict=False)
-    ]
-    return files if len(files) == len(paths) else [*files, _crash(child)]
+    found = [_checked(file, one) for file, one in zip(files, listed, strict=False)]
+    return found if len(found) == len(paths) else [*found, _crash(child)]
 
 
 def _crash(child: CompletedProcess[str]) -> TorchProblem:

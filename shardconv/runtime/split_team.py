@@ -25,6 +25,7 @@ from shardconv.checkpoint.output.staging import as_output_errors, joined_staging
 from shardconv.checkpoint.output.team import Rows, Team
 from shardconv.checkpoint.split.views import View, describe_views, remedy
 from shardconv.files.checksums import checksum
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, UsageError
 from shardconv.support.exits import Removal
 
@@ -71,7 +72,7 @@ class SplitTeam(Team):
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
         """See :class:`Team`."""
         own = {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
         every, hosts = zip(*self._exchange((own, gethostname())), strict=True)
@@ -83,6 +84,7 @@ class SplitTeam(Team):
                 f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
                 f"{remedy(different, 'pass the same source and options to all processes')}"
             )
+        assert isinstance(target, Path)  # URLs are written by one process
         self._members = self._find_members(target.absolute().parent)
 
     def _find_members(self, folder: Path) -> list[int]:
@@ -124,8 +126,9 @@ class SplitTeam(Team):
     # --- one folder --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def staging(self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
+    def staging(self, target: AnyPath, open_staging: Callable[[], AbstractContextManager[Path]]) -> Iterator[Path]:
         """See :class:`Team`."""
+        assert isinstance(target, Path)  # as in meet()
         with open_staging() if self.is_leader else joined_staging(target) as folder, self._stopping_others():
             self._wait()  # until all folders are there
             yield folder

@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, split_in
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.held import held_stripes
 from shardconv.checkpoint.engine.shards import Comparer, ShardReader, ShardWriter
-from shardconv.files.fileio import InputFiles
+from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim

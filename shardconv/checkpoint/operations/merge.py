@@ -12,15 +12,14 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.journal import check_resume
 from shardconv.checkpoint.output.remote_output import writes_remote
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, check_readable
 from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
-from shardconv.files.fileio import create, permissions
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, permissions, relative_name
 from shardconv.files.header import Header, build_header
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.paths import SourcePath, target_path
 from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
@@ -65,10 +64,9 @@ class MergeReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src")
 @writes_remote
 def merge(
-    src: StrPath | Sequence[StrPath],
+    src: SourcePath | Sequence[SourcePath],
     dst: StrPath | None = None,
     *,
     overwrite: bool = False,
@@ -108,7 +106,7 @@ def merge(
     check_resume(resume=resume, dry_run=dry_run)
     split, source = _read(src, source_layout)
     folder, manifest = split.first, split.manifest
-    target = local_path(dst) if dst is not None else _default_target(folder, manifest)
+    target = target_path(dst) if dst is not None else _default_target(folder, manifest)
     is_folder = _is_folder(target)
     adapters = {name: read_folders([one.path / ADAPTERS / name for one in split.folders]) for name in manifest.adapters}
     if adapters and not is_folder:
@@ -128,7 +126,7 @@ def merge(
         check_readable(one.manifest, one.folders)
     resumed_bytes = 0 if dry_run else _write(rewrite, headers, adapters)
     return MergeReport(
-        path=shown(target),
+        path=str(target),
         files=tuple(headers) if is_folder else (target.name,),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),
@@ -144,7 +142,7 @@ def merge(
     )
 
 
-def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[SplitFolders, Source | None]:
+def _read(src: SourcePath | Sequence[SourcePath], source_layout: str | None) -> tuple[SplitFolders, Source | None]:
     """Read a split checkpoint; or open rank files of another tool as a source, with a manifest of one full rank."""
     folders, source = find_folders(src, source_layout)
     if source is None:
@@ -156,12 +154,12 @@ def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[
     return SplitFolders(manifest, (SplitFolder(folders[0], manifest),)), source
 
 
-def _default_target(folder: Path, manifest: Manifest) -> Path:
+def _default_target(folder: AnyPath, manifest: Manifest) -> Path:
     name = folder.resolve().name.removesuffix(f"-tp{manifest.tp}") + "-merged"
     return Path(name if manifest.is_folder else f"{name}.safetensors")
 
 
-def _is_folder(target: Path) -> bool:
+def _is_folder(target: AnyPath) -> bool:
     """Whether a folder is written, by the name of the destination; refuses names of weight files in other formats."""
     if target.suffix == ".safetensors":
         return False
@@ -181,11 +179,11 @@ def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     return dict(manifest.source_files)
 
 
-def _merged_names(folder: Path, adapter: SplitFolders) -> Iterator[str]:
+def _merged_names(folder: AnyPath, adapter: SplitFolders) -> Iterator[str]:
     """Yield the names of the files of a merged adapter, relative to the folder of its base model."""
     manifest = adapter.manifest
     for name in (*(name for name, _ in manifest.source_files), *manifest.auxiliary_files):
-        yield (adapter.first / name).relative_to(folder).as_posix()
+        yield relative_name(adapter.first / name, folder)
 
 
 def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:

@@ -16,8 +16,10 @@ from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, pa
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
-from shardconv.files.fileio import InputFiles, create, permissions
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.header import num_bytes
+from shardconv.files.input_files import InputFiles
 from shardconv.files.torch_archive import TorchArchive
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.external import META, external_layout
@@ -201,7 +203,7 @@ def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> 
 def write_meta(
     source: Source,
     files: MetaFiles,
-    target: Path,
+    target: AnyPath,
     make_journal: Callable[..., Journal] | None,
     *,
     overwrite: bool,

@@ -19,15 +19,15 @@ from shardconv.checkpoint.output.remote_output import writes_remote
 from shardconv.checkpoint.output.write import copy_auxiliary, copy_files, stage_copy
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, with_files, write_padding
-from shardconv.files.fileio import InputFiles, create, permissions
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
+from shardconv.files.paths import SourcePath, open_path, target_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
@@ -93,10 +93,9 @@ class _Planned:
         return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
 
 
-@reads_remote("src", contents=True)
 @writes_remote
 def pad(
-    src: StrPath,
+    src: SourcePath,
     dst: StrPath | None = None,
     *,
     tp: int,
@@ -137,9 +136,9 @@ def pad(
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run)
-    source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
+    target = target_path(dst) if dst is not None else Path(f"{source.name}-pad{tp}")
     check_disjoint(target, (source.path, *source.paths, *source.auxiliary_files.values()))
     names = [*source.auxiliary_files, PADDING_NAME]
     exists = check_target(target, is_folder=True, overwrite=overwrite, dry_run=dry_run, auxiliary_files=names)
@@ -148,7 +147,7 @@ def pad(
         write = partial(_write, source, planned, target, overwrite=overwrite, resume=resume)
         resumed_bytes = write(threads=threads, progress=progress)
     return PadReport(
-        path=shown(target),
+        path=str(target),
         tp=tp,
         family=str(planned.manifest.plan.family),
         num_tensors=len(planned.manifest.tensors),
@@ -207,7 +206,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
 def _write(
     source: Source,
     planned: _Planned,
-    target: Path,
+    target: AnyPath,
     *,
     overwrite: bool,
     resume: bool,
@@ -250,7 +249,7 @@ def _write_files(
     config_mode = permissions([source.auxiliary_files[CONFIG_NAME]])
     original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
     stripe_checksums = copy_files(
-        reader, inputs, manifest.rank_paths(folder), layout, manifest.stripes,
+        reader, inputs, [folder / name for name in manifest.rank_files], layout, manifest.stripes,
         identify=lambda _: layout.prefixes, journal=journal, threads=threads, progress=progress,
     )  # fmt: skip
     assert stripe_checksums is not None
@@ -264,7 +263,7 @@ def _write_files(
     write_padding(replace(manifest, auxiliary_files=copied), stripe_checksums, original, folder, mode=mode)
 
 
-def _text_of(path: Path, expected: dict[str, object] | None) -> str:
+def _text_of(path: AnyPath, expected: dict[str, object] | None) -> str:
     """Read the text of a config, and check that it is the config of the plan."""
     text = path.read_bytes().decode()
     if json.loads(text.removeprefix("\ufeff")) != expected:

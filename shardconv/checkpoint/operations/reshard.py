@@ -15,17 +15,15 @@ from shardconv.checkpoint.output.journal import check_resume
 from shardconv.checkpoint.output.remote_output import is_remote, writes_remote
 from shardconv.checkpoint.output.write import write_indexes
 from shardconv.checkpoint.sources.planning import StrPath, request_for
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
 from shardconv.checkpoint.split.split_folders import find_folders, read_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
-from shardconv.files.fileio import permissions
+from shardconv.files.folder import permissions
 from shardconv.files.header import total_bytes
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.paths import SourcePath, target_path
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.external import META
@@ -73,10 +71,9 @@ class ReshardReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src")
 @writes_remote
 def reshard(
-    src: StrPath | Sequence[StrPath],
+    src: SourcePath | Sequence[SourcePath],
     dst: StrPath | None = None,
     *,
     tp: int,
@@ -145,7 +142,7 @@ def reshard(
         )
     checksums = checksums and old.checksums is not None  # new checksums would hide errors in unchecked data
     name = folder.resolve().name.removesuffix(f"-tp{old.tp}")
-    target = Path(f"{name}-tp{tp}") if dst is None else local_path(dst)
+    target = Path(f"{name}-tp{tp}") if dst is None else target_path(dst)
     is_identified = checksums and not is_remote(target)
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=is_identified)
     rewrite = Rewrite(
@@ -157,7 +154,7 @@ def reshard(
         _plan_reshard(adapter, tp, None, None, None, int(pad), checksums=checksums)
     resumed_bytes = 0 if dry_run else _write(rewrite, new, checksums=checksums)
     return ReshardReport(
-        path=shown(target),
+        path=str(target),
         old_tp=old.tp,
         tp=tp,
         old_layout=old.layout.name,

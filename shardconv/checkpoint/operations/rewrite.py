@@ -26,7 +26,8 @@ from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, check_readable, read_ranks
-from shardconv.files.fileio import InputFiles, permissions
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
 
 _MANIFESTS = (MANIFEST_NAME, PADDING_NAME)
 
@@ -68,8 +69,8 @@ class Rewrite:
     """
 
     manifest: Manifest
-    folder: Path
-    target: Path
+    folder: AnyPath
+    target: AnyPath
     is_folder: bool = True
     source: Source | None = None
     added_files: tuple[str, ...] = ()
@@ -155,15 +156,15 @@ class Rewrite:
     def _split_folders(self) -> tuple[SplitFolder, ...]:
         return self.folders or (SplitFolder(self.folder, self.manifest),)
 
-    def _manifest_paths(self) -> list[Path]:
+    def _manifest_paths(self) -> list[AnyPath]:
         """The manifests of the existing checkpoint, if it has any."""
         folders = [one.path for one in self._split_folders]
         return [path for folder in folders for name in _MANIFESTS if (path := folder / name).is_file()]
 
-    def _auxiliary_paths(self) -> Mapping[str, Path]:
+    def _auxiliary_paths(self) -> Mapping[str, AnyPath]:
         return auxiliary_paths(self.manifest, self.folder) if self.source is None else self.source.auxiliary_files
 
-    def _copy_auxiliary(self, files: Mapping[str, Path], folder: Path) -> dict[str, str]:
+    def _copy_auxiliary(self, files: Mapping[str, AnyPath], folder: Path) -> dict[str, str]:
         if self.source is None or not self.is_folder:
             return copy_auxiliary(files, folder, self.manifest.auxiliary_files)
         return write_auxiliary(self.source, folder)

@@ -18,12 +18,11 @@ from shardconv.checkpoint.output.remote_output import is_remote, refuse_remote, 
 from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, target_path
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.external import META
 from shardconv.layouts.layout import NATIVE
@@ -77,10 +76,9 @@ class SplitReport:
     ranks: tuple[int, ...] = ()
 
 
-@reads_remote("src")
 @writes_remote
 def split(
-    src: StrPath | Source,
+    src: SourcePath | Source,
     dst: StrPath | None = None,
     *,
     tp: int,
@@ -149,7 +147,7 @@ def split(
     chosen = choose_ranks(ranks, tp)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
-    target = local_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
+    target = target_path(dst) if dst is not None else Path(f"{source.name}-tp{tp}")
     _check_team(team, target, resume=resume)
     if layout == META:
         refuse_remote(target, "layout meta")
@@ -172,7 +170,7 @@ def split(
         resumed_bytes = output.write(target, job)
     held = team.folder_ranks(chosen)
     return SplitReport(
-        path=shown(target),
+        path=str(target),
         tp=tp,
         family=output.plan.family,
         layout=layout,
@@ -201,7 +199,7 @@ def _adapter_manifest(planned: PlannedSource, tp: int, *, checksums: bool, ranks
     )
 
 
-def _check_team(team: Team, target: Path, *, resume: bool) -> None:
+def _check_team(team: Team, target: AnyPath, *, resume: bool) -> None:
     """Refuse what several processes cannot do together."""
     if team.size == 1:
         return
@@ -224,7 +222,7 @@ class _Output(NamedTuple):
     plan: Plan
     rank_bytes: tuple[int, ...]
     files_per_rank: int
-    write: Callable[[Path, SplitWriting], int]
+    write: Callable[[AnyPath, SplitWriting], int]
 
 
 def _meta_output(
@@ -247,7 +245,7 @@ def _meta_output(
     plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
 
-    def write(target: Path, job: SplitWriting) -> int:
+    def write(target: AnyPath, job: SplitWriting) -> int:
         manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
         settings = settings_of("split", manifest) | {"layout": META}
         journal = partial(journal_of, settings, read=job.read, resume=job.resume) if job.checksums else None
@@ -282,7 +280,7 @@ def _output(
         for name, one in adapters.items()
     }
 
-    def write(target: Path, job: SplitWriting) -> int:
+    def write(target: AnyPath, job: SplitWriting) -> int:
         return job.write(source, manifest, target, nested)
 
     return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress, Reader
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.output.destination import check_destination
 from shardconv.checkpoint.output.job import journal_of, settings_of
 from shardconv.checkpoint.output.journal import Journal
@@ -29,7 +30,8 @@ from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest
-from shardconv.files.fileio import InputFiles, permissions
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
@@ -40,7 +42,7 @@ Adapters = Mapping[str, tuple[Source, Manifest]]
 _NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
-def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
+def split_by(source: Source, target: AnyPath, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
     """Split a source with a given plan and layout, and defaults for all other options."""
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
     SplitWriting().write(source, manifest, target)
@@ -63,12 +65,12 @@ class SplitWriting:
     overwrite: bool = False
     checksums: bool = True
     resume: bool = False
-    read: tuple[Path, ...] = ()
+    read: tuple[AnyPath, ...] = ()
     threads: int | None = None
     progress: Progress | None = None
     team: Team = field(default_factory=Team)
 
-    def write(self, source: Source, manifest: Manifest, target: Path, adapters: Adapters = _NO_ADAPTERS) -> int:
+    def write(self, source: Source, manifest: Manifest, target: AnyPath, adapters: Adapters = _NO_ADAPTERS) -> int:
         """Write a split checkpoint, with adapters in folders in it.
 
         Returns:
@@ -93,7 +95,7 @@ class SplitWriting:
             open_staging = partial(self._staging, target, journal, source, manifest, adapters)
             with team.staging(target, open_staging) as folder:
                 copy_files(
-                    reader, inputs, own.rank_paths(folder), own.rank_layout, manifest.stripes,
+                    reader, inputs, [folder / name for name in own.rank_files], own.rank_layout, manifest.stripes,
                     identify=identify if self.checksums else None, journal=journal, threads=self.threads,
                     progress=team.watch(self.progress),
                 )  # fmt: skip
@@ -116,7 +118,7 @@ class SplitWriting:
         )  # fmt: skip
 
     def _staging(
-        self, target: Path, journal: Journal | None, source: Source, manifest: Manifest, adapters: Adapters
+        self, target: AnyPath, journal: Journal | None, source: Source, manifest: Manifest, adapters: Adapters
     ) -> AbstractContextManager[Path]:
         return staging(
             target,
@@ -140,9 +142,9 @@ class SplitWriting:
         """Write what does not belong to one rank; ``mode`` are the permissions of the source's weights."""
         auxiliary_files = write_auxiliary(source, folder)
         check_config(source, folder)
-        paths = manifest.adapter_folders(folder)
         for name, adapter in adapters.items():
-            SplitWriting(checksums=self.checksums, threads=self.threads).write(*adapter, paths[name])
+            writing = SplitWriting(checksums=self.checksums, threads=self.threads)
+            writing.write(*adapter, folder / ADAPTERS / name)
         write_indexes(manifest, folder, mode)
         written = manifest.written(checksums, auxiliary_files)
         write_manifest(written, folder, f"shardconv {__version__}", mode=_manifest_mode(source, mode))

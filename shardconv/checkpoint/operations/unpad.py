@@ -11,11 +11,10 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.journal import check_resume
 from shardconv.checkpoint.output.remote_output import writes_remote
 from shardconv.checkpoint.sources.planning import StrPath
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.split.padding_manifest import read_padding
-from shardconv.files.fileio import create, permissions
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.fileio import create
+from shardconv.files.folder import permissions
+from shardconv.files.paths import SourcePath, open_path, target_path
 from shardconv.files.weight_formats import CONFIG_NAME
 
 
@@ -37,10 +36,9 @@ class UnpadReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src", contents=True)
 @writes_remote
 def unpad(
-    src: StrPath,
+    src: SourcePath,
     dst: StrPath | None = None,
     *,
     overwrite: bool = False,
@@ -68,9 +66,9 @@ def unpad(
     """
     began = time.perf_counter()
     check_resume(resume=resume, dry_run=dry_run)
-    folder = local_path(src)
+    folder = open_path(src)
     manifest, config = read_padding(folder)
-    target = local_path(dst) if dst is not None else Path(f"{folder.resolve().name}-unpadded")
+    target = target_path(dst) if dst is not None else Path(f"{folder.resolve().name}-unpadded")
     rewrite = Rewrite(
         manifest, folder, target, added_files=(CONFIG_NAME,), overwrite=overwrite, resume=resume, threads=threads,
         progress=progress,
@@ -78,7 +76,7 @@ def unpad(
     exists = rewrite.check(dry_run=dry_run)
     resumed_bytes = 0 if dry_run else _write(rewrite, config)
     return UnpadReport(
-        path=shown(target),
+        path=str(target),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for _, header in manifest.source_files),
         seconds=time.perf_counter() - began,

@@ -1,17 +1,15 @@
 """Checks of destinations: only a checkpoint is replaced, only on request, and never the source."""
 
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import NoReturn
+from pathlib import PurePath
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.files.storage.table import shown
+from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.weight_formats import RANK_FILE
 from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
 
@@ -21,7 +19,7 @@ _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
 def check_destination(
-    path: Path,
+    path: AnyPath,
     *,
     is_folder: bool,
     overwrite: bool,
@@ -40,7 +38,7 @@ def check_destination(
     Raises:
         OutputError: if the destination must not be replaced.
     """
-    if not os.path.lexists(path):
+    if not _exists(path):
         return
     got_folder = path.is_dir() and not path.is_symlink()
     if got_folder and not any(path.iterdir()):
@@ -56,7 +54,12 @@ def check_destination(
         raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
 
 
-def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
+def _exists(path: AnyPath) -> bool:
+    """Whether there is a file, folder or link."""
+    return path.is_symlink() or path.exists()
+
+
+def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
     """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
     with suppress(SplitCheckpointError):
         if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
@@ -67,7 +70,7 @@ def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
 
 
 def check_target(
-    path: Path,
+    path: AnyPath,
     *,
     is_folder: bool,
     overwrite: bool,
@@ -83,10 +86,10 @@ def check_target(
     allow = overwrite or dry_run
     check_destination(path, is_folder=is_folder, overwrite=allow, auxiliary_files=auxiliary_files, ranks=ranks)
     got_folder = path.is_dir() and not path.is_symlink()
-    return os.path.lexists(path) and not (got_folder and not any(path.iterdir()))
+    return _exists(path) and not (got_folder and not any(path.iterdir()))
 
 
-def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
+def _check_replaceable(folder: AnyPath, auxiliary_files: Collection[str]) -> None:
     """Check that a folder holds a checkpoint and nothing else."""
     is_split = (folder / MANIFEST_NAME).is_file()
     is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
@@ -106,37 +109,34 @@ def _check_replaceable(folder: Path, auxiliary_files: Collection[str]) -> None:
             )
 
 
-def _split_files(folder: Path) -> list[str]:
+def _split_files(folder: AnyPath) -> list[str]:
     """The auxiliary files of a split checkpoint, and all files of its adapters."""
     manifest = read_manifest(folder)
     found = [*manifest.auxiliary_files]
     for path in manifest.adapter_folders(folder).values():
         adapter = read_manifest(path)
         names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
-        found += [(path / name).relative_to(folder).as_posix() for name in names]
+        found += [relative_name(path / name, folder) for name in names]
     return found
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _files(folder: AnyPath) -> list[str]:
     """The relative names of all files and links under a folder."""
-
-    def refuse(error: OSError) -> NoReturn:
+    try:
+        return [relative_name(path, folder) for path in walk(folder, hidden=True)]
+    except OSError as error:
         raise OutputError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(links + files))
 
-
-def check_disjoint(target: Path, sources: Iterable[Path]) -> None:
+def check_disjoint(target: AnyPath, sources: Iterable[AnyPath]) -> None:
     """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
 
     Raises:
         UsageError: if they overlap.
     """
-    destination = Path(shown(target.resolve()))
-    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
-        source = Path(text)
+    destination = PurePath(str(target.resolve()))
+    for text in dict.fromkeys(str(path.resolve()) for path in sources):
+        source = PurePath(text)
         if destination == source:
             raise UsageError(f"{target}: is the source: choose another path with -o")
         if destination.is_relative_to(source):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import xxhash
 
@@ -13,8 +12,8 @@ from shardconv.checkpoint.output.journal import Job, Journal
 from shardconv.checkpoint.output.write import NewFiles
 from shardconv.checkpoint.sources.sample import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.fileio import InputFiles, file_state
-from shardconv.files.storage.table import remote_file
+from shardconv.files.folder import AnyPath, RemotePath, file_state
+from shardconv.files.input_files import InputFiles
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import UsageError
 
@@ -46,7 +45,7 @@ def journal_of(
     names: Sequence[str],
     layout: NewFiles,
     *,
-    read: Iterable[Path] = (),
+    read: Iterable[AnyPath] = (),
     resume: bool,
 ) -> Journal:
     """The journal of a copy.
@@ -77,20 +76,19 @@ def journal_of(
     return Journal(job, names, resume=resume)
 
 
-def _check_versions(paths: Iterable[Path]) -> None:
+def _check_versions(paths: Iterable[AnyPath]) -> None:
     """Refuse remote files without versions: a resumed run could mix two of them."""
-    remote = (file for path in paths if (file := remote_file(path)) is not None)
-    if (file := next((file for file in remote if not file.has_version), None)) is not None:
+    remote = (path for path in paths if isinstance(path, RemotePath))
+    if (path := next((path for path in remote if not path.file.has_version), None)) is not None:
         raise UsageError(
-            f"{file.shown}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
+            f"{path}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
             f"detect that it was replaced: remove --resume, or download it first"
         )
 
 
-def _states(paths: Iterable[Path]) -> Mapping[str, str]:
+def _states(paths: Iterable[AnyPath]) -> Mapping[str, str]:
     """The location of each file to its state."""
-    remote = {path: remote_file(path) for path in paths}
-    return {str(path.resolve() if file is None else file.shown): file_state(path) for path, file in remote.items()}
+    return {str(path.resolve()): file_state(path) for path in paths}
 
 
 def _sample(reader: Reader) -> str:

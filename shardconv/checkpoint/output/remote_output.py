@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.files import storage
-from shardconv.files.storage.table import remote_output
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.output_files import remote_output
 from shardconv.files.storage.url import Location, is_url, parse
 from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
 from shardconv.support.errors import OutputError, SourceError, UsageError
@@ -29,7 +30,7 @@ _READ_ONLY = {
 
 
 def writes_remote(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let the destination of a function be a URL: during a call, it is the path of a stand-in.
+    """Let the destination of a function be a URL: during a call, it is its path.
 
     The destination is the second positional argument, or ``dst``.
     """
@@ -42,23 +43,23 @@ def writes_remote(function: Callable[Parameters, Result]) -> Callable[Parameters
         location = parse(os.fspath(dst))
         if kwargs.get("resume"):
             raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove --resume")
-        with _target(location) as target:
-            if len(args) > 1:
-                return function(args[0], target, *args[2:], **kwargs)  # type: ignore[arg-type] # a path for a path
-            return function(*args, **{**kwargs, "dst": target})  # type: ignore[arg-type] # likewise
+        target = _target(location)
+        if len(args) > 1:
+            return function(args[0], target, *args[2:], **kwargs)  # type: ignore[arg-type] # a path for a path
+        return function(*args, **{**kwargs, "dst": target})  # type: ignore[arg-type] # likewise
 
     return call
 
 
-def is_remote(target: Path) -> bool:
-    """Whether a path stands for a URL, whose files are written from the beginning to the end.
+def is_remote(target: AnyPath) -> bool:
+    """Whether a destination is remote, whose files are written from the beginning to the end.
 
     Their headers come before the checksums are known, so they do not have the identity of the split checkpoint.
     """
     return remote_output(target) is not None
 
 
-def refuse_remote(target: Path, name: str) -> None:
+def refuse_remote(target: AnyPath, name: str) -> None:
     """Refuse to write ``name`` to a URL.
 
     Raises:
@@ -68,9 +69,8 @@ def refuse_remote(target: Path, name: str) -> None:
         raise UsageError(f"{target}: is a URL, and {name} is only written to local folders: upload it afterwards")
 
 
-@contextmanager
-def _target(location: Location) -> Iterator[Path]:
-    """The stand-in of a destination.
+def _target(location: Location) -> RemotePath:
+    """The path of a destination.
 
     Raises:
         UsageError: if nothing can be written there.
@@ -81,19 +81,17 @@ def _target(location: Location) -> Iterator[Path]:
     if location.file and not location.file.endswith(".safetensors"):
         raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
     try:
-        output = storage.remote_output.RemoteOutput(location)
+        return storage.remote_output.RemoteOutput(location).target
     except SourceError as error:
         raise OutputError(str(error)) from None
-    with output.mirrored() as target:
-        yield target
 
 
 @contextmanager
-def remote_staging(path: Path, output: "RemoteOutput", *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
+def remote_staging(path: AnyPath, output: "RemoteOutput", *, is_folder: bool, overwrite: bool) -> Iterator[Path]:
     """The folder to write into, in place of the one of :func:`~shardconv.checkpoint.output.staging.staging`.
 
     Args:
-        path: the stand-in of the destination, or the folder of an adapter in the new files.
+        path: the destination, or the folder of an adapter in the new files.
         output: the destination.
         is_folder: whether the result is a folder.
         overwrite: replace an existing checkpoint.
@@ -101,7 +99,7 @@ def remote_staging(path: Path, output: "RemoteOutput", *, is_folder: bool, overw
     Raises:
         OutputError: if it cannot be written.
     """
-    if path != output.target:
+    if isinstance(path, Path):
         path.mkdir(parents=True)
         yield path
         return

@@ -16,8 +16,9 @@ from pathlib import Path
 from shardconv.checkpoint.output.destination import check_destination
 from shardconv.checkpoint.output.journal import JOURNAL_NAME, Journal
 from shardconv.checkpoint.output.remote_output import remote_staging
+from shardconv.files.folder import AnyPath
+from shardconv.files.output_files import remote_output
 from shardconv.files.paths import absolute_path, staging_folder
-from shardconv.files.storage.table import remote_output
 from shardconv.support.errors import OutputError
 from shardconv.support.exits import Removal, Terminated
 
@@ -33,7 +34,7 @@ _IS_TAKEN = {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
 
 @contextmanager
 def staging(
-    path: Path,
+    path: AnyPath,
     *,
     is_folder: bool,
     overwrite: bool,
@@ -57,11 +58,12 @@ def staging(
         OutputError: if ``path`` exists, another run writes to it, there is too little free space, or it cannot be
             written.
     """
-    path = absolute_path(path)  # resolve() would follow a link that has to be replaced
     if (output := remote_output(path)) is not None:
         with as_output_errors(path), remote_staging(path, output, is_folder=is_folder, overwrite=overwrite) as folder:
             yield folder
         return
+    assert isinstance(path, Path)
+    path = absolute_path(path)  # resolve() would follow a link that has to be replaced
     with as_output_errors(path), parent_folders(path):
         partial = staging_folder(path)
         result = partial / (_RESULT if is_folder else path.name)
@@ -110,7 +112,7 @@ def parent_folders(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def as_output_errors(path: Path) -> Iterator[None]:
+def as_output_errors(path: AnyPath) -> Iterator[None]:
     """Raise errors of the operating system as OutputError.
 
     Args:

@@ -16,7 +16,7 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_json import to_json
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
-from shardconv.files.storage.table import versions
+from shardconv.files.folder import AnyPath, remote_versions
 
 #: For each rank the checksum of each stripe.
 Rows = tuple[tuple[str, ...], ...]
@@ -28,7 +28,7 @@ def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
         "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
         "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
         "values of tensors": [sample_checksum(source) for source, _ in splits],
-        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
+        REMOTE_VERSIONS: [remote_versions(source.paths) for source, _ in splits],
     }
 
 
@@ -47,7 +47,7 @@ class Team:
     is_first = True
     is_leader = True
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
         """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
 
         Args:
@@ -64,7 +64,7 @@ class Team:
         return ranks
 
     def staging(
-        self, target: Path, open_staging: Callable[[], AbstractContextManager[Path]]
+        self, target: AnyPath, open_staging: Callable[[], AbstractContextManager[Path]]
     ) -> AbstractContextManager[Path]:
         """The staging folder, which gets its final name when all processes have left the context.
 

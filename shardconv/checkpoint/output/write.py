@@ -16,9 +16,11 @@ from shardconv.checkpoint.output.staging import staging
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.checksums import checksum, checksum_file, chunks
-from shardconv.files.fileio import InputFiles, create, file_bytes, permissions
-from shardconv.files.json_files import read_json
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, file_bytes, permissions
+from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles, open_outputs
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.support.errors import IntegrityError, SourceError
 
@@ -152,7 +154,7 @@ def auxiliary_checksums(source: Source) -> dict[str, str]:
 
 
 def copy_auxiliary(
-    files: Mapping[str, Path],
+    files: Mapping[str, AnyPath],
     folder: Path,
     expected: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
@@ -179,7 +181,7 @@ def copy_auxiliary(
     return checksums
 
 
-def _copy_file(path: Path, target: Path) -> str:
+def _copy_file(path: AnyPath, target: Path) -> str:
     """Copy a file with its permissions, and return its checksum."""
     size = file_bytes(path)
     running = xxhash.xxh3_128()
@@ -193,7 +195,7 @@ def _copy_file(path: Path, target: Path) -> str:
 
 
 def stage_copy(
-    source: Source, target: Path, *, num_bytes: int, added: str, overwrite: bool, journal: Journal | None
+    source: Source, target: AnyPath, *, num_bytes: int, added: str, overwrite: bool, journal: Journal | None
 ) -> AbstractContextManager[Path]:
     """Stage a folder with new weight files of ``num_bytes`` bytes, the auxiliary files of a source, and one more.
 
@@ -210,6 +212,6 @@ def stage_copy(
     )
 
 
-def auxiliary_bytes(files: Mapping[str, Path]) -> int:
+def auxiliary_bytes(files: Mapping[str, AnyPath]) -> int:
     """Total bytes of auxiliary files."""
     return sum(map(file_bytes, files.values()))

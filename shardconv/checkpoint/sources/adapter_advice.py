@@ -1,16 +1,17 @@
 """Advice for adapters where a model is expected, or that a model has and a command does not use."""
 
 from collections.abc import Collection, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from shardconv.checkpoint.sources.auxiliary import holds_base
-from shardconv.files.json_files import read_json
-from shardconv.files.paths import absolute_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import folder_name
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
 from shardconv.support.errors import RunError, SourceError
 
 
-def refuse_adapter_alone(folder: Path, tp: int | None) -> None:
+def refuse_adapter_alone(folder: AnyPath, tp: int | None) -> None:
     """Refuse to load an adapter that is not split, without its base model.
 
     Args:
@@ -22,14 +23,14 @@ def refuse_adapter_alone(folder: Path, tp: int | None) -> None:
     """
     if not (folder / ADAPTER_CONFIG).is_file() or holds_base([child.name for child in folder.iterdir()]):
         return
-    size, name = tp or "N", absolute_path(folder).name
+    size, name = tp or "N", folder_name(folder)
     raise RunError(
         f"{_described(folder)}: split it with its base model (shardconv split BASE --adapter {folder} --tp {size}), "
         f"then run both (shardconv run BASE-tp{size} --adapter {name})"
     )
 
 
-def refuse_split_adapter(folder: Path, auxiliary_files: Collection[str]) -> None:
+def refuse_split_adapter(folder: AnyPath, auxiliary_files: Collection[str]) -> None:
     """Refuse to load a split adapter without its base model.
 
     Args:
@@ -43,7 +44,7 @@ def refuse_split_adapter(folder: Path, auxiliary_files: Collection[str]) -> None
         raise RunError(f"{_described(folder)}: run its base model with it (shardconv run BASE --adapter {folder})")
 
 
-def _described(folder: Path) -> str:
+def _described(folder: AnyPath) -> str:
     try:
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     except SourceError:
@@ -52,7 +53,7 @@ def _described(folder: Path) -> str:
     return f"{folder}: is a PEFT adapter{of_base}, not a model"
 
 
-def adapter_folders(folder: Path, names: Collection[str]) -> Iterator[Path]:
+def adapter_folders(folder: AnyPath, names: Collection[str]) -> Iterator[AnyPath]:
     """Yield the folders of the adapters among files.
 
     Args:

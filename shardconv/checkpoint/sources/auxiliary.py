@@ -4,16 +4,16 @@ Weights are left out only if the model is known not to need them: the user exclu
 they are proven to be duplicates. All other weights are an error.
 """
 
-import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.sources.duplicates import unproven
 from shardconv.checkpoint.sources.ignore import ignore_options, ignored_files
-from shardconv.files.paths import leads_out, locked
+from shardconv.files.folder import AnyPath, relative_name, walk
+from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
 from shardconv.support.errors import SourceError
@@ -30,11 +30,11 @@ class FolderFiles(NamedTuple):
         left_out: name to reason; names of hidden folders end with /.
     """
 
-    kept: dict[str, Path]
+    kept: dict[str, AnyPath]
     left_out: dict[str, str]
 
 
-def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[str] = ()) -> FolderFiles:
+def list_files(folder: AnyPath, ignore: Collection[str] = (), optional: Collection[str] = ()) -> FolderFiles:
     """List the files under a folder.
 
     Args:
@@ -47,8 +47,8 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
         UsageError: if a pattern matches nothing.
     """
     files = {}
-    for path in _walk(folder):
-        name = path.relative_to(folder).as_posix()
+    for path in _files(folder):
+        name = relative_name(path, folder)
         files[f"{name}/" if path.name.startswith(".") and path.is_dir() else name] = path
     left_out = {name: "hidden folder" for name in files if name.endswith("/")}
     patterns = ignored_files(folder, files, ignore, optional)
@@ -59,20 +59,14 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
     return FolderFiles({name: path for name, path in files.items() if name not in left_out}, left_out)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file under a folder; hidden folders and links to folders are yielded, but not entered."""
-
-    def refuse(error: OSError) -> NoReturn:
+def _files(folder: AnyPath) -> list[AnyPath]:
+    try:
+        return list(walk(folder))
+    except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        paths = [Path(root, name) for name in sorted(folders)]
-        yield from (path for path in paths if path.name.startswith(".") or path.is_symlink())
-        folders[:] = [path.name for path in paths if not path.name.startswith(".")]
-        yield from (Path(root, name) for name in sorted(files))
 
-
-def refuse_adapter(folder: Path, names: Collection[str]) -> None:
+def refuse_adapter(folder: AnyPath, names: Collection[str]) -> None:
     """Refuse an adapter next to its base model, to which transformers would apply it, and one without weights.
 
     Args:
@@ -103,8 +97,8 @@ def holds_base(names: Collection[str]) -> bool:
 
 
 def find_auxiliary(
-    folder: Path, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
-) -> dict[str, Path]:
+    folder: AnyPath, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
+) -> dict[str, AnyPath]:
     """The auxiliary files: all kept files that hold no weights and are not in ``checkpoint``.
 
     Raises:
@@ -119,7 +113,7 @@ def find_auxiliary(
 
 
 def leave_out_weights(
-    folder: Path,
+    folder: AnyPath,
     files: FolderFiles,
     checkpoint: Collection[str],
     shapes: Mapping[str, tuple[int, ...]] | None,
@@ -152,7 +146,9 @@ def leave_out_weights(
     return reasons | dict.fromkeys(rest, "duplicate of the checkpoint in another format")
 
 
-def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]) -> None:
+def _refuse_adapters(
+    folder: AnyPath, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]
+) -> None:
     """Refuse adapters in subfolders of their base model, where a merge writes them."""
     weights = [PurePosixPath(name) for name in unknown if PurePosixPath(name).name in ADAPTER_WEIGHTS]
     folders = dict.fromkeys(str(name.parent) for name in weights)
@@ -167,7 +163,7 @@ def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles,
     )
 
 
-def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
+def _refuse(folder: AnyPath, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
     described = [f"{name} ({why})" if why else name for name, why in unknown.items()]
     more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
     alone = "" if checkpoint in ADAPTER_FILES else f", or pass {folder / checkpoint} instead of the folder"
@@ -175,13 +171,3 @@ def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkp
         f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
         f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}{alone}"
     )
-
-
-def check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
-    """Refuse a link out of the folder.
-
-    Raises:
-        SourceError: if it is one and ``follow_links`` is False.
-    """
-    if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")

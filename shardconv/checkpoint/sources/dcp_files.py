@@ -12,14 +12,14 @@ from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
-from shardconv.checkpoint.sources.auxiliary import check_link
 from shardconv.checkpoint.sources.external_files import FullTensors, is_contiguous
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.files.child_script import failure_reason, run_script
-from shardconv.files.file_state import FileState, file_states
+from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.header import num_bytes
-from shardconv.files.storage.table import remote_file
+from shardconv.files.input_files import FileState, file_states
+from shardconv.files.paths import check_link
 from shardconv.files.torch_files import REMOTE, TorchChunk, read_torch_chunks
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
@@ -65,20 +65,20 @@ class DcpFiles(NamedTuple):
         left_out: keys of entries that are not the model's.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     states: tuple[FileState, ...]
     tensors: FullTensors
     left_out: tuple[str, ...]
 
 
-def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
+def read_dcp(folder: AnyPath, *, follow_links: bool) -> DcpFiles:
     """Read the positions of all tensors of the model.
 
     Raises:
         SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, a file
             is missing, damaged or outside of the folder, or chunks do not form their tensors.
     """
-    if remote_file(folder / METADATA_NAME) is not None:
+    if isinstance(folder, RemotePath):
         raise SourceError(f"{folder / METADATA_NAME}: {REMOTE.problem}: {REMOTE.remedy}")
     check_link(folder / METADATA_NAME, folder, follow_links=follow_links)
     listed = _list(folder / METADATA_NAME)
@@ -145,7 +145,7 @@ def _path(folder: Path, name: str, *, follow_links: bool) -> Path:
     return path
 
 
-def _add(tensors: FullTensors, folder: Path, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> None:
+def _add(tensors: FullTensors, folder: AnyPath, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> None:
     """Add a tensor: its chunks along one dim, or bands of rows that have chunks along another dim."""
     try:
         tensors.specs[name] = spec

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
-from shardconv.checkpoint.sources.auxiliary import check_link
 from shardconv.checkpoint.sources.source_reader import Transform
 from shardconv.checkpoint.sources.vllm_files import StoredTensor
-from shardconv.files.file_state import FileState, file_states
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import read_header
+from shardconv.files.input_files import FileState, file_states
+from shardconv.files.paths import check_link
 from shardconv.files.torch_files import TorchTensor, read_torch_files
 from shardconv.files.weight_formats import (
     NUMBERED_NAME,
@@ -43,7 +44,7 @@ class RankFiles(NamedTuple):
         states: for each file its state when its tensors were listed; empty if prefixes have their positions.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     prefixes: tuple[bytes, ...]
     sizes: tuple[int, ...]
     ranks: tuple[dict[str, StoredTensor], ...]
@@ -66,7 +67,7 @@ class FullTensors(NamedTuple):
     transforms: dict[str, Transform]
 
 
-def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None:
+def detect_layout(folder: AnyPath, names: Collection[str]) -> ExternalLayout | None:
     """The layout of other tools' rank files among the files of a folder; None if there is none.
 
     Args:
@@ -92,7 +93,7 @@ def detect_layout(folder: Path, names: Collection[str]) -> ExternalLayout | None
     return None
 
 
-def refuse_rank_file(path: Path) -> None:
+def refuse_rank_file(path: AnyPath) -> None:
     """Refuse one rank file of another tool in place of the folder.
 
     Raises:
@@ -113,7 +114,9 @@ def rank_files(layout: ExternalLayout, names: Collection[str]) -> list[str]:
     return sorted(name for name in names if layout.files.fullmatch(name))
 
 
-def read_rank_files(folder: Path, layout: ExternalLayout, names: Collection[str], *, follow_links: bool) -> RankFiles:
+def read_rank_files(
+    folder: AnyPath, layout: ExternalLayout, names: Collection[str], *, follow_links: bool
+) -> RankFiles:
     """Read the positions of all tensors.
 
     Args:
@@ -135,7 +138,7 @@ def read_rank_files(folder: Path, layout: ExternalLayout, names: Collection[str]
     return found._replace(ranks=ranks)
 
 
-def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list[list[str]]:
+def _by_rank(folder: AnyPath, layout: ExternalLayout, names: Sequence[str]) -> list[list[str]]:
     """For each rank the names of its files."""
     suffixes = {Path(name).suffix for name in names}
     found = {name: match.groupdict() for name in names if (match := layout.files.fullmatch(name))}
@@ -167,7 +170,7 @@ def _by_rank(folder: Path, layout: ExternalLayout, names: Sequence[str]) -> list
     return [by_rank[rank] for rank in range(tp)]
 
 
-def refuse_missing(folder: Path, layout: ExternalLayout, names: Sequence[str], missing: Collection[int]) -> None:
+def refuse_missing(folder: AnyPath, layout: ExternalLayout, names: Sequence[str], missing: Collection[int]) -> None:
     """Refuse files without those of some ranks, or without some parts.
 
     Args:
@@ -199,12 +202,12 @@ def _is_mixed(found: Mapping[str, Mapping[str, str | None]]) -> bool:
     return len({group.get("parts") is None for group in found.values()}) > 1
 
 
-def _check_count(folder: Path, names: Sequence[str], expected: int) -> None:
+def _check_count(folder: AnyPath, names: Sequence[str], expected: int) -> None:
     if len(names) != expected:
         raise SourceError(f"{folder}: has {len(names)} rank files (got {names[-1]}, expected {expected}): {_AGAIN}")
 
 
-def _joined(folder: Path, files: Sequence[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _joined(folder: AnyPath, files: Sequence[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     joined: dict[str, StoredTensor] = {}
     for tensors in files:
         if both := sorted(joined.keys() & tensors.keys()):
@@ -213,7 +216,7 @@ def _joined(folder: Path, files: Sequence[dict[str, StoredTensor]]) -> dict[str,
     return joined
 
 
-def _read_safetensors(paths: tuple[Path, ...]) -> RankFiles:
+def _read_safetensors(paths: tuple[AnyPath, ...]) -> RankFiles:
     headers = [read_header(path) for path in paths]
     ranks = tuple(
         {
@@ -225,7 +228,7 @@ def _read_safetensors(paths: tuple[Path, ...]) -> RankFiles:
     return RankFiles(paths, tuple(header.prefix for header in headers), tuple(h.file_bytes for h in headers), ranks)
 
 
-def _read_torch(paths: tuple[Path, ...]) -> RankFiles:
+def _read_torch(paths: tuple[AnyPath, ...]) -> RankFiles:
     states = file_states(paths)
     ranks = []
     for number, (path, tensors) in enumerate(zip(paths, read_torch_files(paths), strict=True)):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
@@ -26,8 +25,9 @@ from shardconv.checkpoint.sources.meta_params import (
 )
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import build_header
-from shardconv.files.json_files import read_json
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, is_trainer_state, is_weights
 from shardconv.layouts.external import DCP_NAME, DCP_TITLE, META, external_layout
 from shardconv.plan.plan import TensorSpec
@@ -46,7 +46,7 @@ class ExternalSource(NamedTuple):
     transforms: Mapping[str, Transform]
     derived: tuple[str, ...]
     config: dict[str, object] | None
-    auxiliary_files: dict[str, Path]
+    auxiliary_files: dict[str, AnyPath]
     made_files: dict[str, str]
     assumed: tuple[str, ...]
     left_out: dict[str, str]
@@ -55,7 +55,7 @@ class ExternalSource(NamedTuple):
 
 
 def open_external(
-    folder: Path, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
+    folder: AnyPath, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
 ) -> ExternalSource | None:
     """Open rank files of another tool; None if the folder does not hold any.
 
@@ -99,7 +99,7 @@ def open_external(
     )  # fmt: skip
 
 
-def detect(folder: Path, names: Collection[str]) -> str | None:
+def detect(folder: AnyPath, names: Collection[str]) -> str | None:
     """The layout of the files of a folder; None for a Hugging Face checkpoint.
 
     Raises:
@@ -111,7 +111,7 @@ def detect(folder: Path, names: Collection[str]) -> str | None:
     return None if layout is None else layout.key
 
 
-def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
+def _weights(folder: AnyPath, key: str, names: Collection[str]) -> list[str]:
     """The names of the rank files, with that of their metadata."""
     if key == DCP_NAME:
         files = sorted(name for name in names if name == METADATA_NAME or name.endswith(SUFFIX))
@@ -127,7 +127,7 @@ def _weights(folder: Path, key: str, names: Collection[str]) -> list[str]:
 class _Folder(NamedTuple):
     """The files of another tool: the names of the weights, params.json, the user's or the folder's config."""
 
-    path: Path
+    path: AnyPath
     layout: str
     weights: Collection[str]
     params: dict[str, object] | None
@@ -170,14 +170,14 @@ def _read_ranks(folder: _Folder) -> _Read:
     return _Read(tensors, stored, made, len(found.ranks), layout.missing)
 
 
-def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
+def _files(folder: AnyPath, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
     ordered = in_file_order(dict(sorted(specs.items())))
     header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
     return (SourceFile(_FILE, folder / _FILE, header),)
 
 
 def _left_out(
-    folder: Path, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
+    folder: AnyPath, files: FolderFiles, weights: Collection[str], title: str, key: str, asked: str | None
 ) -> dict[str, str]:
     """Name to reason of all other files with weights."""
     others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]

@@ -3,13 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.external_files import FullTensors, RankFiles, refuse_missing
 from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.vllm_files import StoredTensor
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import num_bytes
 from shardconv.layouts.external import ExternalLayout, FullTensor, Known
 from shardconv.plan.plan import TensorSpec
@@ -22,7 +22,9 @@ _AGAIN = "copy the folder again"
 _OTHERS = f"{_AGAIN}, or pass the checkpoint that the ranks have shards of"
 
 
-def full_tensors(folder: Path, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
+def full_tensors(
+    folder: AnyPath, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]
+) -> FullTensors:
     """Assemble the full tensors.
 
     Args:
@@ -52,7 +54,7 @@ def full_tensors(folder: Path, layout: ExternalLayout, found: RankFiles, config:
 
 
 def _add(
-    tensors: FullTensors, folder: Path, name: str, known: Known, found: RankFiles, config: Mapping[str, object]
+    tensors: FullTensors, folder: AnyPath, name: str, known: Known, found: RankFiles, config: Mapping[str, object]
 ) -> None:
     """Add one full tensor."""
     shards = [rank[name] for rank in found.ranks if name in rank]
@@ -82,7 +84,7 @@ def _add(
         tensors.transforms[known.name] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
 
 
-def _shards(folder: Path, name: str, spec: TensorSpec, full: FullTensor, shards: list[StoredTensor]) -> Shards:
+def _shards(folder: AnyPath, name: str, spec: TensorSpec, full: FullTensor, shards: list[StoredTensor]) -> Shards:
     files, offsets = tuple(shard.file for shard in shards), tuple(shard.offset for shard in shards)
     try:
         if len(shards) == 1:
@@ -92,7 +94,7 @@ def _shards(folder: Path, name: str, spec: TensorSpec, full: FullTensor, shards:
         raise SourceError(f"{folder}: {name} cannot be merged: {error}") from error
 
 
-def _check_even(folder: Path, layout: ExternalLayout, found: RankFiles) -> None:
+def _check_even(folder: AnyPath, layout: ExternalLayout, found: RankFiles) -> None:
     """Check that each tensor of one rank is on no other, and that ranks have equal numbers of them."""
     single = [
         [name for name in rank if (known := layout.known(name)) is not None and known.rule.is_on_one_rank]
@@ -109,7 +111,7 @@ def _check_even(folder: Path, layout: ExternalLayout, found: RankFiles) -> None:
         )
 
 
-def _check_ranks(folder: Path, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> None:
+def _check_ranks(folder: AnyPath, layout: ExternalLayout, found: RankFiles, config: Mapping[str, object]) -> None:
     """Check the number of files where their names do not have it: the last ones may be missing."""
     for name, shard in found.ranks[0].items():
         if (known := layout.known(name)) is None:
@@ -123,7 +125,7 @@ def _check_ranks(folder: Path, layout: ExternalLayout, found: RankFiles, config:
             return
 
 
-def _check_layers(folder: Path, specs: Collection[str], config: Mapping[str, object]) -> None:
+def _check_layers(folder: AnyPath, specs: Collection[str], config: Mapping[str, object]) -> None:
     """Check that all layers of the config have tensors."""
     layers = {int(match[1]) for name in specs if (match := _LAYER.match(name)) is not None}
     expected = config.get("num_hidden_layers", len(layers))

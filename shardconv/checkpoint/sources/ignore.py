@@ -4,8 +4,9 @@ import shlex
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import UsageError
 
 
@@ -25,7 +26,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def ignored_files(
-    folder: Path, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
+    folder: AnyPath, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
 ) -> dict[str, str]:
     """Find the files to leave out.
 

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.json_files import read_json
+from shardconv.files.text_files import read_json
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
 
 #: The keys of the text model in the config of a composite model, where transformers looks for settings, too.

@@ -7,7 +7,6 @@ tools) say where with :class:`StoredFiles`, and have a :class:`Transform` for ea
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from shardconv.checkpoint.engine import arrays
@@ -15,9 +14,10 @@ from shardconv.checkpoint.engine.copy import Reader, Scratch, Shards, Span, Stri
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of, lay_out_source
 from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.files.file_state import FileState
-from shardconv.files.fileio import Bytes, InputFiles
+from shardconv.files.fileio import Bytes
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import num_bytes
+from shardconv.files.input_files import FileState, InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import IntegrityError
 
@@ -43,7 +43,7 @@ class StoredFiles:
         states: for each file its state when the positions were read; empty if prefixes have them.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     prefixes: tuple[bytes, ...]
     sizes: tuple[int, ...]
     tensors: Mapping[str, TensorSpec]
@@ -53,7 +53,7 @@ class StoredFiles:
     @classmethod
     def listed(
         cls,
-        paths: Sequence[Path],
+        paths: Sequence[AnyPath],
         states: tuple[FileState, ...],
         tensors: Mapping[str, TensorSpec],
         shards: Mapping[str, Shards],

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Collection, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.sources.auxiliary import check_link, find_auxiliary, list_files
+from shardconv.checkpoint.sources.auxiliary import find_auxiliary, list_files
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import Header, read_header
-from shardconv.files.json_files import read_json
+from shardconv.files.paths import check_link
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME, is_sharded_state, is_weights
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
@@ -41,16 +42,16 @@ class SavedFiles(NamedTuple):
     headers: tuple[Header, ...]
     ranks: tuple[dict[str, StoredTensor], ...]
     config: dict[str, object]
-    auxiliary_files: dict[str, Path]
+    auxiliary_files: dict[str, AnyPath]
     left_out: dict[str, str]
 
 
-def is_saved_by_vllm(folder: Path) -> bool:
+def is_saved_by_vllm(folder: AnyPath) -> bool:
     """Whether a folder has a file with a name of vLLM's rank files."""
     return folder.is_dir() and any(is_sharded_state(path.name) for path in folder.glob("*.safetensors"))
 
 
-def read_saved_files(folder: Path) -> SavedFiles:
+def read_saved_files(folder: AnyPath) -> SavedFiles:
     """Read the headers of a folder that vLLM saved.
 
     Raises:
@@ -79,7 +80,7 @@ def read_saved_files(folder: Path) -> SavedFiles:
     )  # fmt: skip
 
 
-def _rank_files(folder: Path, names: Collection[str]) -> list[list[str]]:
+def _rank_files(folder: AnyPath, names: Collection[str]) -> list[list[str]]:
     """For each rank the names of its files."""
     ranks: dict[int, dict[int, str]] = {}
     for name in filter(is_sharded_state, names):
@@ -102,7 +103,7 @@ def _rank_files(folder: Path, names: Collection[str]) -> list[list[str]]:
 
 
 def _read_tensors(
-    folder: Path, ranks: list[list[str]], headers: tuple[Header, ...]
+    folder: AnyPath, ranks: list[list[str]], headers: tuple[Header, ...]
 ) -> tuple[dict[str, StoredTensor], ...]:
     """Read the tensors of each rank, and check that all ranks have the same names, dtypes and shapes."""
     numbered = iter(enumerate(headers))
@@ -122,7 +123,7 @@ def _read_tensors(
 
 
 def _check_equal(
-    folder: Path, rank: int, tensors: Mapping[str, StoredTensor], first: Mapping[str, StoredTensor]
+    folder: AnyPath, rank: int, tensors: Mapping[str, StoredTensor], first: Mapping[str, StoredTensor]
 ) -> None:
     for name in [*first, *tensors]:
         got, expected = (_describe(rank_tensors.get(name)) for rank_tensors in (tensors, first))

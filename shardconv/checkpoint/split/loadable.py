@@ -6,7 +6,6 @@ Owns the differences between the two. Whatever loads a checkpoint reads the mani
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
 from shardconv.checkpoint.sources.adapter_advice import adapter_folders, refuse_adapter_alone
@@ -20,8 +19,8 @@ from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
-from shardconv.files.paths import absolute_path
-from shardconv.files.storage.table import remote_file, shown, versions
+from shardconv.files.folder import AnyPath, RemotePath, remote_versions
+from shardconv.files.paths import folder_name
 from shardconv.support.errors import SplitCheckpointError, UsageError
 
 
@@ -35,12 +34,12 @@ class Loadable:
         source: the source; None for a split checkpoint.
     """
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
     source: Source | None = None
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> AnyPath:
         """The folder with config.json and the other auxiliary files."""
         return self.path if self.source is None else self.source.folder
 
@@ -53,8 +52,8 @@ class Loadable:
         found = [*adapter_folders(self.path if self.path.is_dir() else self.path.parent, self.source.left_out)]
         if not found:
             return ""
-        names = ", ".join(absolute_path(folder).name for folder in found)
-        source, adapter = (shlex.quote(shown(path)) for path in (self.path, found[0]))
+        names = ", ".join(folder_name(folder) for folder in found)
+        source, adapter = (shlex.quote(str(path)) for path in (self.path, found[0]))
         return (
             f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} "
             f"--tp {self.manifest.tp}, and pass --adapter NAME)"
@@ -94,7 +93,7 @@ class Loadable:
         layout, paths = self.manifest.rank_layout, self.manifest.rank_paths(self.path)
         files = layout.files_of(self.manifest.ranks.index(rank))
         found = zip(paths[files], layout.file_bytes[files], strict=True)
-        return sum(size for path, size in found if remote_file(path) is not None)
+        return sum(size for path, size in found if isinstance(path, RemotePath))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Check that this host has the files of ranks, where the checkpoint is split.
@@ -125,11 +124,11 @@ class Loadable:
         return {
             "checkpoints": to_json(manifest.shared if source is None else replace(manifest, source_name=""), ""),
             "values of tensors": None if source is None else sample_checksum(source),
-            REMOTE_VERSIONS: versions(paths),
+            REMOTE_VERSIONS: remote_versions(paths),
         }
 
 
-def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadable:
+def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loadable:
     """Open a split checkpoint, or plan a source for ``tp`` ranks.
 
     Args:
@@ -157,7 +156,7 @@ def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadab
     return Loadable(path, manifest.written(None, checksums), source)
 
 
-def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
+def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
     """Refuse options that a split checkpoint does not use."""
     if tp not in (None, manifest.tp):
         raise UsageError(

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 from shardconv.checkpoint.engine.copy import Stripe, split_into_stripes
@@ -21,6 +20,7 @@ from shardconv.checkpoint.engine.layout import (
 )
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest_format import NO_IDENTITY, identity_of
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import Header
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
@@ -213,11 +213,11 @@ class Manifest:
             indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
         return indexes
 
-    def adapter_folders(self, folder: Path) -> dict[str, Path]:
+    def adapter_folders(self, folder: AnyPath) -> dict[str, AnyPath]:
         """Name to folder of each adapter of the split checkpoint in a folder."""
         return {name: folder / ADAPTERS / name for name in self.adapters}
 
-    def rank_paths(self, folder: Path) -> list[Path]:
+    def rank_paths(self, folder: AnyPath) -> list[AnyPath]:
         """The paths of the rank files in a folder."""
         return [folder / name for name in self.rank_files]
 

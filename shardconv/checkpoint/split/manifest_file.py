@@ -6,21 +6,21 @@ from pathlib import Path
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_json import from_json, to_json
-from shardconv.files.fileio import create, file_bytes
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
-from shardconv.files.storage.table import remote_file
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
 from shardconv.support.errors import PlanError, SourceError, SplitCheckpointError
 
 _MAX_BYTES = 2**30
 
 
-def is_split(path: Path) -> bool:
+def is_split(path: AnyPath) -> bool:
     """Whether a path is the folder of a split checkpoint."""
     return (path / MANIFEST_NAME).exists()
 
 
-def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
+def read_manifest(folder: AnyPath, *, remedy: str = "") -> Manifest:
     """Read and check the manifest of a split checkpoint.
 
     Args:
@@ -52,7 +52,7 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: AnyPath) -> dict[str, object]:
     """The JSON object in a manifest.
 
     Raises:
@@ -63,7 +63,7 @@ def _read(path: Path) -> dict[str, object]:
     if file_bytes(path) > _MAX_BYTES:
         raise ValueError("it is too large")
     try:
-        data = json.loads(path.read_bytes() if (remote := remote_file(path)) is None else remote.read_all(_MAX_BYTES))
+        data = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
     if isinstance(data, dict):
@@ -71,7 +71,7 @@ def _read(path: Path) -> dict[str, object]:
     raise ValueError("it is not a JSON object")
 
 
-def _refuse_without_manifest(path: Path) -> None:
+def _refuse_without_manifest(path: AnyPath) -> None:
     """Refuse rank files whose manifest is missing."""
     folder = path.parent if path.is_file() else path
     names = [path.name] if path.is_file() else [file.name for file in path.glob("*.safetensors")]

@@ -10,6 +10,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_format import CHECKSUM_KEY, checksum
 from shardconv.checkpoint.split.manifest_json import from_json, to_json
 from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PlanError, SourceError, SplitCheckpointError, one_line
 
 #: File name and format version of the manifest of a padded checkpoint.
@@ -45,7 +46,7 @@ def write_padding(
         file.write(json.dumps({**body, CHECKSUM_KEY: checksum(body)}, separators=(",", ":")).encode())
 
 
-def read_padding(folder: Path) -> tuple[Manifest, str]:
+def read_padding(folder: AnyPath) -> tuple[Manifest, str]:
     """Read the manifest of a padded checkpoint, and the text of the source's config.
 
     Raises:

@@ -1,18 +1,16 @@
 """Several folders, each with some of the ranks of one split, as one split checkpoint."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source, open_if_external
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder
 from shardconv.checkpoint.split.vllm_folder import read_split
-from shardconv.files.paths import local_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.support.errors import SplitCheckpointError, UsageError
 
 _SAMPLE = "sampled values"
@@ -44,13 +42,15 @@ class SplitFolders(NamedTuple):
     folders: tuple[SplitFolder, ...]
 
     @property
-    def first(self) -> Path:
+    def first(self) -> AnyPath:
         """The first folder, whose auxiliary files stand for those of all."""
         return self.folders[0].path
 
 
-def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[list[Path], Source | None]:
-    """The local paths of one folder or of several, and the source in one with rank files of another tool.
+def find_folders(
+    paths: SourcePath | Sequence[SourcePath], source_layout: str | None
+) -> tuple[list[AnyPath], Source | None]:
+    """The paths of one folder or of several, and the source in one with rank files of another tool.
 
     Args:
         paths: of the folders.
@@ -61,20 +61,20 @@ def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) 
             checkpoint.
         SourceError: if rank files of another tool cannot be read.
     """
-    found = local_folders(paths)
+    found = open_folders(paths)
     if len(found) == 1 and (source := open_if_external(found[0], source_layout)) is not None:
         return found, source
     refuse_layout(found, source_layout)
     return found, None
 
 
-def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
-    """The local paths of one folder or of several.
+def open_folders(paths: SourcePath | Sequence[SourcePath]) -> list[AnyPath]:
+    """The paths of one folder or of several.
 
     Raises:
         UsageError: if no folder is given, or one is given twice.
     """
-    found = [local_path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    found = [open_path(path) for path in ([paths] if isinstance(paths, SourcePath) else paths)]
     if not found:
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
     if twice := next((path for at, path in enumerate(found) if path in found[:at]), None):
@@ -82,7 +82,7 @@ def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
     return found
 
 
-def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
+def refuse_layout(found: Sequence[AnyPath], source_layout: str | None) -> None:
     """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint.
 
     Raises:
@@ -96,7 +96,7 @@ def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
         )
 
 
-def read_folders(paths: Sequence[Path]) -> SplitFolders:
+def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
     """Read the manifests of folders that have all ranks of a split together.
 
     Raises:

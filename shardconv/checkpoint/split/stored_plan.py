@@ -5,9 +5,9 @@ later formats, installed families are never used.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
@@ -66,7 +66,7 @@ def resolver_of(
     return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
 
 
-def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False) -> Plan:
+def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = False) -> Plan:
     """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
 
     Args:
@@ -151,7 +151,7 @@ _REASONS = {
 }
 
 
-def _remedy(folder: Path) -> str:
+def _remedy(folder: AnyPath) -> str:
     return f"Merge it and split it again: shardconv merge {folder} -o MERGED; shardconv split MERGED --tp N"
 
 

@@ -7,7 +7,8 @@ from shardconv.checkpoint.engine.layout import Layout
 from shardconv.checkpoint.engine.shards import name_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import AGAIN
-from shardconv.files.fileio import Bytes, InputFiles
+from shardconv.files.fileio import Bytes
+from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
 

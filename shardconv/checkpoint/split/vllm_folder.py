@@ -7,7 +7,6 @@ files, and checked: the rank files that shardconv would write for them must have
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
-from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards
 from shardconv.checkpoint.engine.geometry import geometry
@@ -18,8 +17,9 @@ from shardconv.checkpoint.sources.vllm_files import SavedFiles, is_saved_by_vllm
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.checksums import checksum_file
-from shardconv.files.fileio import InputFiles
+from shardconv.files.folder import AnyPath
 from shardconv.files.header import FLOAT_NAMES, build_header, num_bytes
+from shardconv.files.input_files import InputFiles
 from shardconv.layouts.backward import check_pairs, full_tensors
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.layout import FileLayout
@@ -39,7 +39,7 @@ _OTHER_MODEL = (
 )
 
 
-def read_split(folder: Path) -> Manifest:
+def read_split(folder: AnyPath) -> Manifest:
     """Read the manifest of a split checkpoint, or derive it from the files of a folder that vLLM saved.
 
     Raises:
@@ -59,7 +59,7 @@ def read_split(folder: Path) -> Manifest:
         ) from error
 
 
-def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
+def _manifest(folder: AnyPath, saved: SavedFiles) -> Manifest:
     """The manifest that :func:`shardconv.split` would write, except for the order of tensors in the rank files."""
     as_source = Source(folder, is_folder=True, files=(), config=saved.config, auxiliary_files=saved.auxiliary_files)
     config, request, tp = config_with_quantization(as_source) or {}, PlanRequest(engine=_ENGINE), len(saved.ranks)
@@ -96,7 +96,7 @@ def _manifest(folder: Path, saved: SavedFiles) -> Manifest:
     )
 
 
-def _plan(folder: Path, resolver: Resolver, tp: int, assumed: tuple[str, ...]) -> Plan:
+def _plan(folder: AnyPath, resolver: Resolver, tp: int, assumed: tuple[str, ...]) -> Plan:
     try:
         return resolver.plan(tp, assumed=assumed)
     except PlanError as error:
@@ -107,7 +107,7 @@ def _plan(folder: Path, resolver: Resolver, tp: int, assumed: tuple[str, ...]) -
 
 
 def _check_tensors(
-    folder: Path,
+    folder: AnyPath,
     rank_tensors: Mapping[str, TensorSpec],
     tensors: Mapping[str, TensorSpec],
     plan: Plan,
@@ -130,7 +130,7 @@ def _describe(spec: TensorSpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)}"
 
 
-def _check_constants(folder: Path, saved: SavedFiles, layout: FileLayout) -> None:
+def _check_constants(folder: AnyPath, saved: SavedFiles, layout: FileLayout) -> None:
     """Check the values of constants, because they are not in the full tensors."""
     paths = [folder / name for name in saved.names]
     prefixes, sizes = [header.prefix for header in saved.headers], [header.file_bytes for header in saved.headers]

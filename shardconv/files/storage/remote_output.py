@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from shardconv.files.storage import table
-from shardconv.files.storage.mirror import mirror
+from shardconv.files.folder import remote_folder
+from shardconv.files.output_files import destinations
 from shardconv.files.storage.problems import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.remote_lock import RemoteLock, create
@@ -39,10 +39,9 @@ class RemoteOutput:
         location: the folder, or the file.
 
     Attributes:
-        target: the stand-in of the destination; the files that are there are stand-ins in it.
+        target: the path of the destination, with the files that are there.
     """
 
-    target: Path
     _staged: Path
 
     def __init__(self, location: Location) -> None:
@@ -52,22 +51,12 @@ class RemoteOutput:
         self._lock_name = lock_name(location.file)
         self._lock = RemoteLock(self._key(self._lock_name), str(location), self._requests)
         self._existing = self._list()
+        name = location.folder.rpartition("/")[2] or location.host
+        folder = remote_folder(name, location.to("").rstrip("/"), self._existing, self)
+        self.target = folder / location.file if location.file else folder
         self._files: list[UploadFiles] = []
         self._put: dict[str, bytes | None] = {}
         self._is_published = False
-
-    @contextmanager
-    def mirrored(self) -> Iterator[Path]:
-        """Make the stand-ins of what is there; yields :attr:`target`."""
-        location = self.location
-        name = location.folder.rpartition("/")[2] or location.host
-        with mirror(name, location.to("").rstrip("/"), self._existing) as folder:
-            self.target = folder / location.file if location.file else folder
-            table.outputs[self.target] = self
-            try:
-                yield self.target
-            finally:
-                del table.outputs[self.target]
 
     @contextmanager
     def writing(self, order: Callable[[str], int], *, overwrite: bool) -> Iterator[Path]:
@@ -111,11 +100,11 @@ class RemoteOutput:
         """Provide the local folder for new files."""
         with temporary_folder() as folder:
             self._staged = folder
-            table.outputs[folder], table.folders[folder] = self, self.location.to("").rstrip("/")
+            destinations[folder] = self
             try:
                 yield folder
             finally:
-                del table.outputs[folder], table.folders[folder]
+                del destinations[folder]
 
     def open(self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int]) -> UploadFiles:
         """Start new files; arguments as those of :class:`~shardconv.files.output_files.LocalOutputFiles`."""
