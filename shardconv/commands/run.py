@@ -23,8 +23,8 @@ from shardconv.commands.options import (
     source_tp_option,
 )
 from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
+from shardconv.files.containers.safetensors import TARGET_DTYPES
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import TARGET_DTYPES
 from shardconv.files.paths import open_path
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError

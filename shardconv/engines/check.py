@@ -21,7 +21,7 @@ from shardconv.checkpoint.split.vllm_folder import read_split
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
-from shardconv.files.header import TensorInfo
+from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
 from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line
 

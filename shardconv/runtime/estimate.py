@@ -18,8 +18,8 @@ from shardconv.checkpoint.sources.quantization_files import config_with_quantiza
 from shardconv.checkpoint.sources.source import Source, standalone_config
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
+from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import Header, TensorInfo, num_bytes
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.files.text_files import read_json
 from shardconv.formats.description import describe_settings

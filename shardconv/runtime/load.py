@@ -24,8 +24,8 @@ from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
 from shardconv.distributed.devices import Device
+from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.folder import AnyPath, remote_versions
-from shardconv.files.header import TensorInfo
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards

@@ -16,9 +16,9 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, check_readable
 from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
+from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, permissions, relative_name
-from shardconv.files.header import Header, build_header
 from shardconv.files.paths import SourcePath, target_path
 from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement

@@ -16,11 +16,11 @@ from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, pa
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.torch_archive import TorchArchive
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, permissions
-from shardconv.files.header import num_bytes
 from shardconv.files.input_files import InputFiles
-from shardconv.files.torch_archive import TorchArchive
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.external import META, external_layout
 from shardconv.plan.placement import Placement, intervals

@@ -11,8 +11,8 @@ from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_c
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
+from shardconv.files.containers.safetensors import num_bytes, total_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import num_bytes, total_bytes
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.formats.description import describe_settings

@@ -21,8 +21,8 @@ from shardconv.checkpoint.split.manifest_file import write_manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
 from shardconv.checkpoint.split.split_folders import find_folders, read_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
+from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import permissions
-from shardconv.files.header import total_bytes
 from shardconv.files.paths import SourcePath, target_path
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts.choice import choose_layout, with_max_file_size

@@ -27,8 +27,8 @@ from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differe
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders, read_folders, refuse_layout
 from shardconv.checkpoint.split.vllm_folder import read_split
 from shardconv.files.checksums import checksum, checksum_file
+from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import total_bytes
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
 from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError

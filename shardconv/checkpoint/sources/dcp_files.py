@@ -1,10 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): ``.metadata`` and ``*.distcp`` files with chunks of tensors.
 
-Each chunk is a file of torch.save inside of a file. A child process lists the metadata (``dcp_listing``), another one
-the chunks (``torch_listing``); names and positions are untrusted.
+Each chunk is a file of torch.save inside of a file. A child process lists the metadata, another one the chunks
+(``files.containers.unpickle``); names and positions are untrusted.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,20 +14,17 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.external_files import FullTensors, is_contiguous
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.files.child_script import failure_reason, run_script
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, RemotePath
-from shardconv.files.header import num_bytes
 from shardconv.files.input_files import FileState, file_states
 from shardconv.files.paths import check_link
-from shardconv.files.torch_files import REMOTE, TorchChunk, read_torch_chunks
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
 METADATA_NAME = ".metadata"
 SUFFIX = ".distcp"
-#: The script of the child process.
-SCRIPT = Path(__file__).parents[2] / "files" / "dcp_listing.py"
 #: Keys of the entry that is the state dict of the model, if there are several entries.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 #: Keys of all other entries that may hold tensors.
@@ -81,7 +77,7 @@ def read_dcp(folder: AnyPath, *, follow_links: bool) -> DcpFiles:
     if isinstance(folder, RemotePath):
         raise SourceError(f"{folder / METADATA_NAME}: {REMOTE.problem}: {REMOTE.remedy}")
     check_link(folder / METADATA_NAME, folder, follow_links=follow_links)
-    listed = _list(folder / METADATA_NAME)
+    listed: Mapping[str, list[_Tensor]] = list_metadata(folder / METADATA_NAME)
     named, left_out = _model_tensors(folder, listed)
     if (name := next((name for name, tensor in named.items() if not tensor["chunks"]), None)) is not None:
         raise SourceError(f"{folder / METADATA_NAME}: {name} does not have chunks: {_AGAIN}")
@@ -105,16 +101,6 @@ def read_dcp(folder: AnyPath, *, follow_links: bool) -> DcpFiles:
     for name in named:
         _add(tensors, folder, name, TensorSpec(dtypes[name], tuple(named[name]["shape"])), chunks[name])
     return DcpFiles(paths, states, tensors, left_out)
-
-
-def _list(path: Path) -> Mapping[str, list[_Tensor]]:
-    child = run_script(SCRIPT, str(path.absolute()))
-    if child.returncode:
-        raise SourceError(f"{path}: cannot be read ({failure_reason(child)}): {_AGAIN}")
-    listed: dict[str, list[_Tensor]] = json.loads(child.stdout)
-    if "error" in listed:
-        raise SourceError(f"{path}: {listed['error']}")
-    return listed
 
 
 def _model_tensors(folder: Path, listed: Mapping[str, list[_Tensor]]) -> tuple[dict[str, _Tensor], tuple[str, ...]]:

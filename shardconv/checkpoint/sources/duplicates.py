@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.containers.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import read_header
 from shardconv.files.text_files import read_json
-from shardconv.files.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.layouts.external import META, external_layout
 from shardconv.support.errors import SourceError

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.sources.source_reader import Transform
 from shardconv.checkpoint.sources.vllm_files import StoredTensor
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.containers.torch_files import TorchTensor, read_torch_files
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import read_header
 from shardconv.files.input_files import FileState, file_states
 from shardconv.files.paths import check_link
-from shardconv.files.torch_files import TorchTensor, read_torch_files
 from shardconv.files.weight_formats import (
     NUMBERED_NAME,
     PYTORCH,

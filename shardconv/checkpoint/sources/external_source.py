@@ -25,8 +25,8 @@ from shardconv.checkpoint.sources.meta_params import (
 )
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
+from shardconv.files.containers.safetensors import build_header
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import build_header
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, is_trainer_state, is_weights
 from shardconv.layouts.external import DCP_NAME, DCP_TITLE, META, external_layout

@@ -9,8 +9,8 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.external_files import FullTensors, RankFiles, refuse_missing
 from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.vllm_files import StoredTensor
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import num_bytes
 from shardconv.layouts.external import ExternalLayout, FullTensor, Known
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError

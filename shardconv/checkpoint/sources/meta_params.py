@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardconv.files.header import FLOAT_NAMES
+from shardconv.files.containers.safetensors import FLOAT_NAMES
 from shardconv.plan.units import round_up
 from shardconv.support.errors import PlanError, SourceError
 

@@ -19,8 +19,8 @@ from shardconv.checkpoint.sources.source_files import (
 )
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
 from shardconv.checkpoint.sources.torch_source import read_pytorch
+from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import TensorInfo
 from shardconv.files.paths import absolute_path, check_link, missing_hint, unfinished
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (

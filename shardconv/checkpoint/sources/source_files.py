@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.sources.auxiliary import FolderFiles, refuse_adapter
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
+from shardconv.files.containers.safetensors import Header, read_header
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import Header, read_header
 from shardconv.files.paths import check_link
 from shardconv.files.text_files import parse_object, read_text
 from shardconv.files.weight_formats import (

@@ -14,9 +14,9 @@ from shardconv.checkpoint.engine.copy import Reader, Scratch, Shards, Span, Stri
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of, lay_out_source
 from shardconv.checkpoint.engine.shards import ShardReader
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import num_bytes
 from shardconv.files.input_files import FileState, InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import IntegrityError

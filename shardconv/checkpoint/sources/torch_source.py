@@ -13,11 +13,11 @@ from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source_files import SourceFile, WeightFiles, Weights, check_files, weight_paths
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
+from shardconv.files.containers.safetensors import Header, build_header
+from shardconv.files.containers.torch_files import TorchFile, TorchTensor, read_training_files
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import Header, build_header
 from shardconv.files.input_files import FileState, file_states
 from shardconv.files.text_files import parse_object
-from shardconv.files.torch_files import TorchFile, TorchTensor, read_training_files
 from shardconv.files.weight_formats import index_parts
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError

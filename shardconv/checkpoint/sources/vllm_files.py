@@ -6,8 +6,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from shardconv.checkpoint.sources.auxiliary import find_auxiliary, list_files
+from shardconv.files.containers.safetensors import Header, read_header
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import Header, read_header
 from shardconv.files.paths import check_link
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME, is_sharded_state, is_weights

@@ -20,8 +20,8 @@ from shardconv.checkpoint.engine.layout import (
 )
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest_format import NO_IDENTITY, identity_of
+from shardconv.files.containers.safetensors import Header
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import Header
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest

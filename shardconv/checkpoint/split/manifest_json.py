@@ -17,7 +17,7 @@ from shardconv.checkpoint.split.manifest_format import (
     checked,
     checksum,
 )
-from shardconv.files.header import Header, parse_header
+from shardconv.files.containers.safetensors import Header, parse_header
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
 from shardconv.plan.request import PlanRequest

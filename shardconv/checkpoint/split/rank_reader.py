@@ -17,9 +17,9 @@ from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import open_rank
 from shardconv.checkpoint.split.verify_rank import verify_rank
+from shardconv.files.containers.safetensors import DTYPE_BITS, num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath, RemotePath
-from shardconv.files.header import DTYPE_BITS, num_bytes
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import SourceError

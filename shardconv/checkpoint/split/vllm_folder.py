@@ -17,8 +17,8 @@ from shardconv.checkpoint.sources.vllm_files import SavedFiles, is_saved_by_vllm
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.checksums import checksum_file
+from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.header import FLOAT_NAMES, build_header, num_bytes
 from shardconv.files.input_files import InputFiles
 from shardconv.layouts.backward import check_pairs, full_tensors
 from shardconv.layouts.choice import choose_layout

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
+from shardconv.files.containers.safetensors import MAX_HEADER_BYTES, header_bytes
 from shardconv.files.folder import NUM_REQUESTS, RemotePath, remote_folder
-from shardconv.files.header import MAX_HEADER_BYTES, header_bytes
 from shardconv.files.storage.problems import explained
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.requirements import huggingface_hub
