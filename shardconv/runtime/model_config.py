@@ -3,8 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from shardconv.checkpoint.sources.adapter_advice import refuse_split_adapter
-from shardconv.checkpoint.split.loadable import Loadable
+from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME

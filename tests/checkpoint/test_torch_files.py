@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "list of tensors": (saves({"x": made(3), "y": [made(3)]}), "entry 'y' holds tensors, but is not one (got list)"),
     "complex128": (saves({"x": made(3, dtype=torch.complex128)}), "tensor x cannot be stored in safetensors"),
     "conjugated": (saves({"x": made(3, dtype=torch.complex64).conj()}), "(got a conjugated or negated view)"),
-    "on the meta device": (saves({"x": torch.ones(2, device="meta")}), "x is not a plain dense tensor (got another kind"),
+    "on the meta device": (saves({"x": torch.ones(2, device="meta")}), "not a plain dense tensor (got another kind"),
     "sparse": (saves({"x": torch.eye(3).to_sparse()}), "tensor x is not a plain dense tensor (got torch.sparse_coo)"),
     "name that is not a string": (saves({3: made(3)}), "tensor 3 does not have a valid name"),
     "name of the metadata": (saves({"__metadata__": made(3)}), "tensor '__metadata__' does not have a valid name"),

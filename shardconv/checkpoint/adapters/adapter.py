@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple, Unpack
 
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
-from shardconv.checkpoint.sources.auxiliary import holds_base
+from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source, open_files, open_source, standalone_config
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest

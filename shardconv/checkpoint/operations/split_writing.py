@@ -24,9 +24,8 @@ from shardconv.checkpoint.output.write import (
     write_auxiliary,
     write_indexes,
 )
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.source_reader import open_tensors, sample_checksum
 from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest

@@ -10,7 +10,7 @@ from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Reader, StripeState
 from shardconv.checkpoint.output.journal import Job, Journal
 from shardconv.checkpoint.output.write import NewFiles
-from shardconv.checkpoint.sources.sample import checksum_of_tensors
+from shardconv.checkpoint.sources.source_reader import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath, RemotePath, file_state
 from shardconv.files.input_files import InputFiles

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.write import auxiliary_checksums
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_json import to_json
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
-from shardconv.checkpoint.sources.auxiliary import FolderFiles, find_auxiliary
 from shardconv.checkpoint.sources.dcp_files import METADATA_NAME, SUFFIX, read_dcp
 from shardconv.checkpoint.sources.external_files import (
     FullTensors,
@@ -15,7 +14,7 @@ from shardconv.checkpoint.sources.external_files import (
     read_rank_files,
 )
 from shardconv.checkpoint.sources.external_tensors import full_tensors
-from shardconv.checkpoint.sources.ignore import ignore_options
+from shardconv.checkpoint.sources.folder_files import FolderFiles, find_auxiliary, ignore_options
 from shardconv.checkpoint.sources.meta_params import (
     PARAMS_NAME,
     ConfigWithAssumptions,

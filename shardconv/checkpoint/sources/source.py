@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
-from shardconv.checkpoint.sources.auxiliary import find_auxiliary, leave_out_weights, list_files
 from shardconv.checkpoint.sources.external_files import refuse_rank_file
 from shardconv.checkpoint.sources.external_source import open_external
+from shardconv.checkpoint.sources.folder_files import find_auxiliary, leave_out_weights, list_files
 from shardconv.checkpoint.sources.source_files import (
     SourceFile,
     WeightFiles,

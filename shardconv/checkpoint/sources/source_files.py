@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
-from shardconv.checkpoint.sources.auxiliary import FolderFiles, refuse_adapter
+from shardconv.checkpoint.sources.folder_files import FolderFiles, refuse_adapter
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
 from shardconv.files.containers.safetensors import Header, read_header
 from shardconv.files.folder import AnyPath

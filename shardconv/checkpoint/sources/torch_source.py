@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardconv.checkpoint import sources
+from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import in_file_order
@@ -106,6 +106,4 @@ def _transforms(contents: Sequence[TorchFile]) -> dict[str, Transform]:
     strided = [tensor for content in contents for tensor in content.tensors if not tensor.is_contiguous]
     if not strided:
         return {}
-    return {
-        one.name: sources.strides.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided
-    }
+    return {one.name: arrays.strided.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided}

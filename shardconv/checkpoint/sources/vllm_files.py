@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import NamedTuple
 
-from shardconv.checkpoint.sources.auxiliary import find_auxiliary, list_files
+from shardconv.checkpoint.sources.folder_files import find_auxiliary, list_files
 from shardconv.files.containers.safetensors import Header, read_header
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import check_link

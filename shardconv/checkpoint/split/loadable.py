@@ -4,14 +4,15 @@ Owns the differences between the two. Whatever loads a checkpoint reads the mani
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
-from shardconv.checkpoint.sources.adapter_advice import adapter_folders, refuse_adapter_alone
+from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, refuse_changes
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.manifest_json import to_json
@@ -21,7 +22,9 @@ from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath, RemotePath, remote_versions
 from shardconv.files.paths import folder_name
-from shardconv.support.errors import SplitCheckpointError, UsageError
+from shardconv.files.text_files import read_json
+from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
+from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +167,60 @@ def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: 
             f"ranks with shardconv reshard {path} --tp {tp}"
         )
     refuse_changes(path, options)
+
+
+# --- adapters in place of models ------------------------------------------------------------------------------------
+
+
+def refuse_adapter_alone(folder: AnyPath, tp: int | None) -> None:
+    """Refuse to load an adapter that is not split, without its base model.
+
+    Args:
+        folder: what is loaded.
+        tp: tensor parallel size; None if it is not given.
+
+    Raises:
+        RunError: if the folder has an adapter and no model.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file() or holds_base([child.name for child in folder.iterdir()]):
+        return
+    size, name = tp or "N", folder_name(folder)
+    raise RunError(
+        f"{_described(folder)}: split it with its base model (shardconv split BASE --adapter {folder} --tp {size}), "
+        f"then run both (shardconv run BASE-tp{size} --adapter {name})"
+    )
+
+
+def refuse_split_adapter(folder: AnyPath, auxiliary_files: Collection[str]) -> None:
+    """Refuse to load a split adapter without its base model.
+
+    Args:
+        folder: the split checkpoint.
+        auxiliary_files: its auxiliary files.
+
+    Raises:
+        RunError: if it is an adapter.
+    """
+    if ADAPTER_CONFIG in auxiliary_files:
+        raise RunError(f"{_described(folder)}: run its base model with it (shardconv run BASE --adapter {folder})")
+
+
+def _described(folder: AnyPath) -> str:
+    try:
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except SourceError:
+        base = None
+    of_base = f" of {base:.200}" if base and isinstance(base, str) else ""
+    return f"{folder}: is a PEFT adapter{of_base}, not a model"
+
+
+def adapter_folders(folder: AnyPath, names: Collection[str]) -> Iterator[AnyPath]:
+    """Yield the folders of the adapters among files.
+
+    Args:
+        folder: the folder of the files.
+        names: their names relative to it, with / as separator.
+    """
+    yield from dict.fromkeys(
+        folder / path.parent for path in map(PurePosixPath, sorted(names)) if path.name in ADAPTER_FILES
+    )

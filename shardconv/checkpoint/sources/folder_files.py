@@ -1,22 +1,22 @@
-"""Classification of the files in a source's folder: auxiliary files, files that are left out, and refused files.
+"""The files in a source's folder: auxiliary files, files that are left out, and files that are refused.
 
 Weights are left out only if the model is known not to need them: the user excluded them, they are trainer state, or
 they are proven to be duplicates. All other weights are an error.
 """
 
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.sources.duplicates import unproven
-from shardconv.checkpoint.sources.ignore import ignore_options, ignored_files
 from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, UsageError
 
 #: Maximum number of files in a message.
 _MAX_NAMES = 5
@@ -171,3 +171,72 @@ def _refuse(folder: AnyPath, unknown: Mapping[str, str], files: FolderFiles, che
         f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
         f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}{alone}"
     )
+
+
+# --- patterns of files to leave out (--ignore) ----------------------------------------------------------------------
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a file or one of its parent folders.
+
+    Args:
+        name: path relative to the folder of the source, with / as separator. Hidden folders are listed instead of their
+            files, with / at the end; a pattern of a file in one matches the folder.
+        pattern: as for :func:`fnmatch.fnmatchcase`, where * matches any text; may end with /.
+    """
+    if name.endswith("/") and pattern.startswith(name):
+        return True
+    path = PurePosixPath(name)
+    parents = [str(parent) for parent in path.parents if parent.name]
+    return any(fnmatchcase(candidate, pattern.rstrip("/")) for candidate in (str(path), *parents))
+
+
+def ignored_files(
+    folder: AnyPath, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, str]:
+    """Find the files to leave out.
+
+    Args:
+        folder: the folder of the source, for messages.
+        names: all files of the folder.
+        patterns: patterns of the user; each must match a file.
+        optional: patterns that need not match a file; those of the user take precedence.
+
+    Returns:
+        The name of each matched file, with the last pattern that matches it.
+
+    Raises:
+        UsageError: if a pattern of ``patterns`` matches no file.
+    """
+    found = {name: pattern for pattern in optional for name in names if matches(name, pattern)}
+    for pattern in patterns:
+        matched = [name for name in names if matches(name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"--ignore {pattern!r} matches no file in {folder}: pass a pattern relative to that folder, such as "
+                f"'*.gguf' or 'original/*'"
+            )
+        found |= dict.fromkeys(matched, pattern)
+    return found
+
+
+def ignore_options(names: Collection[str], others: Collection[str]) -> str:
+    """Return ``--ignore`` options that match all of ``names`` and none of ``others``.
+
+    Files with the same folder and suffix share an option, where that matches no other file.
+
+    Args:
+        names: the files to leave out.
+        others: all other files of the folder.
+    """
+    patterns: list[str] = []
+    for name in names:
+        if any(matches(name, pattern) for pattern in patterns):
+            continue
+        path = PurePosixPath(name)
+        folder = escape(f"{path.parent}/") if path.parent.name else ""
+        by_suffix = f"{folder}*{escape(path.suffix)}"
+        is_shared = sum(matches(other, by_suffix) for other in names) > 1
+        is_safe = not any(matches(other, by_suffix) for other in others)
+        patterns.append(by_suffix if is_shared and is_safe else escape(name))
+    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
