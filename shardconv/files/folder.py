@@ -9,12 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from shardconv.support.errors import SourceError
+from shardconv.support.progress import Progress
 from shardconv.support.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ _NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,200}")
 _MAX_COPIED = 2**28
 #: Requests to a store at a time, of those that need little data each.
 NUM_REQUESTS = 16
+#: See :func:`header_progress`.
+progress_of_headers: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -289,3 +293,13 @@ def _copy(path: AnyPath, target: Path) -> None:
     if file_bytes(path) <= _MAX_COPIED:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
+
+
+@contextmanager
+def header_progress(progress: Progress | None) -> Iterator[None]:
+    """Call a function with the number of remote headers that were read and the total, in calls from this context."""
+    token = progress_of_headers.set(progress)
+    try:
+        yield
+    finally:
+        progress_of_headers.reset(token)

@@ -3,16 +3,14 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from shardconv.files.containers.safetensors import MAX_HEADER_BYTES, header_bytes
-from shardconv.files.folder import NUM_REQUESTS, RemotePath, remote_folder
+from shardconv.files.folder import NUM_REQUESTS, RemotePath, progress_of_headers, remote_folder
 from shardconv.files.storage.problems import explained
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.requirements import huggingface_hub
@@ -21,7 +19,6 @@ from shardconv.files.storage.url import Location
 from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
 from shardconv.plan.quantization import SETTINGS_FILES
 from shardconv.support.errors import SourceError, UsageError
-from shardconv.support.progress import Progress
 
 #: Files that web servers are asked for beside the weights, as they do not list folders.
 _AUXILIARY_FILES = (
@@ -39,17 +36,6 @@ _HUB_REASONS = {
     "HFValidationError": "is not a valid name of a model",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set: unset it",
 }
-_progress: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
-
-
-@contextmanager
-def header_progress(progress: Progress | None) -> Iterator[None]:
-    """Call a function with the number of remote headers that were read and the total, in calls from this context."""
-    token = _progress.set(progress)
-    try:
-        yield
-    finally:
-        _progress.reset(token)
 
 
 def open_remote(location: Location) -> RemotePath:
@@ -87,7 +73,7 @@ def _missing(location: Location) -> SourceError:
 
 def _prefetch_headers(files: list[RemoteFile]) -> None:
     """Fetch the headers of all safetensors files concurrently; reading one later raises its errors."""
-    progress = _progress.get()
+    progress = progress_of_headers.get()
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         for done, _ in enumerate(pool.map(_prefetch_header, files), 1):
             if progress is not None:
