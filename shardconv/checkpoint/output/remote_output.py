@@ -81,7 +81,7 @@ def _target(location: Location) -> RemotePath:
     if location.file and not location.file.endswith(".safetensors"):
         raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
     try:
-        return storage.remote_output.RemoteOutput(location).target
+        return storage.remote_output.RemoteOutput(location).target()
     except SourceError as error:
         raise OutputError(str(error)) from None
 

@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 
 from shardconv.files.containers.safetensors import MAX_HEADER_BYTES, header_bytes
 from shardconv.files.folder import NUM_REQUESTS, RemotePath, progress_of_headers, remote_folder
-from shardconv.files.storage.problems import explained
+from shardconv.files.storage.clients import huggingface_hub
+from shardconv.files.storage.errors import explained
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.requirements import huggingface_hub
 from shardconv.files.storage.stores import has_bucket, list_files, open_store, open_web
 from shardconv.files.storage.url import Location
 from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS

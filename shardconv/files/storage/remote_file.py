@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from shardconv.files.storage.problems import OTHER_RANGE, MissingError, TransferError, changed, explained, is_empty
-from shardconv.files.storage.requirements import obstore
-from shardconv.files.storage.transfer import submit, wait
+from shardconv.files.storage.clients import obstore, submit, wait
+from shardconv.files.storage.errors import OTHER_RANGE, MissingError, TransferError, changed, explained, is_empty
 from shardconv.support.errors import SourceError
 
 if TYPE_CHECKING:

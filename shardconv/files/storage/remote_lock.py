@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from functools import partial
 from uuid import uuid4
 
-from shardconv.files.storage.requirements import obstore
+from shardconv.files.storage.clients import obstore
 from shardconv.files.storage.write_requests import Key, Requests, read
 from shardconv.support.errors import OutputError
 

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from shardconv.files.folder import remote_folder
+from shardconv.files.folder import RemotePath, remote_folder
 from shardconv.files.output_files import destinations
-from shardconv.files.storage.problems import explain_write
+from shardconv.files.storage.clients import obstore, submit
+from shardconv.files.storage.errors import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.remote_lock import RemoteLock, create
-from shardconv.files.storage.requirements import obstore
 from shardconv.files.storage.stores import list_files, open_store
-from shardconv.files.storage.transfer import submit
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
 from shardconv.files.storage.write_requests import Key, Requests, exists, finish, read
@@ -37,9 +36,6 @@ class RemoteOutput:
 
     Args:
         location: the folder, or the file.
-
-    Attributes:
-        target: the path of the destination, with the files that are there.
     """
 
     _staged: Path
@@ -51,12 +47,16 @@ class RemoteOutput:
         self._lock_name = lock_name(location.file)
         self._lock = RemoteLock(self._key(self._lock_name), str(location), self._requests)
         self._existing = self._list()
-        name = location.folder.rpartition("/")[2] or location.host
-        folder = remote_folder(name, location.to("").rstrip("/"), self._existing, self)
-        self.target = folder / location.file if location.file else folder
         self._files: list[UploadFiles] = []
         self._put: dict[str, bytes | None] = {}
         self._is_published = False
+
+    def target(self) -> RemotePath:
+        """The path of the destination, with the files that are there."""
+        location = self.location
+        name = location.folder.rpartition("/")[2] or location.host
+        folder = remote_folder(name, location.to("").rstrip("/"), self._existing, self)
+        return folder / location.file if location.file else folder
 
     @contextmanager
     def writing(self, order: Callable[[str], int], *, overwrite: bool) -> Iterator[Path]:
