@@ -113,7 +113,7 @@ class RemotePath:
         return self._key in self._folder.children
 
     def is_symlink(self) -> bool:
-        """Whether it is a link: there are none."""
+        """Whether it is a link, which stores do not have."""
         return False
 
     def iterdir(self) -> "Iterator[RemotePath]":
@@ -135,7 +135,7 @@ class RemotePath:
         return PurePosixPath(self._key).relative_to(folder._key)  # noqa: SLF001 - of its own class
 
     def resolve(self) -> "RemotePath":
-        """The path itself, as it is absolute and there are no links."""
+        """The path itself: it is absolute, and stores do not have links."""
         return self
 
     @property
