@@ -54,13 +54,6 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _list_here() -> None:
-    from tests.support.listing import list_here  # noqa: PLC0415 - after the rewriting of assertions
-
-    list_here()
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str], Path]:
     """Write the checkpoint of a tiny model of models.py, once per name for all processes that run tests."""

@@ -6,7 +6,6 @@ import pytest
 
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.existing import NewCheckpoint
-from shardconv.files.storage.mirror import mirror
 from shardconv.support.error_messages import describe
 from shardconv.support.exits import Terminated
 from shardconv.support.temporary import temporary_folder
@@ -43,8 +42,8 @@ def in_staging(tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    [in_staging, lambda _: mirror("model", "s3://bucket/model", {}), lambda _: temporary_folder()],
-    ids=["staging folder", "stand-ins", "temporary folder"],
+    [in_staging, lambda _: temporary_folder()],
+    ids=["staging folder", "temporary folder"],
 )
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_during_a_removal_says_that_files_may_be_left(place, signals, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import click
 
 from shardconv.commands.numbers import COUNT, TP
 from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
-from shardconv.files.header import TARGET_DTYPES
+from shardconv.files.containers.safetensors import TARGET_DTYPES
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import is_url
 from shardconv.layouts import LAYOUTS, SOURCE_LAYOUTS

@@ -132,7 +132,7 @@ def plan(
     shown.
     """
     from shardconv.checkpoint.operations.plan_report import report_plan
-    from shardconv.checkpoint.sources.remote import header_progress
+    from shardconv.files.folder import header_progress
 
     console = Console(as_json=as_json, quiet=quiet)
     page = HtmlFile.of(

@@ -23,7 +23,9 @@ from shardconv.commands.options import (
     source_tp_option,
 )
 from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
-from shardconv.files.header import TARGET_DTYPES
+from shardconv.files.containers.safetensors import TARGET_DTYPES
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import open_path
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase, default_signals
@@ -160,13 +162,10 @@ def run(
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     if options["check"] is not None and options["dtype"] not in {None, "fp32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
-    with ImportPhase():
-        from shardconv.checkpoint.sources.remote import reads_remote
-    reads = reads_remote("src", contents=True)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        reads(_run_rank)(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
+        _run_rank(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
     else:
-        tp = reads(_check_run)(src, prompt, token_ids, options)
+        tp = _check_run(src, prompt, token_ids, options)
         with ImportPhase():
             from shardconv.runtime.launch import launch
         sys.exit(launch(sys.argv[1:], tp))
@@ -174,7 +173,7 @@ def run(
 
 def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags) -> int:
     """Check what can be checked before processes are started; returns the tensor parallel size."""
-    folder = Path(src)  # of a URL, the stand-in
+    folder = open_path(src)
     checkpoint = _open(folder, options)
     with ImportPhase():
         from shardconv.runtime.run import check_run
@@ -182,7 +181,7 @@ def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, .
     return check_run(checkpoint, prompts, given)
 
 
-def _open(path: Path, options: _RunFlags) -> "Loadable":
+def _open(path: AnyPath, options: _RunFlags) -> "Loadable":
     """Open the checkpoint, and check the adapter, without torch: errors of paths do not wait for its import."""
     from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
     from shardconv.checkpoint.split.loadable import open_loadable
@@ -194,7 +193,7 @@ def _open(path: Path, options: _RunFlags) -> "Loadable":
 
 
 def _run_options(
-    src: Path, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags
+    src: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """Return the prompts, if any are given, and the options; a check without prompt and tokenizer uses token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
@@ -213,7 +212,7 @@ def _run_rank(
     from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import check_prompts, check_run, run_rank
 
-    folder = Path(src)  # of a URL, the stand-in
+    folder = open_path(src)
     prompts, given = _run_options(folder, prompt, token_ids, options)
     check_run(_open(folder, options), prompts, given, int(os.environ["RANK"]))
     is_first = os.environ["RANK"] == "0"

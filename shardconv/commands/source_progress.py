@@ -15,7 +15,7 @@ def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
         console: of the command.
         what: name of the activity.
     """
-    from shardconv.checkpoint.sources.remote import header_progress
+    from shardconv.files.folder import header_progress
 
     with (
         console.progress("read headers", counts=True) as headers,

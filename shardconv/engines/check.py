@@ -23,7 +23,7 @@ from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
-from shardconv.files.header import TensorInfo
+from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
 from shardconv.layouts.choice import choose_layout
 from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line

@@ -1,11 +1,11 @@
 """Checksums of files, xxh3-128, in bounded memory."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import xxhash
 
-from shardconv.files.fileio import InputFiles, file_bytes
+from shardconv.files.folder import AnyPath, file_bytes
+from shardconv.files.input_files import InputFiles
 
 #: Bytes of a file that are in memory at once.
 _CHUNK_BYTES = 2**20
@@ -16,7 +16,7 @@ def checksum(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def checksum_file(path: Path) -> str:
+def checksum_file(path: AnyPath) -> str:
     """Compute the xxh3-128 checksum of a file in bounded memory."""
     size = file_bytes(path)
     running = xxhash.xxh3_128()

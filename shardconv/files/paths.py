@@ -1,6 +1,6 @@
-"""Checks of user paths: refusal of URLs, hints for paths that do not exist, unfinished runs, and links out of a folder.
+"""Paths and URLs that a user passes: parsed, with hints for those that do not exist, and for unfinished runs.
 
-Imports only errors and URLs, so that the command line can check its arguments before it imports anything else.
+Imports no client of a store, so that the command line can check its arguments before it imports anything else.
 """
 
 import os
@@ -9,9 +9,13 @@ from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
-from shardconv.files.storage.url import LOCK_NAME, SCHEMES, is_url, without_secrets
-from shardconv.support.errors import ShardconvError, UsageError
+from shardconv.files import storage
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.storage.url import LOCK_NAME, SCHEMES, is_url, parse, without_secrets
+from shardconv.support.errors import ShardconvError, SourceError, UsageError
 
+#: A checkpoint that is read: its path, or the path or URL that a user passes.
+SourcePath = str | AnyPath
 #: A URL without its colon, which would be a path.
 _NO_COLON = re.compile(rf"(?P<scheme>{'|'.join(SCHEMES)})//(?P<rest>[^/].*)", re.DOTALL)
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)")
@@ -23,6 +27,18 @@ _COPY_COMMANDS = {
     "s3": "aws s3 cp --recursive FROM TO",
     "gs": "gcloud storage cp --recursive FROM TO",
 }
+
+
+def open_path(path: SourcePath) -> AnyPath:
+    """The path of a checkpoint that is read; the folder of a URL is listed.
+
+    Raises:
+        SourceError: if a URL does not exist or cannot be listed, or a package is not installed.
+        UsageError: if a URL is not valid.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    return storage.folders.open_remote(parse(path)) if is_url(path) else local_path(path)
 
 
 def local_path(path: str | Path) -> Path:
@@ -56,8 +72,10 @@ def staging_folder(path: Path) -> Path:
     return path.parent / f".{path.name}.partial"
 
 
-def unfinished(path: Path) -> str:
+def unfinished(path: AnyPath) -> str:
     """The problem and the remedy for a path in the staging folder of a run; "" for other paths."""
+    if isinstance(path, RemotePath):
+        return ""
     absolute = absolute_path(path)
     for folder in (absolute, *absolute.parents[:2]):
         if (match := _STAGING_NAME.fullmatch(folder.name)) and folder.is_dir():
@@ -68,7 +86,7 @@ def unfinished(path: Path) -> str:
     return ""
 
 
-def locked(folder: Path) -> str:
+def locked(folder: AnyPath) -> str:
     """The problem and the remedy for a folder in an object store that a run has not finished writing; "" for others."""
     lock = folder / LOCK_NAME
     return (
@@ -76,13 +94,15 @@ def locked(folder: Path) -> str:
     )
 
 
-def missing_hint(path: Path, *, takes_url: bool = True) -> str:
+def missing_hint(path: AnyPath, *, takes_url: bool = True) -> str:
     """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub.
 
     Args:
         path: the path.
         takes_url: whether a URL may be passed in its place.
     """
+    if isinstance(path, RemotePath):
+        return ""
     if (partial := staging_folder(path)).exists():
         return (
             f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
@@ -128,8 +148,25 @@ def absolute_path(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute() keeps .., Path.resolve() follows links
 
 
-def leads_out(path: Path, folder: Path) -> bool:
+def folder_name(folder: AnyPath) -> str:
+    """The name of a folder, also of ``.`` and ``..``; that of a link, and not of the folder that it leads to."""
+    return folder.name if isinstance(folder, RemotePath) else absolute_path(folder).name
+
+
+def leads_out(path: AnyPath, folder: AnyPath) -> bool:
     """Whether a path is a link out of its folder; links to the blobs of a Hugging Face cache are not."""
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        return False
     root, target = folder.resolve(), path.resolve()
     allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     return not any(target.is_relative_to(parent) for parent in allowed)
+
+
+def check_link(path: AnyPath, folder: AnyPath, *, follow_links: bool) -> None:
+    """Refuse a link out of the folder.
+
+    Raises:
+        SourceError: if it is one and ``follow_links`` is False.
+    """
+    if not follow_links and leads_out(path, folder):
+        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")

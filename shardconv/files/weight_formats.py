@@ -7,10 +7,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
-from shardconv.files.json_files import read_json
-from shardconv.files.paths import absolute_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import folder_name
+from shardconv.files.text_files import read_json
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
@@ -134,7 +135,7 @@ def is_sharded_state(name: str) -> bool:
     return _SHARDED_STATE.fullmatch(name) is not None
 
 
-def refuse_rank_files(folder: Path, names: Collection[str]) -> None:
+def refuse_rank_files(folder: AnyPath, names: Collection[str]) -> None:
     """Refuse a folder with rank files of shardconv, which does not have a manifest.
 
     Args:
@@ -148,7 +149,7 @@ def refuse_rank_files(folder: Path, names: Collection[str]) -> None:
         raise SourceError(without_manifest(folder, name))
 
 
-def without_manifest(folder: Path, name: str) -> str:
+def without_manifest(folder: AnyPath, name: str) -> str:
     """The message for a rank file whose manifest is missing."""
     return (
         f"{folder}: holds {name}, a rank file of shardconv, without its manifest (no shardconv.json): restore "
@@ -156,7 +157,7 @@ def without_manifest(folder: Path, name: str) -> str:
     )
 
 
-def refuse_sharded_state(folder: Path, names: Collection[str]) -> None:
+def refuse_sharded_state(folder: AnyPath, names: Collection[str]) -> None:
     """Refuse rank files of vLLM that cannot be read as those of one folder, such as those of pipeline stages.
 
     Args:
@@ -178,7 +179,7 @@ def is_trainer_state(name: str) -> bool:
     return any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _TRAINER_STATE)
 
 
-def merge_adapter(folder: Path) -> str:
+def merge_adapter(folder: AnyPath) -> str:
     """Instructions to merge the adapter in a folder into its base model, in Python."""
     task = _config(folder / ADAPTER_CONFIG).get("task_type")
     class_name = _ADAPTER_CLASSES.get(task if isinstance(task, str) else None, "AutoPeftModelForCausalLM")
@@ -190,7 +191,7 @@ def merge_adapter(folder: Path) -> str:
     )
 
 
-def convert(folder: Path, names: Collection[str]) -> str:
+def convert(folder: AnyPath, names: Collection[str]) -> str:
     """Instructions to convert weight files in another format to safetensors, in Python for known formats.
 
     Args:
@@ -207,7 +208,7 @@ def convert(folder: Path, names: Collection[str]) -> str:
     return "Convert it to safetensors first, with the library that wrote it."
 
 
-def without_weights(path: Path) -> str:
+def without_weights(path: AnyPath) -> str:
     """The remedy for a config without weights; ``path`` is the config or its folder."""
     return f"pass a folder with weights, or plan the config alone with shardconv plan {path} --cost"
 
@@ -216,12 +217,12 @@ def _python_steps(action: str, *lines: str) -> str:
     return "\n".join([f"{action} in Python, then copy the tokenizer files into the new folder:", *lines])
 
 
-def _output_name(folder: Path, suffix: str) -> str:
+def _output_name(folder: AnyPath, suffix: str) -> str:
     """The name of an output folder in the current folder."""
-    return f"{absolute_path(folder).name}-{suffix}"
+    return f"{folder_name(folder)}-{suffix}"
 
 
-def _config(path: Path) -> dict[str, object]:
+def _config(path: AnyPath) -> dict[str, object]:
     """Read a config that only improves a message; empty if it cannot be read."""
     try:
         return read_json(path)

@@ -7,9 +7,9 @@ trusts it, from code in the checkpoint's folder.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.package import import_transformers
 from shardconv.support.errors import RunError, one_line
@@ -31,7 +31,7 @@ class ModelClass(NamedTuple):
     config: "ModelConfig"
 
 
-def model_class(config: Mapping[str, object], folder: Path | None = None, *, is_trusted: bool = False) -> ModelClass:
+def model_class(config: Mapping[str, object], folder: AnyPath | None = None, *, is_trusted: bool = False) -> ModelClass:
     """Look up the class that a config names, and read the config as transformers does.
 
     Args:
@@ -58,7 +58,7 @@ def model_class(config: Mapping[str, object], folder: Path | None = None, *, is_
     return _class_of_transformers(config, folder)
 
 
-def _class_of_transformers(config: Mapping[str, object], folder: Path | None) -> ModelClass:
+def _class_of_transformers(config: Mapping[str, object], folder: AnyPath | None) -> ModelClass:
     """A class and config class of transformers itself."""
     kind = _named_class(config, folder)
     if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
@@ -66,7 +66,7 @@ def _class_of_transformers(config: Mapping[str, object], folder: Path | None) ->
     return ModelClass(kind, _read_config(config, folder, is_trusted=False))
 
 
-def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[PretrainedModel]":
+def _named_class(config: Mapping[str, object], folder: AnyPath | None) -> "type[PretrainedModel]":
     """The class of transformers with the name in ``architectures``."""
     kind: type[PretrainedModel] | None = getattr(import_transformers(), _architecture(config) or "", None)
     if kind is None or not hasattr(kind, "config_class"):
@@ -74,7 +74,7 @@ def _named_class(config: Mapping[str, object], folder: Path | None) -> "type[Pre
     return kind
 
 
-def _unknown(config: Mapping[str, object], folder: Path | None) -> RunError:
+def _unknown(config: Mapping[str, object], folder: AnyPath | None) -> RunError:
     """The error if transformers does not have the class or the model type."""
     remedy = "correct it; for a split checkpoint, correct that of the source, and split it again"
     if folder is None:
@@ -86,7 +86,7 @@ def _unknown(config: Mapping[str, object], folder: Path | None) -> RunError:
     )
 
 
-def _prefix(folder: Path | None) -> str:
+def _prefix(folder: AnyPath | None) -> str:
     return "" if folder is None else f"{folder}: "
 
 
@@ -102,7 +102,7 @@ def _architecture(config: Mapping[str, object]) -> str | None:
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
-def _read_config(config: Mapping[str, object], folder: Path | None, *, is_trusted: bool) -> "ModelConfig":
+def _read_config(config: Mapping[str, object], folder: AnyPath | None, *, is_trusted: bool) -> "ModelConfig":
     """The config as an object of its class."""
     transformers = import_transformers()
     try:
@@ -118,19 +118,25 @@ def _read_config(config: Mapping[str, object], folder: Path | None, *, is_truste
 
 
 @contextmanager
-def _written(config: Mapping[str, object], folder: Path | None) -> Iterator[Path]:
+def _written(config: Mapping[str, object], folder: AnyPath | None) -> Iterator[AnyPath]:
     """A folder with the config: transformers decodes infinite numbers only when it reads a file."""
     given = {key: value for key, value in config.items() if key != "quantization_config"}
     if folder is not None and given == config:
-        yield folder
+        with local_copy(folder, _is_code_or_config) as local:
+            yield local
         return
     with temporary_folder() as made:
         (made / CONFIG_NAME).write_text(json.dumps(given), "utf-8")
         yield made
 
 
-def _class_in_folder(reference: str, folder: Path) -> "type[PretrainedModel]":
+def _class_in_folder(reference: str, folder: AnyPath) -> "type[PretrainedModel]":
     """A class in code of a checkpoint, as ``auto_map`` refers to it."""
     dynamic_modules = import_transformers("dynamic_module_utils")
-    kind: type[PretrainedModel] = dynamic_modules.get_class_from_dynamic_module(reference, folder)
+    with local_copy(folder, _is_code_or_config) as local:
+        kind: type[PretrainedModel] = dynamic_modules.get_class_from_dynamic_module(reference, local)
     return kind
+
+
+def _is_code_or_config(name: str) -> bool:
+    return name == CONFIG_NAME or name.endswith(".py")

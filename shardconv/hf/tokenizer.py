@@ -1,9 +1,10 @@
 """Load the tokenizer of a checkpoint, and stream generated text. Does not import torch."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from shardconv.files.folder import AnyPath, local_copy
+from shardconv.files.weight_formats import is_weights
 from shardconv.hf.package import import_transformers
 from shardconv.support.errors import RunError, one_line
 
@@ -17,12 +18,12 @@ _REMEDY = (
 )
 
 
-def has_tokenizer(path: Path) -> bool:
+def has_tokenizer(path: AnyPath) -> bool:
     """Whether a folder has any file of a tokenizer."""
     return any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
-def check_tokenizer(path: Path) -> None:
+def check_tokenizer(path: AnyPath) -> None:
     """Refuse text if a folder does not have a tokenizer.
 
     Raises:
@@ -32,7 +33,7 @@ def check_tokenizer(path: Path) -> None:
         raise RunError(f"{path}: does not have a tokenizer, which text needs: {_REMEDY}")
 
 
-def load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
+def load_tokenizer(path: AnyPath, *, is_trusted: bool) -> Any:
     """Load the tokenizer of a folder.
 
     Args:
@@ -45,7 +46,8 @@ def load_tokenizer(path: Path, *, is_trusted: bool) -> Any:
     check_tokenizer(path)
     auto_class = import_transformers().AutoTokenizer
     try:
-        tokenizer = auto_class.from_pretrained(path, trust_remote_code=is_trusted)
+        with local_copy(path, lambda name: not is_weights(name)) as local:
+            tokenizer = auto_class.from_pretrained(local, trust_remote_code=is_trusted)
     except Exception as error:  # tokenizers raises Exception itself
         raise RunError(f"{path}: the tokenizer cannot be loaded: {_REMEDY} Got {one_line(error)}") from error
     names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]

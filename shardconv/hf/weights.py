@@ -5,7 +5,6 @@ Owns the calls of ``from_pretrained`` and the reading of its report.
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,14 @@ from torch import Tensor, nn
 
 from shardconv.convert.classes import new_class
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.files.folder import AnyPath, local_copy
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
 from shardconv.support.errors import RunError, one_line
 
+GENERATION_CONFIG_NAME = "generation_config.json"
 #: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
 _NO_ADAPTER = {"subfolder": ".no-adapter"}
 
@@ -27,7 +28,7 @@ def load_shards(
     model_class: ModelClass,
     tensors: dict[str, Tensor],
     convert: Callable[[nn.Module], nn.Module],
-    folder: Path,
+    folder: AnyPath,
     *,
     dtype: torch.dtype | None = None,
     unused: Sequence[str] = (),
@@ -71,11 +72,12 @@ def load_shards(
     return model
 
 
-def _read_generation_config(model: PretrainedModel, folder: Path) -> None:
-    if not ((folder / "generation_config.json").is_file() and model.can_generate()):
+def _read_generation_config(model: PretrainedModel, folder: AnyPath) -> None:
+    if not ((folder / GENERATION_CONFIG_NAME).is_file() and model.can_generate()):
         return
     try:
-        model.generation_config = import_transformers().GenerationConfig.from_pretrained(folder)
+        with local_copy(folder, GENERATION_CONFIG_NAME.__eq__) as local:
+            model.generation_config = import_transformers().GenerationConfig.from_pretrained(local)
     except Exception as error:
         raise RunError(
             f"{folder}: generation_config.json cannot be read ({type(error).__name__}: {error}): correct it, or "
@@ -85,7 +87,7 @@ def _read_generation_config(model: PretrainedModel, folder: Path) -> None:
 
 def load_unsharded(
     kind: type[PretrainedModel],
-    folder: Path,
+    folder: AnyPath,
     *,
     dequantized: tuple[ModelConfig, Mapping[str, Tensor]] | None = None,
     unused: Sequence[str] = (),
@@ -120,7 +122,7 @@ def load_unsharded(
     return model
 
 
-def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Sequence[str] = ()) -> None:
+def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Sequence[str] = ()) -> None:
     """Refuse a model if its parameters are not exactly the tensors of the checkpoint.
 
     Args:

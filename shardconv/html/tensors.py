@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.html.names import Ranges, layer_of, number_ranges, parse_name
 from shardconv.plan.placement import IntervalOrPadding, Padding
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import open_source
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
@@ -71,9 +69,8 @@ def _listed(kind: str, found: tuple[str, ...]) -> str:
     return f"{len(found)} {kind}: {', '.join(found[:_SHOWN])}{more}"
 
 
-@reads_remote("src")
 def check_source(
-    src: StrPath,
+    src: SourcePath,
     *,
     config: StrPath | None = None,
     follow_links: bool = False,
@@ -100,12 +97,12 @@ def check_source(
         >>> shardconv.check_source("llama").model  # doctest: +SKIP
         'LlamaForCausalLM'
     """
-    beside = None if config is None else local_path(config)
+    path, beside = open_path(src), None if config is None else local_path(config)
     source = open_source(
-        local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+        path, config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )
     tensors = logical_tensors(with_grids(source.specs, config_with_quantization(source)))
-    return require_model(source.config or {}, tensors, shown(src))
+    return require_model(source.config or {}, tensors, str(path))
 
 
 def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec], path: str) -> ModelCheck:

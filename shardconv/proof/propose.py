@@ -4,9 +4,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, open_source
-from shardconv.files.paths import local_path
+from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.family import NAMES_FAMILY, Family, Mount
@@ -20,9 +19,8 @@ from shardconv.proof.proposal import Proposal, propose_rules
 from shardconv.proof.prove import require_config, without_numbers
 
 
-@reads_remote("src")
 def propose_plan(
-    src: StrPath,
+    src: SourcePath,
     *,
     config: StrPath | None = None,
     follow_links: bool = False,
@@ -53,7 +51,7 @@ def propose_plan(
     """
     beside = None if config is None else local_path(config)
     source = open_source(
-        local_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+        open_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )
     model = small_model(require_config(source))
     proposal = with_blocks(propose_rules(model, example_inputs(model), by_heads=by_heads), model)

@@ -12,10 +12,9 @@ from typing import Unpack
 from msgspec import structs
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, plan_source
-from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source, open_source
-from shardconv.files.storage.table import shown
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.request import PlanRequest, resolve
@@ -34,9 +33,8 @@ PROOF_TPS = (2, 4)
 _BEYOND = (8,)
 
 
-@reads_remote("src")
 def prove(
-    src: StrPath,
+    src: SourcePath,
     *,
     tps: Sequence[int] = (),
     check_model: bool = True,
@@ -67,11 +65,12 @@ def prove(
         >>> shardconv.prove("llama").is_proven  # doctest: +SKIP
         True
     """
-    planned = plan_source(src, **options)
+    path = open_path(src)
+    planned = plan_source(path, **options)
     source, request = planned.source, structs.replace(planned.request, may_miss=True)
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
-        require_model(config, tensors, shown(src))
+        require_model(config, tensors, str(path))
     resolver, pads = planned.resolution.resolver, bool(request.pad)
     possible, unsupported = _plans(resolver, tps)
     with temporary_folder() as folder:
@@ -85,13 +84,13 @@ def prove(
     grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
     differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(
-        source=shown(src),
+        source=str(path),
         family=resolver.rules.family,
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         proofs=proofs,
         skipped=(
-            *skipped_sizes(shown(src), unsupported, not_small, has_plan_file=request.plan_file is not None),
+            *skipped_sizes(str(path), unsupported, not_small, has_plan_file=request.plan_file is not None),
             *(f"tp {tp}: {reason}" for tp, reason in mismatched.items()),
         ),
         note=note,

@@ -6,7 +6,6 @@ Owns how an error on one rank reaches the others, so that none of them waits for
 import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from socket import gethostname
 from types import MappingProxyType
 from typing import TypeVar
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from shardconv.checkpoint.split.views import View, describe_views, remedy
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.distributed.agreement import digest, same_on_all_ranks
-from shardconv.files.storage.table import shown
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
     failed = torch.tensor(int(problem is not None), device=axis.message_device)
     if axis.size > 1 and reduce_from_tp(failed, group=axis):
         problems: list[str | None] = [None] * axis.size
-        dist.all_gather_object(problems, None if problem is None else shown(str(problem)), group=axis.group)
+        dist.all_gather_object(problems, None if problem is None else str(problem), group=axis.group)
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
                 raise PeerError(f"rank {rank}: {text}")
@@ -76,7 +75,7 @@ def run_on_first(step: Callable[[], T]) -> T:
 
 
 def check_same(
-    path: Path, axis: Axis, facts: Mapping[str, object], named: Mapping[str, str] = MappingProxyType({})
+    path: AnyPath, axis: Axis, facts: Mapping[str, object], named: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Check that facts are the same on all ranks.
 
@@ -96,7 +95,7 @@ def check_same(
     different = [name for name, is_same in zip(digests, same, strict=True) if not is_same]
     different = [name for name in different if name in named] or different
     text = ", ".join(named[name] for name in different if name in named)
-    own = View(str([digests[name] for name in different]), text, gethostname(), shown(path))
+    own = View(str([digests[name] for name in different]), text, gethostname(), str(path))
     views = [own] * axis.size
     dist.all_gather_object(views, own, group=axis.group)
     error = RunError(

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
@@ -45,7 +45,7 @@ class Comparison:
     error: float
 
 
-def compare(run: ModelRun, outputs: Outputs, folder: Path, source: Path) -> Comparison:
+def compare(run: ModelRun, outputs: Outputs, folder: AnyPath, source: AnyPath) -> Comparison:
     """Compare outputs of a sharded model with those of the unsharded one, which the first rank loads.
 
     Args:
@@ -76,7 +76,7 @@ def _with_generated_tokens(run: ModelRun, outputs: Outputs) -> Inputs:
 
 
 def _compare_on_first(
-    run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, folder: Path, source: Path
+    run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, folder: AnyPath, source: AnyPath
 ) -> Comparison:
     """Compare ``values`` and greedy tokens with those of the unsharded model."""
     model, options = run.model, run.options
@@ -107,7 +107,7 @@ def _compare_on_first(
     return Comparison(tuple(differences), error)
 
 
-def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
+def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
     """Apply a split adapter to an unsharded model, in place, by PEFT.
 
     Raises:
@@ -143,7 +143,7 @@ def _without_kernel_warning() -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
-def _dequantized(folder: Path, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
+def _dequantized(folder: AnyPath, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
     """Config and tensors of a quantized source as an unquantized model, in float32; None if it is not quantized."""
     source = open_source(folder)
     specs = with_grids(source.specs, config_with_quantization(source))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
-from shardconv.files.header import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
+from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
 from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import RunError, UsageError
@@ -120,7 +120,7 @@ def _refuse_more(needed: int, room: int, device: torch.device, ranks: int, remed
 
 
 def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of torch for one of :data:`~shardconv.files.header.TARGET_DTYPES`.
+    """The dtype of torch for one of :data:`~shardconv.files.containers.safetensors.TARGET_DTYPES`.
 
     Raises:
         UsageError: if it is not one of them.

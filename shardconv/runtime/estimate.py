@@ -7,23 +7,21 @@ run of the converted model, without values, other processes or a GPU. What canno
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Unpack
 
 import torch
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
-from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, plan_source
+from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, standalone_config
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.files.header import Header, TensorInfo, num_bytes
-from shardconv.files.json_files import read_json
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, local_path, open_path
+from shardconv.files.text_files import read_json
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
@@ -47,9 +45,8 @@ SEQ = 2048
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
 
-@reads_remote("src")
 def estimate_cost(
-    src: StrPath,
+    src: SourcePath,
     *,
     tps: Sequence[int] | None = None,
     batch: int = 1,
@@ -90,10 +87,11 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    config = standalone_config(local_path(src), follow_links=options.get("follow_links", False))
+    path = open_path(src)
+    config = standalone_config(path, follow_links=options.get("follow_links", False))
     if config is not None and (other := options.get("config")) is not None:
         config = read_json(local_path(other))
-    opened, made = (src, ()) if config is None else _without_weights(local_path(src), config)
+    opened, made = (path, ()) if config is None else _without_weights(path, config)
     source, _, request, (resolver, assumed), _ = plan_source(opened, **options)
     sizes = _default_sizes(resolver) if tps is None else tps
     plans = [resolver.plan(size) for size in sizes]
@@ -111,7 +109,7 @@ def estimate_cost(
         progress(len(plans), len(plans))
     notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
     return CostReport(
-        source=shown(src),
+        source=str(path),
         family=resolver.rules.family,
         model=model.name if model else None,
         dtype=_name(model.dtype if model else stored),
@@ -145,7 +143,7 @@ def _size_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
         yield f"padded with zeros (additional memory): {listed}"
 
 
-def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tuple[str, ...]]:
+def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, tuple[str, ...]]:
     """Describe the checkpoint of a config without weights, as transformers and quantization libraries write it.
 
     Returns:
@@ -185,7 +183,7 @@ def _unquantized(config: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def _on_disk(path: Path, config: Mapping[str, object]) -> tuple[MetaModel, DiskTensors]:
+def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, DiskTensors]:
     """Build the model of a config without weights, and return the tensors of its unquantized checkpoint."""
     try:
         model = MetaModel(config, torch.float32)
@@ -199,7 +197,7 @@ def _on_disk(path: Path, config: Mapping[str, object]) -> tuple[MetaModel, DiskT
         ) from error
 
 
-def _source(path: Path, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:
+def _source(path: AnyPath, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:
     """The source of one file with these tensors."""
     tensors, start = {}, 0
     for name, spec in specs.items():

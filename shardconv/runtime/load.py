@@ -6,10 +6,8 @@ memory; the conversion takes place after the model is built and before its tenso
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor, nn
 from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
-from shardconv.checkpoint.sources.remote import local_folder
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
@@ -27,9 +24,9 @@ from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
 from shardconv.distributed.devices import Device
-from shardconv.files.header import TensorInfo
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown, versions
+from shardconv.files.containers.safetensors import TensorInfo
+from shardconv.files.folder import AnyPath, remote_versions
+from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
@@ -48,7 +45,7 @@ from shardconv.support.errors import PlanWarning
 
 
 def load(
-    path: StrPath,
+    path: SourcePath,
     *,
     tp: int | None = None,
     device: Device = None,
@@ -116,48 +113,42 @@ def load(
     dtype = as_torch_dtype(dtype)
     if model is not None:
         check_builder(model)
-    with ExitStack() as stack:
-        find = partial(_open, stack, path, tp, options)
-        checkpoint, found_device, axis = connect_ranks(find, device, group)
-        place = checkpoint.path
-        manifest = checkpoint.manifest
-        plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
-        dequantizer = (
-            run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype))
-            if dequantize
-            else None
-        )
-        if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
-            run_on_all(axis, partial(refuse_quantized, manifest, place))
-        applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
-        loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
-        total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
-        reads = verify or checkpoint.source is not None
-        steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
-        tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
-        build = (
-            partial(build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
-        )
-        loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
-        if plan.assumed and axis.rank == 0:
-            warnings.warn(f"{shown(place)}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
-        for module in loaded.modules():
-            if isinstance(module, ParallelModule):
-                module.describe_parameters()
-        return loaded.eval()
+    find = partial(_open, path, tp, options)
+    checkpoint, found_device, axis = connect_ranks(find, device, group)
+    place = checkpoint.path
+    manifest = checkpoint.manifest
+    plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
+    dequantizer = (
+        run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype)) if dequantize else None
+    )
+    if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
+        run_on_all(axis, partial(refuse_quantized, manifest, place))
+    applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
+    loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
+    total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
+    reads = verify or checkpoint.source is not None
+    steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
+    tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
+    build = partial(build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
+    loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
+    if plan.assumed and axis.rank == 0:
+        warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
+    for module in loaded.modules():
+        if isinstance(module, ParallelModule):
+            module.describe_parameters()
+    return loaded.eval()
 
 
-def _open(stack: ExitStack, path: StrPath, tp: int | None, options: PlanOptions) -> Loadable:
-    """Open a checkpoint; the local folder that stands for a URL is kept until the stack is closed."""
-    return open_loadable(stack.enter_context(local_folder(path)), tp=tp, options=options)
+def _open(path: SourcePath, tp: int | None, options: PlanOptions) -> Loadable:
+    return open_loadable(open_path(path), tp=tp, options=options)
 
 
 def _open_adapter(
-    adapter: StrPath, base: Path, tp: int, axis: Axis, dtype: torch.dtype | None, *, verify: bool
+    adapter: StrPath, base: AnyPath, tp: int, axis: Axis, dtype: torch.dtype | None, *, verify: bool
 ) -> RankAdapter:
     """Open an adapter, which has to be the same on all ranks."""
     opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
-    remote = run_on_all(axis, partial(versions, opened.manifest.rank_paths(opened.folder)))
+    remote = run_on_all(axis, partial(remote_versions, opened.manifest.rank_paths(opened.folder)))
     check_same(opened.folder, axis, {"adapters": comparable(opened.manifest.shared), REMOTE_VERSIONS: remote})
     return run_on_all(axis, partial(RankAdapter.read, opened, axis.rank, dtype, verify=verify))
 

@@ -2,17 +2,16 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from shardconv.checkpoint.sources.adapter_advice import refuse_split_adapter
-from shardconv.checkpoint.split.loadable import Loadable
-from shardconv.files.json_files import read_json
+from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
 from shardconv.support.errors import RunError, SplitCheckpointError
 
 
-def check_config(folder: Path, expected: Mapping[str, object] | None) -> None:
+def check_config(folder: AnyPath, expected: Mapping[str, object] | None) -> None:
     """Check that a split checkpoint has the config.json that it was split with.
 
     Args:

@@ -5,13 +5,13 @@ Knows neither commands nor ranks.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from shardconv.convert.protocols import PretrainedModel, Tokenizer
+from shardconv.files.folder import AnyPath
 from shardconv.hf.tokenizer import load_tokenizer
 from shardconv.support.errors import RunError, UsageError, one_line
 
@@ -45,7 +45,7 @@ class TextCodec:
         RunError: if the tokenizer cannot be loaded or does not have a chat template.
     """
 
-    def __init__(self, path: Path, *, is_trusted: bool, is_chat: bool) -> None:
+    def __init__(self, path: AnyPath, *, is_trusted: bool, is_chat: bool) -> None:
         self.tokenizer: Tokenizer = load_tokenizer(path, is_trusted=is_trusted)
         self._is_chat = is_chat
         if is_chat and not self.tokenizer.chat_template:

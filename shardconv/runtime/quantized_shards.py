@@ -6,7 +6,6 @@ The model that is loaded is the unquantized one: neither activations nor KV cach
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -16,6 +15,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.convert.model import DTYPE_NAMES
+from shardconv.files.folder import AnyPath
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -64,7 +64,7 @@ class Dequantizer:
         return cls(specs, weights, dtype)
 
     @classmethod
-    def of_rank(cls, manifest: Manifest, folder: Path, plan: Plan, rank: int, dtype: torch.dtype | None) -> Self:
+    def of_rank(cls, manifest: Manifest, folder: AnyPath, plan: Plan, rank: int, dtype: torch.dtype | None) -> Self:
         """Create the dequantizer of a rank's file.
 
         Args:
@@ -116,7 +116,7 @@ def _report(progress: Progress, total: int, done: int) -> None:
     progress(done, total)
 
 
-def require_quantized(manifest: Manifest, folder: Path) -> dict[str, TensorSpec]:
+def require_quantized(manifest: Manifest, folder: AnyPath) -> dict[str, TensorSpec]:
     """The source tensors of a split checkpoint, some of which are those of quantized layers.
 
     Raises:
@@ -128,7 +128,7 @@ def require_quantized(manifest: Manifest, folder: Path) -> dict[str, TensorSpec]
     return specs
 
 
-def refuse_quantized(manifest: Manifest, folder: Path) -> None:
+def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
     """Refuse to load quantized layers as they are.
 
     Raises:

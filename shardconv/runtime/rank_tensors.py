@@ -6,8 +6,8 @@ from torch import Tensor
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.convert.model import DTYPE_NAMES
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
-from shardconv.files.header import num_bytes
 from shardconv.support.errors import PlanError
 
 #: torch dtypes by their names in safetensors.

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from pathlib import Path
 
 import torch
 
@@ -18,7 +17,7 @@ from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.distributed.devices import device_module
-from shardconv.files.storage.table import shown
+from shardconv.files.folder import AnyPath
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
@@ -92,7 +91,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
 
 
 def run_rank(
-    path: Path,
+    path: AnyPath,
     prompts: Sequence[str],
     options: RunOptions,
     write: Callable[[str], None],
@@ -136,7 +135,7 @@ def run_rank(
             outputs = compute_outputs(run, streamer)
         comparison = None if options.check is None else compare(run, outputs, path, options.check)
     return RunReport(
-        path=shown(path),
+        path=str(path),
         tp=manifest.tp,
         device=str(model.device),
         prompts=tuple(prompts),
@@ -154,13 +153,13 @@ def run_rank(
     )
 
 
-def _codec(path: Path, options: RunOptions) -> Codec:
+def _codec(path: AnyPath, options: RunOptions) -> Codec:
     if options.token_ids:
         return IdCodec()
     return TextCodec(path, is_trusted=options.trust_remote_code, is_chat=options.chat)
 
 
-def _load(path: Path, options: RunOptions, progress: OpenProgress) -> ConvertedModel:
+def _load(path: AnyPath, options: RunOptions, progress: OpenProgress) -> ConvertedModel:
     dtype = "fp32" if options.check is not None else options.dtype
     with progress() as show, warnings.catch_warnings():
         warnings.simplefilter("ignore", PlanWarning)  # reported as notes
@@ -181,7 +180,7 @@ def _load(path: Path, options: RunOptions, progress: OpenProgress) -> ConvertedM
 
 
 @contextmanager
-def explain_errors(path: Path, plan_file: tuple[str, str] | None) -> Iterator[None]:
+def explain_errors(path: AnyPath, plan_file: tuple[str, str] | None) -> Iterator[None]:
     """Explain errors of torch in a model that was sharded by a user's plan file, which may be the cause.
 
     Args:

@@ -6,7 +6,7 @@ from torch import Tensor
 from shardconv.checkpoint.engine.copy import Reader, Scratch, Span, StripeState
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
-from shardconv.files.header import Header
+from shardconv.files.containers.safetensors import Header
 
 
 def load_source(source: Source) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
 from shardconv.checkpoint.output.team import Rows, Team
 from shardconv.checkpoint.split.views import View, describe_views, remedy
 from shardconv.files.checksums import checksum
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, UsageError
 from shardconv.support.exits import Removal
 
@@ -72,7 +73,7 @@ class SplitTeam(Team):
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
         """See :class:`Team`."""
         own = {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
         every, hosts = zip(*self._exchange((own, gethostname())), strict=True)
@@ -84,6 +85,7 @@ class SplitTeam(Team):
                 f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
                 f"{remedy(different, 'pass the same source and options to all processes')}"
             )
+        assert isinstance(target, Path)  # URLs are written by one process
         self._members = self._find_members(target.absolute().parent)
 
     def _find_members(self, folder: Path) -> list[int]:

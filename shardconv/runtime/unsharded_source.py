@@ -1,7 +1,6 @@
 """Checks of the source that ``--check`` compares with, before processes are started and tensors are read."""
 
 from contextlib import suppress
-from pathlib import Path
 
 from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
@@ -10,8 +9,8 @@ from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
+from shardconv.files.folder import AnyPath
 from shardconv.files.paths import missing_hint
-from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import CONFIG_NAME, MERGED, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
 from shardconv.support.errors import RunError, SourceError, UsageError
@@ -19,7 +18,7 @@ from shardconv.support.errors import RunError, SourceError, UsageError
 _REMEDY = "pass the source that was split"
 
 
-def check_unsharded(folder: Path, path: Path, manifest: Manifest, *, dequantize: bool) -> None:
+def check_unsharded(folder: AnyPath, path: AnyPath, manifest: Manifest, *, dequantize: bool) -> None:
     """Check that a folder may have the unsharded model of a checkpoint.
 
     Args:
@@ -34,7 +33,7 @@ def check_unsharded(folder: Path, path: Path, manifest: Manifest, *, dequantize:
     """
     _check_folder(folder)
     if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
-        place = shown(path)
+        place = str(path)
         raise UsageError(
             f"{place}: {merged}, so that it differs from its source: remove --check, or check the merged model "
             f"(shardconv merge {place} -o MERGED; shardconv run MERGED --tp {manifest.tp} --check MERGED)"
@@ -45,7 +44,7 @@ def check_unsharded(folder: Path, path: Path, manifest: Manifest, *, dequantize:
         _check_tensors(open_source(folder, optional_ignore=manifest.ignore), manifest, dequantize=dequantize)
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: AnyPath) -> None:
     """Check that the folder may have an unsharded checkpoint."""
     if not folder.exists():
         raise RunError(f"--check {folder}: does not exist{missing_hint(folder, takes_url=False)}")
@@ -65,7 +64,7 @@ def _check_folder(folder: Path) -> None:
         raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")
 
 
-def _check_names(folder: Path) -> None:
+def _check_names(folder: AnyPath) -> None:
     """Check that PyTorch files in the folder have names with which transformers loads them."""
     names = {path.name for path in folder.iterdir()}
     found = {name for one in SOURCE_FORMATS for name in (one.single, f"{one.single}.index.json")}

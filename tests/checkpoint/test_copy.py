@@ -14,7 +14,7 @@ from shardconv.checkpoint.engine import geometry as byte_ranges
 from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, held_stripes, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.shards import Comparer, ShardReader, ShardWriter
-from shardconv.files.fileio import InputFiles
+from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim

@@ -14,7 +14,7 @@ import pytest
 
 from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.operations.verify import verify
-from shardconv.files.header import read_header
+from shardconv.files.containers.safetensors import read_header
 from shardconv.layouts.layout import NATIVE
 from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save_file
 
-from shardconv.files.header import DTYPE_BITS, MAX_HEADER_BYTES, build_header, num_bytes, read_header
+from shardconv.files.containers.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, build_header, num_bytes, read_header
 from shardconv.support.errors import SourceError
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.matrix import cases

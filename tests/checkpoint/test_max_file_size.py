@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.sources.source_files import NUMBERED_NAME
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader
-from shardconv.files.header import read_header
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.weight_formats import NUMBERED_NAME
 from shardconv.support.errors import PlanError, ShardconvError, SplitCheckpointError, UsageError
 from shardconv.support.formatting import parse_size
 from tests.support.checkpoints import contents, write_checkpoint

@@ -21,7 +21,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.split.chosen_ranks import choose_ranks
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.files.fileio import LocalFile
+from shardconv.files.input_files import LocalFile
 from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import DEMO, contents, llama_config, llama_specs, write_checkpoint
 from tests.support.command import call

@@ -19,7 +19,7 @@ from shardconv.checkpoint.operations import split
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.files.header import DTYPE_BITS, Header, num_bytes, read_header
+from shardconv.files.containers.safetensors import DTYPE_BITS, Header, num_bytes, read_header
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint

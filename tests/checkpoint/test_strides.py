@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from shardconv.checkpoint.engine.arrays import strided
+from shardconv.checkpoint.engine.arrays.strided import StridedTensor
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources import strides
-from shardconv.checkpoint.sources.strides import StridedTensor
 
 #: Views of an array of 12 x 10 x 14 elements.
 VIEWS = {
@@ -20,10 +20,10 @@ VIEWS = {
 }
 
 
-@pytest.fixture(params=[(64, 128), (400, 1000), (strides._SMALL_READ, strides._LARGE_READ)], ids=str)
+@pytest.fixture(params=[(64, 128), (400, 1000), (strided._SMALL_READ, strided._LARGE_READ)], ids=str)
 def limits(request, monkeypatch) -> tuple[int, int]:
-    monkeypatch.setattr(strides, "_SMALL_READ", request.param[0])
-    monkeypatch.setattr(strides, "_LARGE_READ", request.param[1])
+    monkeypatch.setattr(strided, "_SMALL_READ", request.param[0])
+    monkeypatch.setattr(strided, "_LARGE_READ", request.param[1])
     return request.param
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.checkpoint.sources import strides
+from shardconv.checkpoint.engine.arrays import strided
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.support.errors import IntegrityError, SourceError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
@@ -119,8 +119,8 @@ def test_verify_finds_a_changed_value(single, tmp_path, name):
 
 
 def test_sizes_of_reads_do_not_change_the_result(single, tmp_path, monkeypatch):
-    monkeypatch.setattr(strides, "_SMALL_READ", 64)
-    monkeypatch.setattr(strides, "_LARGE_READ", 1000)
+    monkeypatch.setattr(strided, "_SMALL_READ", 64)
+    monkeypatch.setattr(strided, "_LARGE_READ", 1000)
     shardconv.split(single, tmp_path / "split", tp=4)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert_same(merged(tmp_path / "merged"), random_tensors())

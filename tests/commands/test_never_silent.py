@@ -36,7 +36,8 @@ from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
 from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
-from shardconv.runtime.run import RunOptions, check_run, run_rank
+from shardconv.runtime.run import check_run, run_rank
+from shardconv.runtime.run_options import RunOptions
 from shardconv.support.errors import ShardconvError, command_line
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call

@@ -15,7 +15,7 @@ import shardconv
 from shardconv.convert import convert_parallel_embedding, convert_parallel_linear, gather_state_dict
 from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelEmbedding, RowParallelLinear
 from shardconv.layers.dropout import check_seeds, share_seeds
-from shardconv.layers.functional import parallel_cross_entropy
+from shardconv.layers.loss import parallel_cross_entropy
 from tests.support.adapters import write_adapter
 from tests.support.disguised import NAME, disguised
 from tests.support.models import MODELS

@@ -20,7 +20,7 @@ from shardconv.layers import (
     RowParallelLinear,
     VocabParallelClassifier,
 )
-from shardconv.layers.functional import parallel_cross_entropy
+from shardconv.layers.loss import parallel_cross_entropy
 from tests.support.matrix import cases
 
 BATCH = 6

@@ -14,7 +14,9 @@ from shardconv.layers import (
     VocabParallelEmbedding,
     get_parallel_dim,
 )
-from shardconv.layers.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
+from shardconv.layers.functional import parallel_linear
+from shardconv.layers.lookup import parallel_embedding
+from shardconv.layers.loss import parallel_cross_entropy
 
 BATCH, FEATURES, CLASSES = 3, 8, 10
 TAGS = (None, 0, 1, -1)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import shardconv
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.support.errors import PlanError

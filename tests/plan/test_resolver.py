@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.family_file import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardconv.distributed import devices
 from shardconv.distributed.devices import backends_for
-from shardconv.files.header import build_header
+from shardconv.files.containers.safetensors import build_header
 from shardconv.runtime import device
 from shardconv.support.errors import RunError, UsageError
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint.sources.remote import local_folder
 from shardconv.checkpoint.split.loadable import open_loadable
+from shardconv.files.paths import open_path
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
@@ -155,7 +155,7 @@ def test_the_command_for_an_adapter_at_a_url_has_the_url(home, s3, tmp_path):
     (place / "adapter_config.json").write_text("{}")
     (place / "adapter_model.safetensors").write_bytes(b"")
     upload(place, "bucket", "a place")
-    with local_folder("s3://bucket/a place") as folder:
-        note = open_loadable(folder, tp=2, options={"ignore": ("adapter_*",)}).adapter_note
+    folder = open_path("s3://bucket/a place")
+    note = open_loadable(folder, tp=2, options={"ignore": ("adapter_*",)}).adapter_note
     command = "shardconv split 's3://bucket/a place' --adapter 's3://bucket/a place' --tp 2"
     assert f"(to apply one, {command}, and pass --adapter NAME)" in note

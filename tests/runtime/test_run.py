@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import show_report
-from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
+from shardconv.runtime.run import check_run, explain_errors, run_rank
+from shardconv.runtime.run_options import RunOptions
 from shardconv.support.console import Console
 from shardconv.support.errors import RunError, ShardconvError, UsageError
 from shardconv.support.rank_failures import RENDEZVOUS

@@ -4,14 +4,12 @@ import json
 import os
 import socket
 from dataclasses import replace
-from pathlib import Path
 
 import boto3
 import pytest
 
 import shardconv
-from shardconv.files.storage import stores, table
-from shardconv.files.torch_files import TorchChunk, read_torch_chunks
+from shardconv.files.storage import stores
 from shardconv.support.errors import SourceError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
@@ -178,7 +176,7 @@ def test_missing_credentials_are_named(made, s3, monkeypatch, name, is_source):
     assert message in result.err
 
 
-def test_errors_name_the_url_and_not_the_stand_in(s3, tmp_path):
+def test_errors_name_the_url(s3, tmp_path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "model.safetensors").write_bytes(b"\x00" * 4)
     upload(tmp_path / "bad", "bucket", "bad")
@@ -284,14 +282,7 @@ def test_remote_dcp_folders_are_refused(s3):
         shardconv.report_plan("s3://bucket/dcp")
 
 
-def test_remote_chunks_of_pytorch_files_are_refused(monkeypatch):
-    path = Path("/stand-in/__0_0.distcp")
-    monkeypatch.setitem(table.files, path, object())
-    with pytest.raises(SourceError, match="is remote, and only safetensors files are read by ranges"):
-        read_torch_chunks([TorchChunk(path, 0, 8)])
-
-
-def test_names_that_cannot_be_stand_ins_are_refused(s3, tmp_path):
+def test_names_that_are_not_valid_on_every_system_are_refused(s3, tmp_path):
     write_checkpoint(tmp_path / "model", config=llama_config(layers=1))
     (tmp_path / "model" / "a:b").write_text("x")
     boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"]).create_bucket(Bucket="names")

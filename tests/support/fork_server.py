@@ -32,7 +32,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from shardconv.support.parent import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
-from tests.support.listing import list_here
 
 IMPORTED = (
     "torch.distributed.nn",
@@ -66,7 +65,6 @@ def main() -> None:
     # ranks that a forked process launches are forked by this server, too
     handler = sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"]
     handler.Popen = lambda *arguments, **options: ForkedPopen(*arguments, server=path, **options)
-    list_here()
     get_checkpoint_conversion_mapping("llama")  # builds a table of all model types once
     for finalizer in list(weakref.finalize._registry):  # of torch's operators; a forked process only ends
         finalizer.atexit = False

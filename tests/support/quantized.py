@@ -17,7 +17,7 @@ import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of, runnable_plan
-from shardconv.files.header import read_header
+from shardconv.files.containers.safetensors import read_header
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.resolver import Resolver

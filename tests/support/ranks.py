@@ -110,11 +110,9 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
 
     from shardconv.distributed import as_axis  # noqa: PLC0415
     from tests.support.disguised import on_device  # noqa: PLC0415
-    from tests.support.listing import list_here  # noqa: PLC0415
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     torch.set_num_threads(1)
-    list_here()
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )

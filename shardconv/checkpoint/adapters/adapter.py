@@ -5,19 +5,19 @@ and the grids of its tensors say which weight each of them covers.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple, Unpack
 
 from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
-from shardconv.checkpoint.sources.auxiliary import holds_base
+from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source, open_files, open_source, standalone_config
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
-from shardconv.files.json_files import read_json
+from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter import A, AdapterTensors, with_adapter_grids
@@ -41,7 +41,7 @@ class Adapter(NamedTuple):
     settings: AdapterSettings
 
     @property
-    def config_path(self) -> Path:
+    def config_path(self) -> AnyPath:
         """The path of its settings."""
         return self.source.auxiliary_files[ADAPTER_CONFIG]
 
@@ -61,10 +61,10 @@ class _Base(NamedTuple):
     rules: RuleSet
     request: PlanRequest
     assumed: tuple[str, ...]
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
 
 
-def open_adapter(path: Path, *, follow_links: bool = False, ignore: tuple[str, ...] = ()) -> Adapter:
+def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str, ...] = ()) -> Adapter:
     """Open an adapter, which may be in the folder of its base model; then only its own files belong to it.
 
     Args:

@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from shardconv.files.json_files import read_json
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
 from shardconv.formats.scheme import check_pattern
 from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
@@ -114,7 +114,7 @@ class AdapterSettings:
 _OTHER_SETTINGS = f"restore the {ADAPTER_CONFIG} of this adapter"
 
 
-def read_settings(path: Path) -> AdapterSettings:
+def read_settings(path: AnyPath) -> AdapterSettings:
     """Read the settings of an adapter.
 
     Args:
@@ -143,7 +143,7 @@ def read_settings(path: Path) -> AdapterSettings:
     )
 
 
-def _check_supported(path: Path, table: Mapping[str, object]) -> None:
+def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
     """Refuse settings that are not supported or not known, unless they are not in use."""
     initializer = table.get("init_lora_weights", True)
     if initializer not in _INITIALIZERS:
@@ -157,7 +157,7 @@ def _check_supported(path: Path, table: Mapping[str, object]) -> None:
             raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {merge_adapter(path.parent)}")
 
 
-def _names(path: Path, table: Mapping[str, object], key: str) -> tuple[str, ...]:
+def _names(path: AnyPath, table: Mapping[str, object], key: str) -> tuple[str, ...]:
     """A list of names of modules; none of a regular expression."""
     names = table.get(key) or ()
     if isinstance(names, str):
@@ -177,7 +177,7 @@ def _is_in(tensor: str, module: str) -> bool:
     return f"{module}." in tensor
 
 
-def _pattern(path: Path, table: Mapping[str, object], key: str, *, is_rank: bool = False) -> dict[str, float]:
+def _pattern(path: AnyPath, table: Mapping[str, object], key: str, *, is_rank: bool = False) -> dict[str, float]:
     """A table of patterns of module names."""
     patterns = table.get(key) or {}
     if not isinstance(patterns, Mapping):
@@ -187,7 +187,7 @@ def _pattern(path: Path, table: Mapping[str, object], key: str, *, is_rank: bool
     return {pattern: _number(path, f"{key}.{pattern}", value, is_rank=is_rank) for pattern, value in patterns.items()}
 
 
-def _number(path: Path, key: str, value: object, *, is_rank: bool = False) -> float:
+def _number(path: AnyPath, key: str, value: object, *, is_rank: bool = False) -> float:
     """A number of the settings; a rank is a positive integer."""
     is_valid = type(value) is int and value > 0 if is_rank else isinstance(value, int | float) and math.isfinite(value)
     if not is_valid or isinstance(value, bool):

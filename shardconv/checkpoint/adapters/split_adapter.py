@@ -8,6 +8,7 @@ from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_differences
+from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.support.errors import SplitCheckpointError
 
@@ -22,12 +23,12 @@ class SplitAdapter:
         settings: its settings.
     """
 
-    folder: Path
+    folder: AnyPath
     manifest: Manifest
     settings: AdapterSettings
 
     @classmethod
-    def open(cls, adapter: Path, base: Path, tp: int) -> "SplitAdapter":
+    def open(cls, adapter: Path, base: AnyPath, tp: int) -> "SplitAdapter":
         """Open an adapter.
 
         Args:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Self
 
-from shardconv.files.header import DTYPE_BITS
+from shardconv.files.containers.safetensors import DTYPE_BITS
 from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 
 #: Ranges that no shard holds are read with those around them if they have fewer bytes: another block takes as long.

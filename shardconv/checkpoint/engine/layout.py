@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
 from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
-from shardconv.files.header import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
+from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.placement import Placement, intervals

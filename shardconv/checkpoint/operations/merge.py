@@ -12,11 +12,11 @@ from shardconv.checkpoint.output.destination import Destination, LocalDestinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders, find_folders, read_folders
-from shardconv.files.fileio import permissions
-from shardconv.files.header import Header, build_header
+from shardconv.files.containers.safetensors import Header, build_header
+from shardconv.files.folder import AnyPath, permissions, relative_name
+from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
@@ -59,9 +59,8 @@ class MergeReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src")
 def merge(  # noqa: D417 - WriteOptions has the descriptions
-    src: StrPath | Sequence[StrPath],
+    src: SourcePath | Sequence[SourcePath],
     dst: StrPath | Destination | None = None,
     *,
     overwrite: bool = False,
@@ -131,7 +130,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     )
 
 
-def _read(src: StrPath | Sequence[StrPath], source_layout: str | None) -> SplitFolders:
+def _read(src: SourcePath | Sequence[SourcePath], source_layout: str | None) -> SplitFolders:
     """Read a split checkpoint, or rank files of another tool."""
     folders, source = find_folders(src, source_layout)
     if source is None:
@@ -149,7 +148,7 @@ def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
     return AuxiliaryFiles.of_split(split.manifest, split.first)
 
 
-def _default_target(folder: Path, manifest: Manifest) -> Path:
+def _default_target(folder: AnyPath, manifest: Manifest) -> Path:
     name = folder.resolve().name.removesuffix(f"-tp{manifest.tp}") + "-merged"
     return Path(name if manifest.is_folder else f"{name}.safetensors")
 
@@ -175,11 +174,11 @@ def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     return dict(manifest.source_files)
 
 
-def _merged_names(folder: Path, adapter: SplitFolders) -> Iterator[str]:
+def _merged_names(folder: AnyPath, adapter: SplitFolders) -> Iterator[str]:
     """Yield the names of the files of a merged adapter, relative to the folder of its base model."""
     manifest = adapter.manifest
     for name in (*(name for name, _ in manifest.source_files), *manifest.auxiliary_files):
-        yield (adapter.first / name).relative_to(folder).as_posix()
+        yield relative_name(adapter.first / name, folder)
 
 
 def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:

@@ -16,9 +16,10 @@ from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, pa
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
-from shardconv.files.fileio import InputFiles, permissions
-from shardconv.files.header import num_bytes
-from shardconv.files.torch_archive import TorchArchive
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.torch_archive import TorchArchive
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
@@ -201,7 +202,7 @@ def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> 
 
 
 def write_meta(
-    writer: CheckpointWriter, *, source: Source, files: MetaFiles, settings: Job, read: Iterable[Path]
+    writer: CheckpointWriter, *, source: Source, files: MetaFiles, settings: Job, read: Iterable[AnyPath]
 ) -> int:
     """Write Meta's rank files and the auxiliary files of a source.
 

@@ -19,14 +19,13 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, with_files, write_padding
-from shardconv.files.fileio import permissions
-from shardconv.files.paths import local_path
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
@@ -92,9 +91,8 @@ class _Planned:
         return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
 
 
-@reads_remote("src", contents=True)
 def pad(  # noqa: D417 - WriteOptions has the descriptions
-    src: StrPath,
+    src: SourcePath,
     dst: StrPath | None = None,
     *,
     tp: int,
@@ -132,7 +130,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
-    source = open_source(local_path(src), follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
     destination = given or LocalDestination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)
@@ -225,7 +223,7 @@ def _write(writer: CheckpointWriter, source: Source, planned: _Planned) -> int:
     return staged.resumed_bytes
 
 
-def _text_of(path: Path, expected: dict[str, object] | None) -> str:
+def _text_of(path: AnyPath, expected: dict[str, object] | None) -> str:
     """Read the text of a config, and check that it is the config of the plan."""
     text = path.read_bytes().decode()
     if json.loads(text.removeprefix("\ufeff")) != expected:

@@ -4,18 +4,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Unpack
 
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
-from shardconv.files.header import num_bytes, total_bytes
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.containers.safetensors import num_bytes, total_bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
@@ -100,9 +98,8 @@ class PlanReport:
     engine: str | None = None
 
 
-@reads_remote("src")
 def report_plan(
-    src: StrPath,
+    src: SourcePath,
     *,
     tp: int | None = None,
     base: StrPath | None = None,
@@ -115,19 +112,19 @@ def report_plan(
     With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
     With ``dtype``, dtypes and sizes are those of a split with it.
     """
-    if is_split(path := local_path(src)):
+    if is_split(path := open_path(src)):
         if dtype is not None:
             raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
         if base is not None:
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove --base")
         return _report_stored(path, tp, options)
-    planned = plan_sources(src, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
+    planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
     source, specs, _, (resolver, assumed), _ = planned
     sizes = resolver.tp_sizes()
     tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
     return PlanReport(
-        source=shown(src),
+        source=str(path),
         family=resolver.rules.family,
         tp=tp,
         num_tensors=sum(len(file.header.tensors) for file in source.files),
@@ -148,7 +145,7 @@ def report_plan(
     )
 
 
-def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanReport:
+def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> PlanReport:
     """Report the plan of a split checkpoint."""
     pad = options.pop("pad", False)  # an option of reshard, too
     refuse_changes(folder, options)
@@ -163,7 +160,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     sizes = resolver.tp_sizes()
     tensors = tensor_reports(specs, plan)
     return PlanReport(
-        source=shown(folder),
+        source=str(folder),
         family=plan.family,
         tp=plan.tp,
         num_tensors=len(specs),

@@ -16,13 +16,13 @@ from shardconv.checkpoint.output.destination import Destination, LocalDestinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath, request_for
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
-from shardconv.files.fileio import permissions
-from shardconv.files.header import total_bytes
+from shardconv.files.containers.safetensors import total_bytes
+from shardconv.files.folder import permissions
+from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import LAYOUTS, META
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
@@ -70,9 +70,8 @@ class ReshardReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src")
 def reshard(  # noqa: D417 - WriteOptions has the descriptions
-    src: StrPath | Sequence[StrPath],
+    src: SourcePath | Sequence[SourcePath],
     dst: StrPath | Destination | None = None,
     *,
     tp: int,

@@ -18,10 +18,10 @@ from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.paths import SourcePath
 from shardconv.layouts import META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
@@ -75,9 +75,8 @@ class SplitReport:
     ranks: tuple[int, ...] = ()
 
 
-@reads_remote("src")
 def split(  # noqa: D417 - WriteOptions has the descriptions
-    src: StrPath | Source,
+    src: SourcePath | Source,
     dst: StrPath | Destination | None = None,
     *,
     tp: int,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from glob import escape
+from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint import adapters as adapter_modules
@@ -9,7 +10,8 @@ from shardconv.checkpoint.adapters.adapter import Adapter, open_adapter, plan_ad
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.files.paths import local_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES
 from shardconv.support.errors import UsageError
 
@@ -27,7 +29,7 @@ class SplitSources(NamedTuple):
 
 
 def plan_sources(
-    src: StrPath | Source,
+    src: SourcePath | Source,
     base: StrPath | None,
     adapters: Sequence[StrPath],
     layout: str,
@@ -55,9 +57,10 @@ def plan_sources(
             raise UsageError("--base splits an adapter alone, and --adapter one with its model: remove one of the two")
         if isinstance(src, Source):
             raise UsageError(f"{src.path}: is not the folder of an adapter: remove --base")
-        return SplitSources(_plan_alone(src, base, layout, options), {})
+        return SplitSources(_plan_alone(open_path(src), base, layout, options), {})
     follow_links = options.get("follow_links", False)
     opened = [open_adapter(local_path(one), follow_links=follow_links) for one in adapters]
+    src = src if isinstance(src, Source) else open_path(src)
     model = plan_source(src, layout=layout, dtype=dtype, **_without_adapters(src, opened, options))
     if not merge_adapter:
         return SplitSources(model, _named([(one, plan_adapter(one, model, layout=layout)) for one in opened]))
@@ -65,20 +68,20 @@ def plan_sources(
     return SplitSources(adapter_modules.merge_adapter.with_merged_adapter(model, adapter), {})
 
 
-def _plan_alone(src: StrPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
+def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
     """Plan an adapter; ``ignore`` has patterns of its files, and the other options are those of its base model."""
     follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()))
-    adapter = open_adapter(local_path(src), follow_links=follow_links, ignore=ignore)
+    adapter = open_adapter(src, follow_links=follow_links, ignore=ignore)
     of_base: PlanOptions = {**options, "ignore": ()}
     return plan_adapter(adapter, base, layout=layout, **of_base)
 
 
-def _without_adapters(src: StrPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
+def _without_adapters(src: AnyPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
     """The options for the model, which leave out adapters in its folder and in subfolders."""
-    if isinstance(src, Source):
+    if not isinstance(src, Path):
         return options
-    folder, found = local_path(src).resolve(), list[str]()
-    for path in (one.source.path.resolve() for one in adapters):
+    folder, found = src.resolve(), list[str]()
+    for path in (one.source.path.resolve() for one in adapters if isinstance(one.source.path, Path)):
         if path == folder:
             found += [name for name in ADAPTER_FILES if (folder / name).exists()]
         elif path.is_relative_to(folder):

@@ -15,13 +15,12 @@ from shardconv.checkpoint.output.destination import Destination, LocalDestinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team, facts
 from shardconv.checkpoint.output.writer import CheckpointWriter, Checksums, Staged, Weights, WriteOptions
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.source_reader import open_tensors, sample_checksum
 from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest
-from shardconv.files.fileio import permissions
+from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
@@ -63,7 +62,7 @@ def write_split(
     source: Source,
     manifest: Manifest,
     adapters: Adapters = _NO_ADAPTERS,
-    read: Sequence[Path] = (),
+    read: Sequence[AnyPath] = (),
 ) -> int:
     """Write a split checkpoint, with adapters in folders in it.
 

@@ -11,11 +11,10 @@ from shardconv.checkpoint.output.destination import LocalDestination, find_desti
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
 from shardconv.checkpoint.sources.planning import StrPath
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, read_padding
 from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders
-from shardconv.files.fileio import permissions
-from shardconv.files.paths import local_path
+from shardconv.files.folder import permissions
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 
 
@@ -37,9 +36,8 @@ class UnpadReport:
     resumed_bytes: int = 0
 
 
-@reads_remote("src", contents=True)
 def unpad(  # noqa: D417 - WriteOptions has the descriptions
-    src: StrPath,
+    src: SourcePath,
     dst: StrPath | None = None,
     *,
     overwrite: bool = False,
@@ -64,7 +62,7 @@ def unpad(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
-    folder = local_path(src)
+    folder = open_path(src)
     manifest, config = read_padding(folder)
     padded = as_folders(folder, manifest)
     destination = given or LocalDestination(Path(f"{folder.resolve().name}-unpadded"))

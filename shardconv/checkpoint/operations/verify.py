@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import Progress, Reader, held_stripes
@@ -18,25 +17,18 @@ from shardconv.checkpoint.operations.verify_external import (
 )
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.remote import reads_remote
+from shardconv.checkpoint.sources.planning import as_names
 from shardconv.checkpoint.sources.source import Source, open_if_external, open_source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file
-from shardconv.checkpoint.split.split_folders import (
-    SplitFolders,
-    as_folders,
-    local_folders,
-    read_folders,
-    refuse_layout,
-)
+from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders, open_folders, read_folders, refuse_layout
 from shardconv.files.checksums import checksum, checksum_file
-from shardconv.files.header import total_bytes
-from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown
+from shardconv.files.containers.safetensors import total_bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
@@ -86,11 +78,10 @@ class VerifyReport:
     is_damaged: bool = False
 
 
-@reads_remote("src", "against")
 def verify(
-    src: StrPath | Sequence[StrPath],
+    src: SourcePath | Sequence[SourcePath],
     *,
-    against: StrPath | None = None,
+    against: SourcePath | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
     source_layout: str | None = None,
@@ -119,26 +110,26 @@ def verify(
             layout for a folder that does not hold rank files of another tool.
     """
     began = time.perf_counter()
-    folders = local_folders(src)
     _check_options(against, ignore=ignore, follow_links=follow_links)
+    folders, other = open_folders(src), None if against is None else open_path(against)
     if len(folders) == 1 and (external := open_if_external(folders[0], source_layout)) is not None:
         return _verify_external(
-            external, against, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
+            external, other, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
         )
-    if against is None:
+    if other is None:
         refuse_layout(folders, source_layout)
     split = read_folders(folders) if len(folders) > 1 else as_folders(folders[0], read_manifest(folders[0]))
     manifest, source = split.manifest, None
-    if against is not None:
+    if other is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
-            found = " ".join(map(shown, folders))
+            found = " ".join(map(str, folders))
             raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
         source = open_source(
-            local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
-    compared_with = None if against is None else shown(against)
+    compared_with = None if other is None else str(other)
     checked: tuple[str, ...] = ("auxiliary files",)
     damages = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
     differences = [] if source is None else tensor_differences(manifest.source_tensors, source)
@@ -149,7 +140,7 @@ def verify(
         checked = (*checked, f"adapter {name}")
         damages += _adapter_differences(name, split, threads)
     return VerifyReport(
-        paths=tuple(map(shown, folders)),
+        paths=tuple(map(str, folders)),
         against=compared_with,
         tp=manifest.tp,
         layout=manifest.layout.name,
@@ -159,7 +150,7 @@ def verify(
         checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
         is_compared=ranks.is_compared,
         has_checksums=manifest.checksums is not None,
-        differences=tuple(map(shown, (*damages, *differences, *ranks.differences.found))),
+        differences=(*damages, *differences, *ranks.differences.found),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
         ranks=_held(manifest),
@@ -167,7 +158,7 @@ def verify(
     )
 
 
-def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
+def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
     """Refuse options of ``against`` without it."""
     options = {"--ignore": ignore, "--follow-links": follow_links}
     if against is None and (option := next((name for name, given in options.items() if given), None)):
@@ -193,7 +184,7 @@ def _compared(manifest: Manifest, compared_with: str | None) -> str:
 
 def _verify_external(
     external: Source,
-    against: StrPath | None,
+    against: AnyPath | None,
     *,
     follow_links: bool,
     ignore: tuple[str, ...],
@@ -204,12 +195,12 @@ def _verify_external(
     began = time.perf_counter()
     source = None
     if against is not None:
-        source = open_source(local_path(against), follow_links=follow_links, ignore=as_names(ignore))
+        source = open_source(against, follow_links=follow_links, ignore=as_names(ignore))
     is_compared = source is not None and source.specs == external.specs
     differences = compare_sources(external, source, threads=threads, progress=progress)
-    compared_with = None if against is None else shown(against)
+    compared_with = None if against is None else str(against)
     return VerifyReport(
-        paths=(shown(external.path),),
+        paths=(str(external.path),),
         against=compared_with,
         tp=external.num_ranks,
         layout=str(external.layout),
@@ -224,7 +215,7 @@ def _verify_external(
         ),
         is_compared=is_compared,
         has_checksums=False,
-        differences=tuple(map(shown, differences.found)),
+        differences=tuple(differences.found),
         left_out={} if source is None else source.left_out,
         seconds=time.perf_counter() - began,
         saved_by="another tool",
@@ -284,10 +275,10 @@ def _other_weights(folder: SplitFolder, count: int) -> list[str]:
     """The weights in one of ``count`` folders that are not of the split checkpoint."""
     names = {path.name for path in folder.path.iterdir() if is_weights(path.name)}
     other = sorted(names - {*folder.manifest.rank_files, *folder.manifest.rank_indexes})
-    return [shown(folder.path / name) if count > 1 else name for name in other]
+    return [str(folder.path / name) if count > 1 else name for name in other]
 
 
-def _index_differences(manifest: Manifest, folder: Path) -> list[str]:
+def _index_differences(manifest: Manifest, folder: AnyPath) -> list[str]:
     """Messages for the missing or changed indexes of ranks, which other programs read."""
     return [
         f"{name}: is missing, or differs from the index of the rank's files"

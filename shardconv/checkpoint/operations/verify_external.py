@@ -7,7 +7,7 @@ from shardconv.checkpoint.engine.copy import STRIPE_BYTES, CopyJob, Progress, Re
 from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError
 

@@ -11,8 +11,10 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
 from shardconv.files.checksums import checksum, checksum_file, chunks
-from shardconv.files.fileio import InputFiles, create, file_bytes, permissions
-from shardconv.files.json_files import read_json
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, file_bytes, permissions
+from shardconv.files.input_files import InputFiles
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.support.errors import IntegrityError, SourceError
 
@@ -43,7 +45,7 @@ class AuxiliaryFiles:
             none.
     """
 
-    copied: Mapping[str, Path] = field(default_factory=dict)
+    copied: Mapping[str, AnyPath] = field(default_factory=dict)
     made: Mapping[str, NewText] = field(default_factory=dict)
     expected: Mapping[str, str] | None = None
     config: Mapping[str, object] | None = None
@@ -60,7 +62,7 @@ class AuxiliaryFiles:
         return cls(copied, made, config=source.config)
 
     @classmethod
-    def of_split(cls, manifest: Manifest, folder: Path) -> Self:
+    def of_split(cls, manifest: Manifest, folder: AnyPath) -> Self:
         """Those of a split or padded checkpoint, with their checksums.
 
         Raises:
@@ -108,7 +110,7 @@ class AuxiliaryFiles:
         return checksums
 
 
-def _copy(path: Path, target: Path) -> str:
+def _copy(path: AnyPath, target: Path) -> str:
     """Copy a file with its permissions, and return its checksum."""
     size = file_bytes(path)
     running = xxhash.xxh3_128()

@@ -13,6 +13,7 @@ from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, staged_folder, staging
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.files import storage
+from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import Location, is_url, parse
@@ -64,7 +65,7 @@ class Destination(ABC):
         """The path; of a URL, its parts as a path."""
 
     @abstractmethod
-    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """Check that a checkpoint may be written here; returns whether that replaces something.
 
         Raises:
@@ -99,7 +100,7 @@ class LocalDestination(Destination):
         """See the base."""
         return self._path
 
-    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """See the base."""
         check_disjoint(str(self), self._path.resolve(), sources)
         check_replaceable(self._path, new)
@@ -141,12 +142,11 @@ class RemoteDestination(Destination):
         """See the base."""
         return Path(str(self))
 
-    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """See the base."""
         check_disjoint(str(self), self.path, sources)
-        with self._output.existing() as path:
-            check_replaceable(path, new)
-            return is_occupied(path)
+        check_replaceable(self._output.existing, new)
+        return is_occupied(self._output.existing)
 
     @contextmanager
     def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
@@ -182,7 +182,7 @@ class InnerDestination(Destination):
         """See the base."""
         return self._folder.create is not LocalOutputFiles
 
-    def check(self, new: NewCheckpoint, sources: Iterable[Path]) -> bool:
+    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """Do nothing: the outer folder is new."""
         del new, sources
         return False

@@ -1,17 +1,16 @@
 """Checks of what a new checkpoint would replace: only a checkpoint, only on request, and never the source."""
 
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.files.storage.table import shown
+from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.weight_formats import RANK_FILE
 from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
 
@@ -40,13 +39,13 @@ class NewCheckpoint(NamedTuple):
     mode: int = 0o777
 
 
-def is_occupied(path: Path) -> bool:
+def is_occupied(path: AnyPath) -> bool:
     """Whether something exists at a path, other than an empty folder."""
     is_folder = path.is_dir() and not path.is_symlink()
-    return os.path.lexists(path) and not (is_folder and not any(path.iterdir()))
+    return (path.is_symlink() or path.exists()) and not (is_folder and not any(path.iterdir()))
 
 
-def check_replaceable(path: Path, new: NewCheckpoint) -> None:
+def check_replaceable(path: AnyPath, new: NewCheckpoint) -> None:
     """Check that a new checkpoint may be written to a path.
 
     Raises:
@@ -66,7 +65,7 @@ def check_replaceable(path: Path, new: NewCheckpoint) -> None:
         raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
 
 
-def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
+def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
     """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
     with suppress(SplitCheckpointError):
         if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
@@ -76,7 +75,7 @@ def _refuse_other_ranks(path: Path, ranks: Sequence[int] | None) -> None:
             )
 
 
-def _check_folder(folder: Path, other_files: Collection[str]) -> None:
+def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     """Check that a folder holds a checkpoint and nothing else."""
     is_split = (folder / MANIFEST_NAME).is_file()
     is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
@@ -96,29 +95,26 @@ def _check_folder(folder: Path, other_files: Collection[str]) -> None:
             )
 
 
-def _split_files(folder: Path) -> list[str]:
+def _split_files(folder: AnyPath) -> list[str]:
     """The auxiliary files of a split checkpoint, and all files of its adapters."""
     manifest = read_manifest(folder)
     found = [*manifest.auxiliary_files]
     for path in manifest.adapter_folders(folder).values():
         adapter = read_manifest(path)
         names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
-        found += [(path / name).relative_to(folder).as_posix() for name in names]
+        found += [relative_name(path / name, folder) for name in names]
     return found
 
 
-def _files(folder: Path) -> Iterator[str]:
+def _files(folder: AnyPath) -> list[str]:
     """The relative names of all files and links under a folder."""
-
-    def refuse(error: OSError) -> NoReturn:
+    try:
+        return [relative_name(path, folder) for path in walk(folder, hidden=True)]
+    except OSError as error:
         raise OutputError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        links = [name for name in folders if Path(root, name).is_symlink()]
-        yield from (Path(root, name).relative_to(folder).as_posix() for name in sorted(links + files))
 
-
-def check_disjoint(target: str, location: Path, sources: Iterable[Path]) -> None:
+def check_disjoint(target: str, location: Path, sources: Iterable[AnyPath]) -> None:
     """Check that a destination is not in a source and does not contain one, so that replacing it destroys no source.
 
     Args:
@@ -129,7 +125,7 @@ def check_disjoint(target: str, location: Path, sources: Iterable[Path]) -> None
     Raises:
         UsageError: if they overlap.
     """
-    for text in dict.fromkeys(shown(path.resolve()) for path in sources):
+    for text in dict.fromkeys(str(path.resolve()) for path in sources):
         source = Path(text)
         if location == source:
             raise UsageError(f"{target}: is the source: choose another path with -o")

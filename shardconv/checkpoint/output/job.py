@@ -7,7 +7,6 @@ the first option or file that is another.
 import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -15,10 +14,10 @@ from msgspec import json, structs
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Reader, StripeState
-from shardconv.checkpoint.sources.sample import checksum_of_tensors
+from shardconv.checkpoint.sources.source_reader import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.fileio import InputFiles, file_state
-from shardconv.files.storage.table import remote_file
+from shardconv.files.folder import AnyPath, RemotePath, file_state
+from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import UsageError
 from shardconv.support.formatting import exact_size
 
@@ -65,7 +64,11 @@ def settings_of(command: str, manifest: Manifest) -> Job:
 
 
 def job_of(
-    settings: Job, reader: Reader, inputs: InputFiles, new_files: Iterable[tuple[str, int, bytes]], read: Iterable[Path]
+    settings: Job,
+    reader: Reader,
+    inputs: InputFiles,
+    new_files: Iterable[tuple[str, int, bytes]],
+    read: Iterable[AnyPath],
 ) -> Job:
     """The job of a copy.
 
@@ -89,24 +92,23 @@ def job_of(
     }
 
 
-def check_versions(paths: Iterable[Path]) -> None:
+def check_versions(paths: Iterable[AnyPath]) -> None:
     """Check that changes of remote files can be detected, as a resumed run could mix two versions.
 
     Raises:
         UsageError: if a file does not have a version.
     """
-    remote = (file for path in paths if (file := remote_file(path)) is not None)
-    if (file := next((file for file in remote if not file.has_version), None)) is not None:
+    remote = (path for path in paths if isinstance(path, RemotePath) and path.is_file())
+    if (path := next((path for path in remote if not path.file.has_version), None)) is not None:
         raise UsageError(
-            f"{file.shown}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
+            f"{path}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
             f"detect that it was replaced: remove --resume, or download it first"
         )
 
 
-def _states(paths: Iterable[Path]) -> Mapping[str, str]:
+def _states(paths: Iterable[AnyPath]) -> Mapping[str, str]:
     """The location of each file to its state."""
-    remote = {path: remote_file(path) for path in paths}
-    return {str(path.resolve() if file is None else file.shown): file_state(path) for path, file in remote.items()}
+    return {str(path.resolve()): file_state(path) for path in paths}
 
 
 def _sample(reader: Reader) -> str:

@@ -18,6 +18,7 @@ import xxhash
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.job import Job, difference
+from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.support.errors import OutputError
 
@@ -69,7 +70,7 @@ class Journal:
         """Whether the staging folder is kept if the run fails."""
         return self._resume and bool(self.finished)
 
-    def read(self, folder: Path, target: Path) -> None:
+    def read(self, folder: Path, target: AnyPath) -> None:
         """Read the journal of an interrupted run, if it is to be continued and there is one.
 
         Args:
@@ -98,7 +99,7 @@ class Journal:
             self._num_bytes += len(line) + 1
             self.finished[record["stripe"]] = {int(rank): text for rank, text in record["checksums"].items()}
 
-    def _check_job(self, job: Job | None, target: Path) -> None:
+    def _check_job(self, job: Job | None, target: AnyPath) -> None:
         if job is None:
             raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}")
         if (text := difference(job, self._job)) is not None:

@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import NewFolder
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
-from shardconv.files.storage.table import versions
+from shardconv.files.folder import AnyPath, remote_versions
 
 #: For each rank the checksum of each stripe.
 Rows = tuple[tuple[str, ...], ...]
@@ -30,7 +30,7 @@ def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
         "checkpoints or options": [comparable(replace(manifest, source_name="")) for _, manifest in splits],
         "auxiliary files": [AuxiliaryFiles.of_source(source).checksums() for source, _ in splits],
         "values of tensors": [sample_checksum(source) for source, _ in splits],
-        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
+        REMOTE_VERSIONS: [remote_versions(source.paths) for source, _ in splits],
     }
 
 
@@ -49,7 +49,7 @@ class Team:
     is_first = True
     is_leader = True
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
         """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
 
         Args:

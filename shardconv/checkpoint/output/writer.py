@@ -19,7 +19,8 @@ from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.checkpoint.output.job import Job, check_versions, job_of
 from shardconv.checkpoint.output.journal import Journal, ResumableWriter
 from shardconv.checkpoint.output.team import Team
-from shardconv.files.fileio import InputFiles, permissions
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.support.errors import UsageError
 
@@ -150,14 +151,14 @@ class CheckpointWriter:
     destination: Destination
     options: WriteOptions
     auxiliary: AuxiliaryFiles = field(default_factory=AuxiliaryFiles)
-    like: Path | None = None
+    like: AnyPath | None = None
     added_files: tuple[str, ...] = ()
     added_bytes: int = 0
     is_folder: bool = True
     ranks: tuple[int, ...] | None = None
     team: Team = field(default_factory=Team)
 
-    def check(self, sources: Iterable[Path]) -> bool:
+    def check(self, sources: Iterable[AnyPath]) -> bool:
         """Check the destination; in a dry run, it may exist.
 
         Returns:
@@ -172,7 +173,7 @@ class CheckpointWriter:
 
     @contextmanager
     def writing(
-        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: Iterable[Path] = ()
+        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: Iterable[AnyPath] = ()
     ) -> Iterator[Staged]:
         """Write the weights and auxiliary files; on exit, the checkpoint becomes visible.
 
@@ -206,7 +207,7 @@ class CheckpointWriter:
         return NewCheckpoint(self.is_folder, self.options.overwrite, names, self.ranks, num_bytes, mode)
 
     def _journal(
-        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: list[Path]
+        self, reader: Reader, inputs: InputFiles, weights: Weights, settings: Job, read: list[AnyPath]
     ) -> Journal | None:
         """The journal of the copy, if it can be continued: this process writes a local checkpoint alone."""
         has_checksums = self.options.checksums or self.options.resume

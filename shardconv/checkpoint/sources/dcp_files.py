@@ -1,33 +1,28 @@
 """Checkpoints of torch.distributed.checkpoint (DCP): ``.metadata`` and ``*.distcp`` files with chunks of tensors.
 
-Each chunk is a file of torch.save inside of a file. A child process lists the metadata (``dcp_listing``), another one
-the chunks (``torch_listing``); names and positions are untrusted.
+Each chunk is a file of torch.save inside of a file. A child process lists the metadata, another one the chunks
+(``files.containers.unpickle``); names and positions are untrusted.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
-from shardconv.checkpoint.sources.auxiliary import check_link
 from shardconv.checkpoint.sources.layout_files import FullTensors, is_contiguous
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.files.child_script import failure_reason, run_script
-from shardconv.files.file_state import FileState, file_states
-from shardconv.files.header import num_bytes
-from shardconv.files.storage.table import remote_file
-from shardconv.files.torch_files import REMOTE, TorchChunk, read_torch_chunks
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.input_files import FileState, file_states
+from shardconv.files.paths import check_link
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
 METADATA_NAME = ".metadata"
-#: The script of the child process.
-SCRIPT = Path(__file__).parents[2] / "files" / "dcp_listing.py"
 #: Keys of the entry that is the state dict of the model, if there are several entries.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 #: Keys of all other entries that may hold tensors.
@@ -64,23 +59,23 @@ class DcpFiles(NamedTuple):
         left_out: keys of entries that are not the model's.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     states: tuple[FileState, ...]
     tensors: FullTensors
     left_out: tuple[str, ...]
 
 
-def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
+def read_dcp(folder: AnyPath, *, follow_links: bool) -> DcpFiles:
     """Read the positions of all tensors of the model.
 
     Raises:
         SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, a file
             is missing, damaged or outside of the folder, or chunks do not form their tensors.
     """
-    if remote_file(folder / METADATA_NAME) is not None:
+    if isinstance(folder, RemotePath):
         raise SourceError(f"{folder / METADATA_NAME}: {REMOTE.problem}: {REMOTE.remedy}")
     check_link(folder / METADATA_NAME, folder, follow_links=follow_links)
-    listed = _list(folder / METADATA_NAME)
+    listed: Mapping[str, list[_Tensor]] = list_metadata(folder / METADATA_NAME)
     named, left_out = _model_tensors(folder, listed)
     if (name := next((name for name, tensor in named.items() if not tensor["chunks"]), None)) is not None:
         raise SourceError(f"{folder / METADATA_NAME}: {name} does not have chunks: {_AGAIN}")
@@ -106,17 +101,7 @@ def read_dcp(folder: Path, *, follow_links: bool) -> DcpFiles:
     return DcpFiles(paths, states, tensors, left_out)
 
 
-def _list(path: Path) -> Mapping[str, list[_Tensor]]:
-    child = run_script(SCRIPT, str(path.absolute()))
-    if child.returncode:
-        raise SourceError(f"{path}: cannot be read ({failure_reason(child)}): {_AGAIN}")
-    listed: dict[str, list[_Tensor]] = json.loads(child.stdout)
-    if "error" in listed:
-        raise SourceError(f"{path}: {listed['error']}")
-    return listed
-
-
-def _model_tensors(folder: Path, listed: Mapping[str, list[_Tensor]]) -> tuple[dict[str, _Tensor], tuple[str, ...]]:
+def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tuple[dict[str, _Tensor], tuple[str, ...]]:
     """Name to tensor of the model, and the keys of all other entries."""
     nested = {tensor["path"][0] for tensor in listed["tensors"] if len(tensor["path"]) > 1}
     wrapper = next((key for key in _MODEL_KEYS if key in nested), None)
@@ -134,7 +119,7 @@ def _model_tensors(folder: Path, listed: Mapping[str, list[_Tensor]]) -> tuple[d
     return {".".join(tensor["path"][1:]): tensor for tensor in tensors}, tuple(others)
 
 
-def _path(folder: Path, name: str, *, follow_links: bool) -> Path:
+def _path(folder: AnyPath, name: str, *, follow_links: bool) -> AnyPath:
     if not is_portable_name(name):
         raise SourceError(f"{folder / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)")
     path = folder / name
@@ -144,7 +129,7 @@ def _path(folder: Path, name: str, *, follow_links: bool) -> Path:
     return path
 
 
-def _add(tensors: FullTensors, folder: Path, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> None:
+def _add(tensors: FullTensors, folder: AnyPath, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> None:
     """Add a tensor: its chunks along one dim, or bands of rows that have chunks along another dim."""
     try:
         tensors.specs[name] = spec

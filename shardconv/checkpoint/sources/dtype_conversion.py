@@ -17,8 +17,15 @@ from shardconv.checkpoint.sources.quantization_files import config_with_quantiza
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import SourceFile, with_total_size
 from shardconv.checkpoint.sources.source_reader import ReadStored, Transform, stored_files
+from shardconv.files.containers.safetensors import (
+    DTYPE_BITS,
+    FLOAT_NAMES,
+    TARGET_DTYPES,
+    Header,
+    build_header,
+    target_dtype,
+)
 from shardconv.files.fileio import Bytes
-from shardconv.files.header import DTYPE_BITS, FLOAT_NAMES, TARGET_DTYPES, Header, build_header, target_dtype
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -38,7 +45,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
 
     Args:
         source: the source.
-        dtype: one of :data:`~shardconv.files.header.TARGET_DTYPES`.
+        dtype: one of :data:`~shardconv.files.containers.safetensors.TARGET_DTYPES`.
 
     Raises:
         UsageError: if the dtype is unknown.

@@ -4,12 +4,13 @@ Names and shapes are compared, not values: transformers loads safetensors if a f
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from shardconv.files.header import read_header
-from shardconv.files.json_files import read_json
-from shardconv.files.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.containers.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
@@ -17,7 +18,7 @@ from shardconv.layouts.relation import find_target
 from shardconv.support.errors import SourceError
 
 
-def unproven(files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+def unproven(files: Mapping[str, AnyPath], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The files that are not proven to be duplicates of a checkpoint.
 
     Args:
@@ -61,7 +62,7 @@ class _Index(NamedTuple):
     files: set[str]
 
 
-def _index(name: str, path: Path) -> _Index | str:
+def _index(name: str, path: AnyPath) -> _Index | str:
     """Read an index; returns a description of the error if it cannot be used."""
     try:
         weight_map = read_json(path).get("weight_map")
@@ -72,7 +73,7 @@ def _index(name: str, path: Path) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def _read_tensors(path: Path) -> TorchFile | TorchProblem:
+def _read_tensors(path: AnyPath) -> TorchFile | TorchProblem:
     """The tensors of a safetensors file, in the form of a PyTorch file."""
     try:
         tensors = read_header(path).tensors

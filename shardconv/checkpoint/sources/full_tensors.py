@@ -8,15 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
 from shardconv.checkpoint.sources.layout_files import FullTensors, RankFiles, StoredTensor, refuse_missing
 from shardconv.checkpoint.sources.row_order import RotaryRows
-from shardconv.files.fileio import InputFiles
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import InputFiles
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.full_shapes import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
 from shardconv.layouts.layout import FileLayout
@@ -37,7 +37,9 @@ _OTHER_MODEL = (
 _ADVICE = re.compile(r"(\. |[:;] (or )?(pass|use|add|give|remove|name) ).*", re.DOTALL)
 
 
-def read_full_tensors(folder: Path, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
+def read_full_tensors(
+    folder: AnyPath, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]
+) -> FullTensors:
     """Assemble the full tensors.
 
     Args:
@@ -77,7 +79,7 @@ def _names(found: RankFiles) -> list[str]:
 
 
 def _add(
-    tensors: FullTensors, folder: Path, name: str, related: Related, found: RankFiles, config: Mapping[str, object]
+    tensors: FullTensors, folder: AnyPath, name: str, related: Related, found: RankFiles, config: Mapping[str, object]
 ) -> None:
     """Add one full tensor."""
     options, (source,) = related.rule.options, related.sources
@@ -100,7 +102,7 @@ def _add(
         tensors.transforms[source] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
 
 
-def _shards_of(folder: Path, name: str, found: RankFiles, *, on_all: bool = True) -> list[StoredTensor]:
+def _shards_of(folder: AnyPath, name: str, found: RankFiles, *, on_all: bool = True) -> list[StoredTensor]:
     """The shards of a tensor by rank, all of the same dtype; ``on_all`` if every rank must have one."""
     shards = [rank[name] for rank in found.ranks if name in rank]
     if len(shards) < len(found.ranks) and on_all:
@@ -115,7 +117,7 @@ def _shards_of(folder: Path, name: str, found: RankFiles, *, on_all: bool = True
 
 
 def _positions(
-    folder: Path, name: str, spec: TensorSpec, placement: Placement, shards: Sequence[StoredTensor]
+    folder: AnyPath, name: str, spec: TensorSpec, placement: Placement, shards: Sequence[StoredTensor]
 ) -> Shards:
     files, offsets = tuple(shard.file for shard in shards), tuple(shard.offset for shard in shards)
     try:
@@ -126,7 +128,7 @@ def _positions(
         raise SourceError(f"{folder}: {name} cannot be merged: {error}") from error
 
 
-def _check_even(folder: Path, related: Mapping[str, Related], found: RankFiles) -> None:
+def _check_even(folder: AnyPath, related: Mapping[str, Related], found: RankFiles) -> None:
     """Check that each tensor of one rank is on no other, and that ranks have equal numbers of them."""
     single = [
         [name for name in rank if name in related and related[name].rule.options.on_one_rank] for rank in found.ranks
@@ -143,7 +145,7 @@ def _check_even(folder: Path, related: Mapping[str, Related], found: RankFiles) 
 
 
 def _check_ranks(
-    folder: Path, layout: LayoutFile, related: Mapping[str, Related], found: RankFiles, config: Mapping[str, object]
+    folder: AnyPath, layout: LayoutFile, related: Mapping[str, Related], found: RankFiles, config: Mapping[str, object]
 ) -> None:
     """Check the number of files where their names do not have it: the last ones may be missing."""
     for name, one in related.items():
@@ -161,7 +163,7 @@ def _check_ranks(
 # --- rank files of an engine ----------------------------------------------------------------------------------------
 
 
-def _by_plan(folder: Path, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
+def _by_plan(folder: AnyPath, layout: LayoutFile, found: RankFiles, config: Mapping[str, object]) -> FullTensors:
     """The full tensors of which a split in this layout has the same rank files, except for the order of tensors."""
     for name in _names(found):
         _shards_of(folder, name, found)
@@ -195,7 +197,7 @@ def _by_plan(folder: Path, layout: LayoutFile, found: RankFiles, config: Mapping
 
 
 def _check_tensors(
-    folder: Path, found: RankFiles, tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout
+    folder: AnyPath, found: RankFiles, tensors: Mapping[str, TensorSpec], plan: Plan, layout: FileLayout
 ) -> None:
     """Check that ranks have the tensors of the layout; constants may be missing, as no source tensor is in them."""
     constants = {constant.name for constant in layout.constants}

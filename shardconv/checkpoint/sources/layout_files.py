@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
-from shardconv.checkpoint.sources.auxiliary import check_link
 from shardconv.checkpoint.sources.source_reader import Transform
-from shardconv.files.file_state import FileState, file_states
-from shardconv.files.header import read_header
-from shardconv.files.torch_files import TorchTensor, read_torch_files
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.containers.torch_files import TorchTensor, read_torch_files
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import FileState, file_states
+from shardconv.files.paths import check_link
 from shardconv.files.weight_formats import (
     NUMBERED_NAME,
     PYTORCH,
@@ -51,7 +52,7 @@ class RankFiles(NamedTuple):
         states: for each file its state when its tensors were listed; empty if prefixes have their positions.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     prefixes: tuple[bytes, ...]
     sizes: tuple[int, ...]
     ranks: tuple[dict[str, StoredTensor], ...]
@@ -74,7 +75,7 @@ class FullTensors(NamedTuple):
     transforms: dict[str, Transform]
 
 
-def detect_layout(folder: Path, names: Collection[str]) -> LayoutFile | None:
+def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
     """The layout of other tools' rank files among the files of a folder; None if there is none.
 
     Args:
@@ -99,7 +100,7 @@ def detect_layout(folder: Path, names: Collection[str]) -> LayoutFile | None:
     return None
 
 
-def refuse_rank_file(path: Path) -> None:
+def refuse_rank_file(path: AnyPath) -> None:
     """Refuse one rank file of another tool in place of the folder.
 
     Raises:
@@ -120,7 +121,7 @@ def rank_files(layout: LayoutFile, names: Collection[str]) -> list[str]:
     return sorted(name for name in names if layout.names.fullmatch(name))
 
 
-def read_rank_files(folder: Path, layout: LayoutFile, names: Collection[str], *, follow_links: bool) -> RankFiles:
+def read_rank_files(folder: AnyPath, layout: LayoutFile, names: Collection[str], *, follow_links: bool) -> RankFiles:
     """Read the positions of all tensors.
 
     Args:
@@ -142,7 +143,7 @@ def read_rank_files(folder: Path, layout: LayoutFile, names: Collection[str], *,
     return found._replace(ranks=ranks)
 
 
-def _by_rank(folder: Path, layout: LayoutFile, names: Sequence[str]) -> list[list[str]]:
+def _by_rank(folder: AnyPath, layout: LayoutFile, names: Sequence[str]) -> list[list[str]]:
     """For each rank the names of its files."""
     suffixes = {Path(name).suffix for name in names}
     found = {name: match.groupdict() for name in names if (match := layout.names.fullmatch(name))}
@@ -177,7 +178,7 @@ def _by_rank(folder: Path, layout: LayoutFile, names: Sequence[str]) -> list[lis
 
 
 def refuse_missing(
-    folder: Path, layout: LayoutFile, names: Sequence[str], missing: Collection[int], *, kind: str = "rank"
+    folder: AnyPath, layout: LayoutFile, names: Sequence[str], missing: Collection[int], *, kind: str = "rank"
 ) -> None:
     """Refuse files without those of some ranks, or without some parts.
 
@@ -210,12 +211,12 @@ def _is_mixed(found: Mapping[str, Mapping[str, str | None]]) -> bool:
     return len({group.get("parts") is None for group in found.values()}) > 1
 
 
-def _check_count(folder: Path, names: Sequence[str], expected: int) -> None:
+def _check_count(folder: AnyPath, names: Sequence[str], expected: int) -> None:
     if len(names) != expected:
         raise SourceError(f"{folder}: has {len(names)} rank files (got {names[-1]}, expected {expected}): {_AGAIN}")
 
 
-def _joined(folder: Path, files: Sequence[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _joined(folder: AnyPath, files: Sequence[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     joined: dict[str, StoredTensor] = {}
     for tensors in files:
         if both := sorted(joined.keys() & tensors.keys()):
@@ -224,7 +225,7 @@ def _joined(folder: Path, files: Sequence[dict[str, StoredTensor]]) -> dict[str,
     return joined
 
 
-def _read_safetensors(paths: tuple[Path, ...]) -> RankFiles:
+def _read_safetensors(paths: tuple[AnyPath, ...]) -> RankFiles:
     headers = [read_header(path) for path in paths]
     ranks = tuple(
         {
@@ -236,7 +237,7 @@ def _read_safetensors(paths: tuple[Path, ...]) -> RankFiles:
     return RankFiles(paths, tuple(header.prefix for header in headers), tuple(h.file_bytes for h in headers), ranks)
 
 
-def _read_torch(paths: tuple[Path, ...]) -> RankFiles:
+def _read_torch(paths: tuple[AnyPath, ...]) -> RankFiles:
     states = file_states(paths)
     ranks = []
     for number, (path, tensors) in enumerate(zip(paths, read_torch_files(paths), strict=True)):

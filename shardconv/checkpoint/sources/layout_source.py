@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
-from shardconv.checkpoint.sources.auxiliary import FolderFiles, find_auxiliary
 from shardconv.checkpoint.sources.dcp_files import read_dcp
+from shardconv.checkpoint.sources.folder_files import FolderFiles, find_auxiliary, ignore_options
 from shardconv.checkpoint.sources.full_tensors import read_full_tensors
-from shardconv.checkpoint.sources.ignore import ignore_options
 from shardconv.checkpoint.sources.layout_files import (
     FullTensors,
     detect_layout,
@@ -26,8 +24,9 @@ from shardconv.checkpoint.sources.meta_params import (
 from shardconv.checkpoint.sources.quantization_files import with_quantization
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.header import FLOAT_NAMES, build_header
-from shardconv.files.json_files import read_json
+from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
     CONFIG_NAME,
@@ -53,7 +52,7 @@ class LayoutSource(NamedTuple):
     transforms: Mapping[str, Transform]
     derived: tuple[str, ...]
     config: dict[str, object] | None
-    auxiliary_files: dict[str, Path]
+    auxiliary_files: dict[str, AnyPath]
     made_files: dict[str, str]
     assumed: tuple[str, ...]
     left_out: dict[str, str]
@@ -62,7 +61,7 @@ class LayoutSource(NamedTuple):
 
 
 def open_external(
-    folder: Path, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
+    folder: AnyPath, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
 ) -> LayoutSource | None:
     """Open rank files of another tool; None if the folder does not hold any.
 
@@ -102,7 +101,7 @@ def open_external(
     )  # fmt: skip
 
 
-def _layout(folder: Path, names: Collection[str], asked: str | None) -> LayoutFile | None:
+def _layout(folder: AnyPath, names: Collection[str], asked: str | None) -> LayoutFile | None:
     """The layout that the user asked for, or that of the files; a folder with a manifest is not of another tool."""
     if asked is None:
         layout = detect_layout(folder, names)
@@ -118,12 +117,12 @@ def _layout(folder: Path, names: Collection[str], asked: str | None) -> LayoutFi
 class _Folder(NamedTuple):
     """The files of another tool: the names of the weights, params.json, the user's or the folder's config."""
 
-    path: Path
+    path: AnyPath
     layout: LayoutFile
     weights: Collection[str]
     params: dict[str, object] | None
     config: dict[str, object] | None
-    auxiliary_files: Mapping[str, Path]
+    auxiliary_files: Mapping[str, AnyPath]
     follow_links: bool
 
 
@@ -177,14 +176,14 @@ def _dtype_note(folder: _Folder, specs: Mapping[str, TensorSpec]) -> tuple[str, 
     return (f"tensors are {', '.join(dtypes)}, but config.json has {config_dtype}: they may have been converted",)
 
 
-def _files(folder: Path, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
+def _files(folder: AnyPath, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
     ordered = in_file_order(dict(sorted(specs.items())))
     header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
     return (SourceFile(_FILE, folder / _FILE, header),)
 
 
 def _left_out(
-    folder: Path, files: FolderFiles, weights: Collection[str], layout: LayoutFile, asked: str | None
+    folder: AnyPath, files: FolderFiles, weights: Collection[str], layout: LayoutFile, asked: str | None
 ) -> dict[str, str]:
     """Name to reason of all other files with weights."""
     others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]

@@ -1,10 +1,10 @@
 """The config of a Hugging Face checkpoint from params.json of Meta's and Mistral's checkpoints, and the way back."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.files.header import FLOAT_NAMES
+from shardconv.files.containers.safetensors import FLOAT_NAMES
+from shardconv.files.folder import AnyPath
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.units import round_up
@@ -89,7 +89,7 @@ def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, ob
 
 
 def known_config(
-    folder: Path, params: Mapping[str, object] | None, config: Mapping[str, object] | None
+    folder: AnyPath, params: Mapping[str, object] | None, config: Mapping[str, object] | None
 ) -> dict[str, object]:
     """A config with the values of params.json; null in the config states nothing.
 

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, open_source
-from shardconv.files.paths import check_exists, local_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
@@ -61,7 +61,7 @@ _DEFAULTS: dict[str, object] = {
 }  # fmt: skip
 
 
-def refuse_changes(folder: Path, options: PlanOptions) -> None:
+def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
     """Refuse options that would change the plan of a split checkpoint.
 
     Raises:
@@ -91,7 +91,7 @@ class PlannedSource(NamedTuple):
     tensors: Mapping[str, TensorSpec]
     request: PlanRequest
     resolution: Resolution
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
 
     def plan(self, tp: int) -> Plan:
         """The plan for ``tp`` ranks.
@@ -103,7 +103,7 @@ class PlannedSource(NamedTuple):
 
 
 def plan_source(
-    src: StrPath | Source,
+    src: SourcePath | Source,
     *,
     rules: Rules = AUTO,
     replicate: tuple[str, ...] = (),
@@ -133,13 +133,13 @@ def plan_source(
     else:
         config_path = None if config is None else local_path(config)
         source = open_source(
-            local_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore),
+            open_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore),
             source_layout=source_layout,
         )  # fmt: skip
     refuse_adapter(source)
     source = source if dtype is None else with_dtype(source, dtype)
     options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, may_miss, int(pad))
-    paths = (source.path, *source.paths, *source.auxiliary_files.values())
+    paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = config_with_quantization(source)
     tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
@@ -262,8 +262,7 @@ def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-@reads_remote("src")
-def make_plan(src: StrPath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
+def make_plan(src: SourcePath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
     """Make the plan of a checkpoint from its headers and config, without reading its data.
 
     Args:

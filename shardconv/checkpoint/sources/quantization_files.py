@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardconv.files.json_files import read_json
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def config_with_quantization(source: "Source") -> Mapping[str, object] | None:
 
 
 def with_quantization(
-    given: Mapping[str, object] | None, auxiliary_files: Mapping[str, Path], metadata: Mapping[str, str]
+    given: Mapping[str, object] | None, auxiliary_files: Mapping[str, AnyPath], metadata: Mapping[str, str]
 ) -> Mapping[str, object] | None:
     """A config; quantization settings of its text model or of another file are added if it has none.
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
-from shardconv.checkpoint.sources.auxiliary import check_link, find_auxiliary, leave_out_weights, list_files
+from shardconv.checkpoint.sources.folder_files import find_auxiliary, leave_out_weights, list_files
 from shardconv.checkpoint.sources.layout_files import refuse_rank_file
 from shardconv.checkpoint.sources.layout_source import open_external
 from shardconv.checkpoint.sources.source_files import (
@@ -19,9 +19,10 @@ from shardconv.checkpoint.sources.source_files import (
 )
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
 from shardconv.checkpoint.sources.torch_source import read_pytorch
-from shardconv.files.header import TensorInfo
-from shardconv.files.json_files import read_json
-from shardconv.files.paths import absolute_path, missing_hint, unfinished
+from shardconv.files.containers.safetensors import TensorInfo
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import absolute_path, check_link, missing_hint, unfinished
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
     CONFIG_NAME,
@@ -65,13 +66,13 @@ class Source:
         is_config_given: whether the user passed the config, in place of that of the folder.
     """
 
-    path: Path
+    path: AnyPath
     is_folder: bool
     files: tuple[SourceFile, ...]
     index: tuple[str, str] | None = None
-    index_path: Path | None = None
+    index_path: AnyPath | None = None
     config: dict[str, object] | None = None
-    auxiliary_files: Mapping[str, Path] = field(default_factory=dict)
+    auxiliary_files: Mapping[str, AnyPath] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     stored: StoredFiles | None = None
@@ -90,7 +91,7 @@ class Source:
         return tuple(dict.fromkeys([*self.auxiliary_files, *self.made_files]))
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[AnyPath, ...]:
         """The files that store the tensors."""
         return tuple(file.path for file in self.files) if self.stored is None else self.stored.paths
 
@@ -102,7 +103,7 @@ class Source:
     @property
     def name(self) -> str:
         """The name of the file without its suffix, or of the folder; in a Hugging Face cache that of the model."""
-        path = absolute_path(self.path)  # resolve() would give the name of a blob in the cache
+        path = absolute_path(self.path) if isinstance(self.path, Path) else self.path  # resolve() would leave a cache
         folder = path if path.is_dir() else path.parent
         if folder.parent.name == "snapshots":
             return folder.parent.parent.name.rpartition("--")[2]
@@ -111,7 +112,7 @@ class Source:
         )
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> AnyPath:
         """The folder of config.json and the other auxiliary files."""
         return self.path if self.is_folder else self.path.parent
 
@@ -136,7 +137,7 @@ class Source:
 
 
 def open_source(
-    path: Path,
+    path: AnyPath,
     *,
     config: Path | None = None,
     follow_links: bool = False,
@@ -198,7 +199,7 @@ def _read_config(path: Path) -> dict[str, object]:
     return read_json(path)
 
 
-def open_if_external(path: Path, source_layout: str | None) -> Source | None:
+def open_if_external(path: AnyPath, source_layout: str | None) -> Source | None:
     """Open a folder with rank files of another tool; None for all other paths.
 
     Raises:
@@ -212,7 +213,7 @@ def open_if_external(path: Path, source_layout: str | None) -> Source | None:
     return source
 
 
-def open_files(folder: Path, names: tuple[str, ...], auxiliary: tuple[str, ...], *, follow_links: bool) -> Source:
+def open_files(folder: AnyPath, names: tuple[str, ...], auxiliary: tuple[str, ...], *, follow_links: bool) -> Source:
     """Open some files of a folder as a checkpoint of their own.
 
     Args:
@@ -231,7 +232,7 @@ def open_files(folder: Path, names: tuple[str, ...], auxiliary: tuple[str, ...],
     return replace(source, auxiliary_files={name: folder / name for name in auxiliary})
 
 
-def standalone_config(path: Path, *, follow_links: bool = False) -> dict[str, object] | None:
+def standalone_config(path: AnyPath, *, follow_links: bool = False) -> dict[str, object] | None:
     """Read a config without weights: ``path`` is the config, or a folder that holds it. None for all other paths.
 
     Raises:
@@ -262,7 +263,7 @@ def _check_names(source: Source) -> None:
             raise SourceError(f"{source.path}: the name of file {name!r:.100} is not valid on every system: rename it")
 
 
-def _check_path(path: Path) -> None:
+def _check_path(path: AnyPath) -> None:
     """Refuse a path that does not exist, and a file of a split checkpoint, whose tensors are shards."""
     if not path.exists():
         raise SourceError(f"{path}: does not exist{missing_hint(path)}")
@@ -272,7 +273,7 @@ def _check_path(path: Path) -> None:
         raise SourceError(f"{path}: belongs to a split checkpoint: pass its folder {path.parent}, or the source")
 
 
-def _open_file(path: Path, *, follow_links: bool) -> Source:
+def _open_file(path: AnyPath, *, follow_links: bool) -> Source:
     refuse_rank_file(path)
     refuse_rank_files(path.parent, [path.name])
     match = NUMBERED_NAME.fullmatch(path.name)
@@ -283,13 +284,13 @@ def _open_file(path: Path, *, follow_links: bool) -> Source:
     weight_format = next(one for one in SOURCE_FORMATS if path.name.endswith(one.suffixes))
     source = _read(path, WeightFiles([path.name], None, {}, weight_format), follow_links=True)
     config = path.parent / CONFIG_NAME
-    if not os.path.lexists(config):
+    if not (config.is_symlink() or config.exists()):
         return source
     check_link(config, path.parent, follow_links=follow_links)
     return replace(source, config=read_json(config), auxiliary_files={CONFIG_NAME: config})
 
 
-def _read(path: Path, found: WeightFiles, *, follow_links: bool) -> Source:
+def _read(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> Source:
     """The source with these weight files, without its other files; ``path`` is the file or the folder."""
     is_folder = path.is_dir()
     read = read_pytorch if found.format is PYTORCH else read_safetensors
@@ -301,7 +302,7 @@ def _read(path: Path, found: WeightFiles, *, follow_links: bool) -> Source:
 
 
 def _open_external(
-    folder: Path,
+    folder: AnyPath,
     layout: str | None,
     config: dict[str, object] | None,
     *,
@@ -319,7 +320,7 @@ def _open_external(
 
 
 def _open_folder(
-    folder: Path,
+    folder: AnyPath,
     index_name: str | None,
     *,
     follow_links: bool,

@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
-from shardconv.checkpoint.sources.auxiliary import FolderFiles, check_link, refuse_adapter
+from shardconv.checkpoint.sources.folder_files import FolderFiles, refuse_adapter
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.header import Header, read_header
-from shardconv.files.json_files import parse_object, read_text
+from shardconv.files.containers.safetensors import Header, read_header
+from shardconv.files.folder import AnyPath
+from shardconv.files.paths import check_link
+from shardconv.files.text_files import parse_object, read_text
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
     NUMBERED_NAME,
@@ -42,7 +43,7 @@ class SourceFile:
     """One weight file of a source: its name in the folder, its path, and its header."""
 
     name: str
-    path: Path
+    path: AnyPath
     header: Header
 
 
@@ -62,7 +63,7 @@ class WeightFiles:
     weight_map: dict[str, str]
     format: WeightFormat
 
-    def index_path(self, folder: Path) -> Path | None:
+    def index_path(self, folder: AnyPath) -> AnyPath | None:
         """The path of the index, or None."""
         return None if self.index is None else folder / self.index[0]
 
@@ -73,14 +74,16 @@ class Weights:
 
     files: tuple[SourceFile, ...]
     index: tuple[str, str] | None = None
-    index_path: Path | None = None
+    index_path: AnyPath | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     stored: StoredFiles | None = None
     transforms: Mapping[str, Transform] = field(default_factory=dict)
     derived: tuple[str, ...] = ()
 
 
-def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None, *, follow_links: bool) -> WeightFiles:
+def find_weight_files(
+    folder: AnyPath, files: FolderFiles, given_index: str | None, *, follow_links: bool
+) -> WeightFiles:
     """Find the weight files of the checkpoint in a folder.
 
     Args:
@@ -120,7 +123,7 @@ def find_weight_files(folder: Path, files: FolderFiles, given_index: str | None,
     return WeightFiles(names, (index_name, text), weight_map, weight_format)
 
 
-def _check_not_ignored(folder: Path, names: Collection[str], left_out: Mapping[str, str]) -> None:
+def _check_not_ignored(folder: AnyPath, names: Collection[str], left_out: Mapping[str, str]) -> None:
     if name := next((name for name in names if name in left_out), None):
         raise UsageError(f"{folder / name}: is {left_out[name]}, but is a file of the checkpoint: change the pattern")
 
@@ -129,14 +132,14 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _listed(folder: Path, names: Iterable[str], weight_format: WeightFormat, *, follow_links: bool) -> Iterator[str]:
+def _listed(folder: AnyPath, names: Iterable[str], weight_format: WeightFormat, *, follow_links: bool) -> Iterator[str]:
     """Yield the files that the indexes of a folder list."""
     for path in (folder / name for name in names if weight_format.lists(name)):
         check_link(path, folder, follow_links=follow_links)
         yield from _weight_map(path, read_text(path), weight_format).values()
 
 
-def _refuse_variants(folder: Path, names: Collection[str], weight_format: WeightFormat) -> None:
+def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
     """Refuse several variants of a checkpoint: the default one is not always the one that a user wants."""
     found = [name for name in sorted(names) if weight_format.has_or_lists(name) and not NUMBERED_NAME.fullmatch(name)]
     if held := next(variants(found), None):
@@ -146,7 +149,7 @@ def _refuse_variants(folder: Path, names: Collection[str], weight_format: Weight
         )
 
 
-def _find_index(folder: Path, files: Collection[str], weight_format: WeightFormat) -> str | None:
+def _find_index(folder: AnyPath, files: Collection[str], weight_format: WeightFormat) -> str | None:
     indexes = [name for name in files if weight_format.lists(name)]
     indexes = [name for name in indexes if not name.startswith("consolidated.")] or indexes  # Mistral's other files
     if len(indexes) > 1:
@@ -156,14 +159,14 @@ def _find_index(folder: Path, files: Collection[str], weight_format: WeightForma
     return indexes[0] if indexes else None
 
 
-def _check_no_single(folder: Path, index: str, names: list[str], files: Collection[str]) -> None:
+def _check_no_single(folder: AnyPath, index: str, names: list[str], files: Collection[str]) -> None:
     """Refuse a file next to an index of the same name: libraries differ in which of the two they load."""
     single = single_name(index)
     if single in files and single not in names:
         raise SourceError(f"{folder}: has both {single} and {index}: pass one of them instead of the folder")
 
 
-def _find_single(folder: Path, files: Collection[str], weight_format: WeightFormat) -> str:
+def _find_single(folder: AnyPath, files: Collection[str], weight_format: WeightFormat) -> str:
     weights = [name for name in files if weight_format.has(name) and "/" not in name]
     if weight_format.single in weights:
         return weight_format.single
@@ -181,7 +184,7 @@ def _find_single(folder: Path, files: Collection[str], weight_format: WeightForm
     return weights[0]
 
 
-def _no_weights(folder: Path, files: Collection[str]) -> str:
+def _no_weights(folder: AnyPath, files: Collection[str]) -> str:
     """The problem and the remedy for a folder without a safetensors file."""
     if (folder / "snapshots").is_dir():
         return "is a model in a Hugging Face cache: pass a folder in its snapshots/"
@@ -202,7 +205,7 @@ def _no_weights(folder: Path, files: Collection[str]) -> str:
     )
 
 
-def read_safetensors(folder: Path, found: WeightFiles, *, follow_links: bool) -> Weights:
+def read_safetensors(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> Weights:
     """Read the headers of safetensors files.
 
     Raises:
@@ -217,7 +220,7 @@ def read_safetensors(folder: Path, found: WeightFiles, *, follow_links: bool) ->
     return Weights(files, found.index, found.index_path(folder))
 
 
-def weight_paths(folder: Path, found: WeightFiles, *, follow_links: bool) -> list[Path]:
+def weight_paths(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> list[AnyPath]:
     """The paths of the weight files.
 
     Raises:
@@ -232,7 +235,7 @@ def weight_paths(folder: Path, found: WeightFiles, *, follow_links: bool) -> lis
     return paths
 
 
-def check_files(folder: Path, found: WeightFiles, files: Sequence[SourceFile]) -> None:
+def check_files(folder: AnyPath, found: WeightFiles, files: Sequence[SourceFile]) -> None:
     """Check that each tensor is in one file, which is that in the index.
 
     Raises:
@@ -243,7 +246,7 @@ def check_files(folder: Path, found: WeightFiles, files: Sequence[SourceFile]) -
         _check_index(folder / found.index[0], found.weight_map, files)
 
 
-def _weight_map(path: Path, text: str, weight_format: WeightFormat) -> dict[str, str]:
+def _weight_map(path: AnyPath, text: str, weight_format: WeightFormat) -> dict[str, str]:
     data = parse_object(path, text)
     weight_map = data.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -271,7 +274,7 @@ def is_portable_name(name: str) -> bool:
     return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
-def _check_unique(folder: Path, files: Sequence[SourceFile]) -> None:
+def _check_unique(folder: AnyPath, files: Sequence[SourceFile]) -> None:
     seen: dict[str, str] = {}
     for file in files:
         for name in file.header.tensors:
@@ -280,7 +283,7 @@ def _check_unique(folder: Path, files: Sequence[SourceFile]) -> None:
             seen[name] = file.name
 
 
-def _check_index(path: Path, weight_map: Mapping[str, str], files: Sequence[SourceFile]) -> None:
+def _check_index(path: AnyPath, weight_map: Mapping[str, str], files: Sequence[SourceFile]) -> None:
     file_of = {name: file.name for file in files for name in file.header.tensors}
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:

@@ -4,22 +4,25 @@ A plain source stores each tensor where the header of its file says. Other sourc
 tools) say where with :class:`StoredFiles`, and have a :class:`Transform` for each tensor whose bytes are computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+import xxhash
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of, lay_out_source
 from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.files.file_state import FileState
-from shardconv.files.fileio import Bytes, InputFiles
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.fileio import Bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import FileState, InputFiles
+from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.support.errors import IntegrityError
+from shardconv.support.errors import IntegrityError, SourceError
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.sources.source import Source
@@ -43,7 +46,7 @@ class StoredFiles:
         states: for each file its state when the positions were read; empty if prefixes have them.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[AnyPath, ...]
     prefixes: tuple[bytes, ...]
     sizes: tuple[int, ...]
     tensors: Mapping[str, TensorSpec]
@@ -53,7 +56,7 @@ class StoredFiles:
     @classmethod
     def listed(
         cls,
-        paths: Sequence[Path],
+        paths: Sequence[AnyPath],
         states: tuple[FileState, ...],
         tensors: Mapping[str, TensorSpec],
         shards: Mapping[str, Shards],
@@ -224,3 +227,58 @@ def _in_units(size: int, unit: int) -> Geometry:
         unit = size
     rows = ShardRows.of_runs(unit, unit, [Run(0, 0, unit, is_replica=False)] if unit else [])
     return Geometry(size, unit, (rows,))
+
+
+# --- a sample of the values -----------------------------------------------------------------------------------------
+#
+# By its checksum, ranks and hosts notice that they read different sources. Checkpoints of one model before and after a
+# training have equal headers, and reading all values would take as long as loading them. So some tensors of every kind
+# are sampled: those whose names differ in numbers only are of one kind.
+
+#: Maximum tensors of a kind, and bytes of each.
+_NUM_TENSORS, _NUM_BYTES = 32, 512
+#: The sample of a tensor begins at a multiple of this, and thereby at an element.
+_ALIGNMENT = 16
+
+
+def sample_checksum(source: "Source") -> str:
+    """Compute the checksum of the values in the middle of some tensors.
+
+    Raises:
+        SourceError: if a file of the source does not match its header, or cannot be read.
+    """
+    reader, files = open_tensors(source, source.specs, None)
+    state = StripeState(0)
+    with files:
+        checksum = checksum_of_tensors(reader, _sampled(source), state)
+    if state.problem:
+        raise SourceError(state.problem)
+    return checksum
+
+
+def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState) -> str:
+    """Compute the checksum of the values in the middle of these tensors of a reader."""
+    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
+    spans = tuple(span for number in numbers for span in _middle(number, reader.tensors[number].geometry.num_bytes))
+    reader.prefetch(spans)
+    for span in spans:
+        block = scratch.take("sample", span.stop - span.start)
+        reader.gather(state, span, block, scratch)
+        running.update(block)
+    return running.hexdigest()
+
+
+def _middle(number: int, size: int) -> Iterator[Span]:
+    """Yield the sampled range of a tensor of ``size`` bytes, unless it is empty."""
+    start = max(size - _NUM_BYTES, 0) // 2 // _ALIGNMENT * _ALIGNMENT
+    if size:
+        yield Span(number, start, min(start + _NUM_BYTES, size))
+
+
+def _sampled(source: "Source") -> Iterator[int]:
+    """Yield the numbers of some tensors of each kind."""
+    kinds: dict[str, list[int]] = {}
+    for number, name in enumerate(source.specs):
+        kinds.setdefault(pattern_for(name), []).append(number)
+    for numbers in kinds.values():
+        yield from numbers[:: -(-len(numbers) // _NUM_TENSORS)]

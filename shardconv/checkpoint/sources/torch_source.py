@@ -7,16 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardconv.checkpoint import sources
+from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source_files import SourceFile, WeightFiles, Weights, check_files, weight_paths
 from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.file_state import FileState, file_states
-from shardconv.files.header import Header, build_header
-from shardconv.files.json_files import parse_object
-from shardconv.files.torch_files import TorchFile, TorchTensor, read_training_files
+from shardconv.files.containers.safetensors import Header, build_header
+from shardconv.files.containers.torch_files import TorchFile, TorchTensor, read_training_files
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import FileState, file_states
+from shardconv.files.text_files import parse_object
 from shardconv.files.weight_formats import index_parts
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
@@ -29,7 +30,7 @@ NOT_WEIGHTS = "entry without weights"
 _METADATA = {"format": "pt"}
 
 
-def read_pytorch(folder: Path, found: WeightFiles, *, follow_links: bool) -> Weights:
+def read_pytorch(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> Weights:
     """Read which tensors PyTorch files have, and where.
 
     Raises:
@@ -54,7 +55,7 @@ def read_pytorch(folder: Path, found: WeightFiles, *, follow_links: bool) -> Wei
     )
 
 
-def _header(path: Path, tensors: Sequence[TorchTensor]) -> Header:
+def _header(path: AnyPath, tensors: Sequence[TorchTensor]) -> Header:
     """The header of the safetensors file with these tensors, in an order in which the file is read sequentially."""
     by_offset = sorted(tensors, key=lambda tensor: tensor.offset)
     specs = in_file_order({tensor.name: TensorSpec(tensor.dtype, tensor.shape) for tensor in by_offset})
@@ -64,7 +65,7 @@ def _header(path: Path, tensors: Sequence[TorchTensor]) -> Header:
         raise SourceError(f"{path}: its tensors cannot be stored in safetensors: {error}: save them again") from error
 
 
-def _new_names(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _new_names(folder: AnyPath, names: Sequence[str]) -> dict[str, str]:
     """File to the safetensors file that a merge writes for it, with the names that transformers and diffusers use."""
     new = {name: f"{Path(name).stem.removeprefix('pytorch_')}.safetensors" for name in names}
     first = {other: name for name, other in reversed(new.items())}
@@ -74,7 +75,7 @@ def _new_names(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _index(
-    folder: Path, found: WeightFiles, names: Mapping[str, str], files: Sequence[SourceFile]
+    folder: AnyPath, found: WeightFiles, names: Mapping[str, str], files: Sequence[SourceFile]
 ) -> tuple[str, str] | None:
     """Name and text of the index of the files that a merge writes."""
     if found.index is None:
@@ -89,7 +90,7 @@ def _index(
     return f"{_new_names(folder, [single])[single]}{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
-def _stored(paths: Sequence[Path], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:
+def _stored(paths: Sequence[AnyPath], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:
     """The byte ranges of the tensors."""
     tensors, shards = {}, {}
     for number, content in enumerate(contents):
@@ -105,6 +106,4 @@ def _transforms(contents: Sequence[TorchFile]) -> dict[str, Transform]:
     strided = [tensor for content in contents for tensor in content.tensors if not tensor.is_contiguous]
     if not strided:
         return {}
-    return {
-        one.name: sources.strides.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided
-    }
+    return {one.name: arrays.strided.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided}

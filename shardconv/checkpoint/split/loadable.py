@@ -4,17 +4,17 @@ Owns the differences between the two. Whatever loads a checkpoint reads the mani
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
-from shardconv.checkpoint.sources.adapter_advice import adapter_folders, refuse_adapter_alone
+from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, refuse_changes
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.manifest_format import comparable
@@ -22,9 +22,11 @@ from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
 from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
-from shardconv.files.paths import absolute_path
-from shardconv.files.storage.table import remote_file, shown, versions
-from shardconv.support.errors import SplitCheckpointError, UsageError
+from shardconv.files.folder import AnyPath, RemotePath, remote_versions
+from shardconv.files.paths import folder_name
+from shardconv.files.text_files import read_json
+from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
+from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,12 @@ class Loadable:
         source: the source; None for a split checkpoint.
     """
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
     source: Source | None = None
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> AnyPath:
         """The folder with config.json and the other auxiliary files."""
         return self.path if self.source is None else self.source.folder
 
@@ -55,8 +57,8 @@ class Loadable:
         found = [*adapter_folders(self.path if self.path.is_dir() else self.path.parent, self.source.left_out)]
         if not found:
             return ""
-        names = ", ".join(absolute_path(folder).name for folder in found)
-        source, adapter = (shlex.quote(shown(path)) for path in (self.path, found[0]))
+        names = ", ".join(folder_name(folder) for folder in found)
+        source, adapter = (shlex.quote(str(path)) for path in (self.path, found[0]))
         return (
             f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} "
             f"--tp {self.manifest.tp}, and pass --adapter NAME)"
@@ -95,7 +97,7 @@ class Loadable:
             return 0
         own = self.manifest.with_ranks((rank,))
         found = zip(own.rank_paths(self.path), own.rank_layout.file_bytes, strict=True)
-        return sum(size for path, size in found if remote_file(path) is not None)
+        return sum(size for path, size in found if isinstance(path, RemotePath))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
         """Check that this host has the files of ranks, where the checkpoint is split.
@@ -125,11 +127,11 @@ class Loadable:
         return {
             "checkpoints": comparable(manifest.shared if source is None else replace(manifest, source_name="")),
             "values of tensors": None if source is None else sample_checksum(source),
-            REMOTE_VERSIONS: versions(paths),
+            REMOTE_VERSIONS: remote_versions(paths),
         }
 
 
-def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadable:
+def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loadable:
     """Open a split checkpoint, or plan a source for ``tp`` ranks.
 
     Args:
@@ -157,7 +159,7 @@ def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadab
     return Loadable(path, manifest.written(None, checksums), source)
 
 
-def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
+def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
     """Refuse options that a split checkpoint does not use."""
     if tp not in (None, manifest.tp):
         raise UsageError(
@@ -165,3 +167,60 @@ def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: Pla
             f"ranks with shardconv reshard {path} --tp {tp}"
         )
     refuse_changes(path, options)
+
+
+# --- adapters in place of models ------------------------------------------------------------------------------------
+
+
+def refuse_adapter_alone(folder: AnyPath, tp: int | None) -> None:
+    """Refuse to load an adapter that is not split, without its base model.
+
+    Args:
+        folder: what is loaded.
+        tp: tensor parallel size; None if it is not given.
+
+    Raises:
+        RunError: if the folder has an adapter and no model.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file() or holds_base([child.name for child in folder.iterdir()]):
+        return
+    size, name = tp or "N", folder_name(folder)
+    raise RunError(
+        f"{_described(folder)}: split it with its base model (shardconv split BASE --adapter {folder} --tp {size}), "
+        f"then run both (shardconv run BASE-tp{size} --adapter {name})"
+    )
+
+
+def refuse_split_adapter(folder: AnyPath, auxiliary_files: Collection[str]) -> None:
+    """Refuse to load a split adapter without its base model.
+
+    Args:
+        folder: the split checkpoint.
+        auxiliary_files: its auxiliary files.
+
+    Raises:
+        RunError: if it is an adapter.
+    """
+    if ADAPTER_CONFIG in auxiliary_files:
+        raise RunError(f"{_described(folder)}: run its base model with it (shardconv run BASE --adapter {folder})")
+
+
+def _described(folder: AnyPath) -> str:
+    try:
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    except SourceError:
+        base = None
+    of_base = f" of {base:.200}" if base and isinstance(base, str) else ""
+    return f"{folder}: is a PEFT adapter{of_base}, not a model"
+
+
+def adapter_folders(folder: AnyPath, names: Collection[str]) -> Iterator[AnyPath]:
+    """Yield the folders of the adapters among files.
+
+    Args:
+        folder: the folder of the files.
+        names: their names relative to it, with / as separator.
+    """
+    yield from dict.fromkeys(
+        folder / path.parent for path in map(PurePosixPath, sorted(names)) if path.name in ADAPTER_FILES
+    )

@@ -6,7 +6,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
 import xxhash
@@ -23,7 +22,8 @@ from shardconv.checkpoint.engine.layout import (
     lay_out_source,
 )
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.header import Header
+from shardconv.files.containers.safetensors import Header
+from shardconv.files.folder import AnyPath
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
@@ -219,11 +219,11 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
         return indexes
 
-    def adapter_folders(self, folder: Path) -> dict[str, Path]:
+    def adapter_folders(self, folder: AnyPath) -> dict[str, AnyPath]:
         """Name to folder of each adapter of the split checkpoint in a folder."""
         return {name: folder / ADAPTERS / name for name in self.adapters}
 
-    def rank_paths(self, folder: Path) -> list[Path]:
+    def rank_paths(self, folder: AnyPath) -> list[AnyPath]:
         """The paths of the rank files in a folder."""
         return [folder / name for name in self.rank_files]
 

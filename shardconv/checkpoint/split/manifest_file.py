@@ -7,21 +7,21 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_format import check_manifest, seal, unseal
-from shardconv.files.fileio import create, file_bytes
+from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath, RemotePath, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
-from shardconv.files.storage.table import remote_file
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
 from shardconv.support.errors import ShardconvError, SourceError, SplitCheckpointError
 
 _MAX_BYTES = 2**30
 
 
-def is_split(path: Path) -> bool:
+def is_split(path: AnyPath) -> bool:
     """Whether a path is the folder of a split checkpoint."""
     return (path / MANIFEST_NAME).exists()
 
 
-def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
+def read_manifest(folder: AnyPath, *, remedy: str = "") -> Manifest:
     """Read and check the manifest of a split checkpoint.
 
     Args:
@@ -55,7 +55,7 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
     return manifest
 
 
-def _read(path: Path) -> bytes:
+def _read(path: AnyPath) -> bytes:
     """The contents of a manifest.
 
     Raises:
@@ -65,10 +65,10 @@ def _read(path: Path) -> bytes:
         raise ValueError("it is not a regular file")  # reading a pipe could block forever
     if file_bytes(path) > _MAX_BYTES:
         raise ValueError("it is too large")
-    return path.read_bytes() if (remote := remote_file(path)) is None else remote.read_all(_MAX_BYTES)
+    return path.read_bytes() if not isinstance(path, RemotePath) else path.file.read_all(_MAX_BYTES)
 
 
-def _refuse_without_manifest(path: Path) -> None:
+def _refuse_without_manifest(path: AnyPath) -> None:
     """Refuse rank files whose manifest is missing."""
     folder = path.parent if path.is_file() else path
     names = [path.name] if path.is_file() else [file.name for file in path.glob("*.safetensors")]

@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.header import Header, parse_header
+from shardconv.files.containers.safetensors import Header, parse_header
 from shardconv.plan.tp_sizes import MAX_TP
 from shardconv.support.structs import located
 

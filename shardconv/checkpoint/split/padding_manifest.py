@@ -9,6 +9,7 @@ from shardconv.checkpoint.engine.layout import ExplicitFiles, lay_out_padded
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_format import check_manifest, seal, unseal
 from shardconv.files.fileio import create
+from shardconv.files.folder import AnyPath
 from shardconv.support.errors import ShardconvError, SplitCheckpointError, one_line
 from shardconv.support.structs import Data
 
@@ -54,7 +55,7 @@ def write_padding(
         file.write(seal(_PaddingManifest(split=split, checksums=checksums, config=config)))
 
 
-def read_padding(folder: Path) -> tuple[Manifest, str]:
+def read_padding(folder: AnyPath) -> tuple[Manifest, str]:
     """Read the manifest of a padded checkpoint, and the text of the source's config.
 
     Raises:

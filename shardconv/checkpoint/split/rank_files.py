@@ -1,7 +1,6 @@
 """The files of a split checkpoint: open rank files with their headers checked, and check auxiliary files."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import CopyJob, Progress, held_stripes
@@ -9,7 +8,8 @@ from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.checksums import checksum_file
-from shardconv.files.fileio import InputFiles
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import leads_out
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError
 
@@ -20,7 +20,7 @@ AGAIN = "copy it again, or split the source again"
 class SplitFolder(NamedTuple):
     """A folder with rank files, and its manifest."""
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
 
 
@@ -59,7 +59,7 @@ def read_ranks(
     return reader, inputs
 
 
-def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[Path]:
+def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[AnyPath]:
     """The rank files of a folder."""
     paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
     for path in paths:
@@ -72,7 +72,7 @@ def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[Path]:
     return paths
 
 
-def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
+def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> None:
     """Check that a folder has ranks.
 
     Raises:
@@ -87,7 +87,7 @@ def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
 
 
 def open_rank(
-    manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
+    manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False, progress: Progress | None = None
 ) -> tuple[Manifest, InputFiles]:
     """Open the files of a rank and check their headers.
 
@@ -115,7 +115,7 @@ def open_rank(
     return own, inputs
 
 
-def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
+def auxiliary_paths(manifest: Manifest, folder: AnyPath) -> dict[str, AnyPath]:
     """Name to path of the auxiliary files of a split checkpoint.
 
     Raises:
@@ -130,12 +130,12 @@ def auxiliary_paths(manifest: Manifest, folder: Path) -> dict[str, Path]:
     return paths
 
 
-def is_regular_file(path: Path, folder: Path) -> bool:
+def is_regular_file(path: AnyPath, folder: AnyPath) -> bool:
     """Whether a path is a regular file, and not a link out of its folder."""
     return path.is_file() and not leads_out(path, folder)
 
 
-def auxiliary_differences(manifest: Manifest, folder: Path) -> list[str]:
+def auxiliary_differences(manifest: Manifest, folder: AnyPath) -> list[str]:
     """Messages for the missing or changed auxiliary files of a split checkpoint."""
     differences = []
     for name, expected in manifest.auxiliary_files.items():

@@ -8,7 +8,6 @@ files cannot be mapped.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Progress, Scratch, Shards, Span, StripeState
@@ -17,9 +16,10 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import open_rank
-from shardconv.files.fileio import Bytes, InputFiles
-from shardconv.files.header import DTYPE_BITS, num_bytes
-from shardconv.files.storage.table import remote_file
+from shardconv.files.containers.safetensors import DTYPE_BITS, num_bytes
+from shardconv.files.fileio import Bytes
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import SourceError
 
@@ -102,7 +102,7 @@ class RankFileReader(RankReader):
     """
 
     def __init__(
-        self, manifest: Manifest, folder: Path, rank: int, *, verify: bool = False, progress: Progress | None = None
+        self, manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False, progress: Progress | None = None
     ) -> None:
         own, files = open_rank(manifest, folder, rank, verify=verify, progress=progress)
         super().__init__(files, own.tensors, own.plan, rank)
@@ -233,7 +233,7 @@ class SourceReader(RankReader):
 
 def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
-    is_remote = any(remote_file(path) is not None for path in source.paths)
+    is_remote = any(isinstance(path, RemotePath) for path in source.paths)
     stored = {} if source.stored is None else source.stored.shards
     total = 0
     for name, spec in source.specs.items():

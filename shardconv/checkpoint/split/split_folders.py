@@ -3,16 +3,13 @@
 All of them are read through :class:`SplitFolders`: a manifest, and a reader of the full tensors.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Reader
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source, open_if_external
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
@@ -20,8 +17,9 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.manifest_format import encode
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, read_ranks
-from shardconv.files.fileio import InputFiles
-from shardconv.files.paths import local_path
+from shardconv.files.folder import AnyPath
+from shardconv.files.input_files import InputFiles
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.support.errors import SplitCheckpointError, UsageError
 
 _SAMPLE = "sampled values"
@@ -56,16 +54,16 @@ class SplitFolders(NamedTuple):
     source: Source | None = None
 
     @property
-    def first(self) -> Path:
+    def first(self) -> AnyPath:
         """The first folder, whose auxiliary files stand for those of all."""
         return self.folders[0].path
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[AnyPath]:
         """The paths of the folders."""
         return [folder.path for folder in self.folders]
 
-    def manifests(self, *names: str) -> list[Path]:
+    def manifests(self, *names: str) -> list[AnyPath]:
         """The paths of the manifests with these names that exist."""
         return [path for folder in self.paths for name in names if (path := folder / name).is_file()]
 
@@ -102,13 +100,15 @@ class SplitFolders(NamedTuple):
         self.open()[1].close()
 
 
-def as_folders(path: Path, manifest: Manifest, source: Source | None = None) -> SplitFolders:
+def as_folders(path: AnyPath, manifest: Manifest, source: Source | None = None) -> SplitFolders:
     """One folder, which may have some of the ranks."""
     return SplitFolders(manifest, (SplitFolder(path, manifest),), source)
 
 
-def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) -> tuple[list[Path], Source | None]:
-    """The local paths of one folder or of several, and the source in one with rank files of another tool.
+def find_folders(
+    paths: SourcePath | Sequence[SourcePath], source_layout: str | None
+) -> tuple[list[AnyPath], Source | None]:
+    """The paths of one folder or of several, and the source in one with rank files of another tool.
 
     Args:
         paths: of the folders.
@@ -119,20 +119,20 @@ def find_folders(paths: StrPath | Sequence[StrPath], source_layout: str | None) 
             checkpoint.
         SourceError: if rank files of another tool cannot be read.
     """
-    found = local_folders(paths)
+    found = open_folders(paths)
     if len(found) == 1 and (source := open_if_external(found[0], source_layout)) is not None:
         return found, source
     refuse_layout(found, source_layout)
     return found, None
 
 
-def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
-    """The local paths of one folder or of several.
+def open_folders(paths: SourcePath | Sequence[SourcePath]) -> list[AnyPath]:
+    """The paths of one folder or of several.
 
     Raises:
         UsageError: if no folder is given, or one is given twice.
     """
-    found = [local_path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    found = [open_path(path) for path in ([paths] if isinstance(paths, SourcePath) else paths)]
     if not found:
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
     if twice := next((path for at, path in enumerate(found) if path in found[:at]), None):
@@ -140,7 +140,7 @@ def local_folders(paths: StrPath | Sequence[StrPath]) -> list[Path]:
     return found
 
 
-def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
+def refuse_layout(found: Sequence[AnyPath], source_layout: str | None) -> None:
     """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint.
 
     Raises:
@@ -154,7 +154,7 @@ def refuse_layout(found: Sequence[Path], source_layout: str | None) -> None:
         )
 
 
-def read_folders(paths: Sequence[Path]) -> SplitFolders:
+def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
     """Read the manifests of folders that have all ranks of a split together.
 
     Raises:

@@ -1,10 +1,9 @@
 """The plan that is stored in a split checkpoint, as used by reshard, plan and run; installed families are not read."""
 
-from pathlib import Path
-
 from msgspec.structs import replace
 
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
@@ -50,7 +49,7 @@ def resolver_of(
     return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
 
 
-def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False) -> Plan:
+def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = False) -> Plan:
     """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
 
     Args:
@@ -126,7 +125,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
 _REASON = "it was written by another version of shardconv, which planned differently"
 
 
-def _remedy(folder: Path) -> str:
+def _remedy(folder: AnyPath) -> str:
     return f"Merge it and split it again: shardconv merge {folder} -o MERGED; shardconv split MERGED --tp N"
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from shardconv.support.lazy import modules_on_use
 
-__all__ = ["hub", "mirror", "read_ahead", "remote_file", "remote_output", "stores"]
+__all__ = ["folders", "read_ahead", "remote_output"]
 
 if TYPE_CHECKING:
-    from shardconv.files.storage import hub, mirror, read_ahead, remote_file, remote_output, stores
+    from shardconv.files.storage import folders, read_ahead, remote_output
 else:
     __getattr__ = modules_on_use(__name__, __all__)

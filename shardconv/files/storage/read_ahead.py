@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardconv.files.storage.clients import wait
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.transfer import wait
 
 #: Bytes of one request.
 CHUNK_BYTES = 4 * 2**20

@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from shardconv.files.storage.problems import OTHER_RANGE, MissingError, TransferError, changed, explained, is_empty
-from shardconv.files.storage.requirements import obstore
-from shardconv.files.storage.transfer import submit, wait
+from shardconv.files.storage.clients import obstore, submit, wait
+from shardconv.files.storage.errors import OTHER_RANGE, MissingError, TransferError, changed, explained, is_empty
 from shardconv.support.errors import SourceError
 
 if TYPE_CHECKING:
@@ -116,13 +115,13 @@ class RemoteFile:
         if len(kept) < len(buffer):
             buffer[len(kept) :] = wait(self.fetch(offset + len(kept), offset + len(buffer)))
 
-    def read_all(self, max_bytes: int) -> bytes:
-        """The contents of the file.
+    def read_all(self, max_bytes: int | None = None) -> bytes:
+        """The contents of the file, of at most ``max_bytes`` bytes.
 
         Raises:
             SourceError: if it changed, is too large, or cannot be read.
         """
-        if self.size > max_bytes:
+        if max_bytes is not None and self.size > max_bytes:
             raise SourceError(f"{self.shown}: is too large (got {self.size} bytes, expected at most {max_bytes})")
         return bytes(wait(self.fetch(0, self.size))) if self.size else b""
 

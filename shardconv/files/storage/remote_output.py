@@ -17,12 +17,11 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from shardconv.files.storage.mirror import mirror
-from shardconv.files.storage.problems import explain_write
+from shardconv.files.folder import RemotePath, remote_folder
+from shardconv.files.storage.clients import obstore, submit
+from shardconv.files.storage.errors import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.requirements import obstore
 from shardconv.files.storage.stores import list_files, open_store
-from shardconv.files.storage.transfer import submit
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
 from shardconv.files.storage.write_requests import Key, Requests, create, exists, finish, read
@@ -121,13 +120,13 @@ class RemoteOutput:
         self._put: dict[str, bytes | None] = {}
         self._is_published = False
 
-    @contextmanager
-    def existing(self) -> Iterator[Path]:
-        """Provide the path of what is there, whose files are stand-ins."""
+    @property
+    def existing(self) -> RemotePath:
+        """The path of what is there."""
         location = self.location
         name = location.folder.rpartition("/")[2] or location.host
-        with mirror(name, location.to("").rstrip("/"), self._existing) as folder:
-            yield folder / location.file if location.file else folder
+        folder = remote_folder(name, location.to("").rstrip("/"), self._existing)
+        return folder / location.file if location.file else folder
 
     @contextmanager
     def writing(self, order: Callable[[str], int], *, overwrite: bool) -> Iterator[Path]:

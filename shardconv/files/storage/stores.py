@@ -8,11 +8,10 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from shardconv.files.storage.aws_profile import credential_provider, profile_options
-from shardconv.files.storage.azure_connection import CONNECTION_STRING, azure_options
-from shardconv.files.storage.problems import MissingError, explain, explained
+from shardconv.files.storage.clients import obstore, obstore_stores
+from shardconv.files.storage.credentials import CONNECTION_STRING, azure_options, credential_provider, profile_options
+from shardconv.files.storage.errors import MissingError, explain, explained
 from shardconv.files.storage.remote_file import RemoteFile
-from shardconv.files.storage.requirements import obstore, obstore_stores
 from shardconv.files.storage.url import Location
 from shardconv.support.errors import ShardconvError, SourceError
 

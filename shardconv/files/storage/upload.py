@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
+from shardconv.files.storage.clients import obstore, submit, wait
+from shardconv.files.storage.errors import explain_write, explained
 from shardconv.files.storage.parts import Part, PartMemory, no_room, part_bytes
-from shardconv.files.storage.problems import explain_write, explained
-from shardconv.files.storage.requirements import obstore
-from shardconv.files.storage.transfer import submit, wait
 from shardconv.files.storage.write_requests import Key, finish
 from shardconv.support.errors import OutputError
 

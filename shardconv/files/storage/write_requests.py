@@ -6,9 +6,8 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardconv.files.storage.problems import explain_write, explained
-from shardconv.files.storage.requirements import obstore
-from shardconv.files.storage.transfer import Result, submit, wait
+from shardconv.files.storage.clients import Result, obstore, submit, wait
+from shardconv.files.storage.errors import explain_write, explained
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

@@ -1,22 +1,22 @@
-"""Classification of the files in a source's folder: auxiliary files, files that are left out, and refused files.
+"""The files in a source's folder: auxiliary files, files that are left out, and files that are refused.
 
 Weights are left out only if the model is known not to need them: the user excluded them, they are trainer state, or
 they are proven to be duplicates. All other weights are an error.
 """
 
-import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
 from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
 
 from shardconv.checkpoint.sources.duplicates import unproven
-from shardconv.checkpoint.sources.ignore import ignore_options, ignored_files
-from shardconv.files.paths import leads_out, locked
+from shardconv.files.folder import AnyPath, relative_name, walk
+from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, UsageError
 
 #: Maximum number of files in a message.
 _MAX_NAMES = 5
@@ -30,11 +30,11 @@ class FolderFiles(NamedTuple):
         left_out: name to reason; names of hidden folders end with /.
     """
 
-    kept: dict[str, Path]
+    kept: dict[str, AnyPath]
     left_out: dict[str, str]
 
 
-def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[str] = ()) -> FolderFiles:
+def list_files(folder: AnyPath, ignore: Collection[str] = (), optional: Collection[str] = ()) -> FolderFiles:
     """List the files under a folder.
 
     Args:
@@ -47,8 +47,8 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
         UsageError: if a pattern matches nothing.
     """
     files = {}
-    for path in _walk(folder):
-        name = path.relative_to(folder).as_posix()
+    for path in _files(folder):
+        name = relative_name(path, folder)
         files[f"{name}/" if path.name.startswith(".") and path.is_dir() else name] = path
     left_out = {name: "hidden folder" for name in files if name.endswith("/")}
     patterns = ignored_files(folder, files, ignore, optional)
@@ -59,20 +59,14 @@ def list_files(folder: Path, ignore: Collection[str] = (), optional: Collection[
     return FolderFiles({name: path for name, path in files.items() if name not in left_out}, left_out)
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every file under a folder; hidden folders and links to folders are yielded, but not entered."""
-
-    def refuse(error: OSError) -> NoReturn:
+def _files(folder: AnyPath) -> list[AnyPath]:
+    try:
+        return list(walk(folder))
+    except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
-    for root, folders, files in os.walk(folder, onerror=refuse):
-        paths = [Path(root, name) for name in sorted(folders)]
-        yield from (path for path in paths if path.name.startswith(".") or path.is_symlink())
-        folders[:] = [path.name for path in paths if not path.name.startswith(".")]
-        yield from (Path(root, name) for name in sorted(files))
 
-
-def refuse_adapter(folder: Path, names: Collection[str]) -> None:
+def refuse_adapter(folder: AnyPath, names: Collection[str]) -> None:
     """Refuse an adapter next to its base model, to which transformers would apply it, and one without weights.
 
     Args:
@@ -103,8 +97,8 @@ def holds_base(names: Collection[str]) -> bool:
 
 
 def find_auxiliary(
-    folder: Path, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
-) -> dict[str, Path]:
+    folder: AnyPath, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
+) -> dict[str, AnyPath]:
     """The auxiliary files: all kept files that hold no weights and are not in ``checkpoint``.
 
     Raises:
@@ -119,7 +113,7 @@ def find_auxiliary(
 
 
 def leave_out_weights(
-    folder: Path,
+    folder: AnyPath,
     files: FolderFiles,
     checkpoint: Collection[str],
     shapes: Mapping[str, tuple[int, ...]] | None,
@@ -152,7 +146,9 @@ def leave_out_weights(
     return reasons | dict.fromkeys(rest, "duplicate of the checkpoint in another format")
 
 
-def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]) -> None:
+def _refuse_adapters(
+    folder: AnyPath, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]
+) -> None:
     """Refuse adapters in subfolders of their base model, where a merge writes them."""
     weights = [PurePosixPath(name) for name in unknown if PurePosixPath(name).name in ADAPTER_WEIGHTS]
     folders = dict.fromkeys(str(name.parent) for name in weights)
@@ -167,7 +163,7 @@ def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles,
     )
 
 
-def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
+def _refuse(folder: AnyPath, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
     described = [f"{name} ({why})" if why else name for name, why in unknown.items()]
     more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
     alone = "" if checkpoint in ADAPTER_FILES else f", or pass {folder / checkpoint} instead of the folder"
@@ -177,11 +173,70 @@ def _refuse(folder: Path, unknown: Mapping[str, str], files: FolderFiles, checkp
     )
 
 
-def check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
-    """Refuse a link out of the folder.
+# --- patterns of files to leave out (--ignore) ----------------------------------------------------------------------
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches a file or one of its parent folders.
+
+    Args:
+        name: path relative to the folder of the source, with / as separator. Hidden folders are listed instead of their
+            files, with / at the end; a pattern of a file in one matches the folder.
+        pattern: as for :func:`fnmatch.fnmatchcase`, where * matches any text; may end with /.
+    """
+    if name.endswith("/") and pattern.startswith(name):
+        return True
+    path = PurePosixPath(name)
+    parents = [str(parent) for parent in path.parents if parent.name]
+    return any(fnmatchcase(candidate, pattern.rstrip("/")) for candidate in (str(path), *parents))
+
+
+def ignored_files(
+    folder: AnyPath, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
+) -> dict[str, str]:
+    """Find the files to leave out.
+
+    Args:
+        folder: the folder of the source, for messages.
+        names: all files of the folder.
+        patterns: patterns of the user; each must match a file.
+        optional: patterns that need not match a file; those of the user take precedence.
+
+    Returns:
+        The name of each matched file, with the last pattern that matches it.
 
     Raises:
-        SourceError: if it is one and ``follow_links`` is False.
+        UsageError: if a pattern of ``patterns`` matches no file.
     """
-    if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")
+    found = {name: pattern for pattern in optional for name in names if matches(name, pattern)}
+    for pattern in patterns:
+        matched = [name for name in names if matches(name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"--ignore {pattern!r} matches no file in {folder}: pass a pattern relative to that folder, such as "
+                f"'*.gguf' or 'original/*'"
+            )
+        found |= dict.fromkeys(matched, pattern)
+    return found
+
+
+def ignore_options(names: Collection[str], others: Collection[str]) -> str:
+    """Return ``--ignore`` options that match all of ``names`` and none of ``others``.
+
+    Files with the same folder and suffix share an option, where that matches no other file.
+
+    Args:
+        names: the files to leave out.
+        others: all other files of the folder.
+    """
+    patterns: list[str] = []
+    for name in names:
+        if any(matches(name, pattern) for pattern in patterns):
+            continue
+        path = PurePosixPath(name)
+        folder = escape(f"{path.parent}/") if path.parent.name else ""
+        by_suffix = f"{folder}*{escape(path.suffix)}"
+        is_shared = sum(matches(other, by_suffix) for other in names) > 1
+        is_safe = not any(matches(other, by_suffix) for other in others)
+        patterns.append(by_suffix if is_shared and is_safe else escape(name))
+    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)

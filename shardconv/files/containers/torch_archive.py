@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from shardconv.files.header import num_bytes
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError
 

@@ -1,23 +1,24 @@
 """Read the names, dtypes, shapes and positions of the tensors in PyTorch files (``torch.save``), without their data.
 
-A child process unpickles the files (``torch_listing``), so that this process does not import torch and is not affected
-by what the files contain. The positions are untrusted: they are checked against the sizes of the files.
+A child process unpickles the files (``unpickle``), so that their contents do not affect this process. The positions are
+untrusted: they are checked against the sizes of the files.
 """
 
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
-from shardconv.files.child_script import failure_reason, run_script
-from shardconv.files.header import DTYPE_BITS
-from shardconv.files.storage.table import remote_file
+from shardconv.files.containers.safetensors import DTYPE_BITS
+from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError
 
 #: The script of the child process.
-SCRIPT = Path(__file__).with_name("torch_listing.py")
+SCRIPT = Path(__file__).with_name("unpickle.py")
+_DAMAGED = "download or save it again"
 #: The first bytes of a zip archive, which torch.save writes since version 1.6, and bytes near the start of older files.
 _ZIP, _LEGACY = b"PK\x03\x04", 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
@@ -86,16 +87,7 @@ class TorchProblem(NamedTuple):
 REMOTE = TorchProblem("is remote, and only safetensors files are read by ranges", "download it first")
 
 
-class _Listed(TypedDict, total=False):
-    """What the child process writes for a file: ``tensors`` and ``left_out``, or ``problem`` and ``remedy``."""
-
-    tensors: list[tuple[str, str, list[int], list[int], int]]
-    left_out: list[str]
-    problem: str
-    remedy: str
-
-
-def read_torch_files(paths: Sequence[Path]) -> list[tuple[TorchTensor, ...]]:
+def read_torch_files(paths: Sequence[AnyPath]) -> list[tuple[TorchTensor, ...]]:
     """Read the tensors of files that hold nothing else, in one child process.
 
     Raises:
@@ -108,7 +100,7 @@ def read_torch_files(paths: Sequence[Path]) -> list[tuple[TorchTensor, ...]]:
     return [file.tensors for file in files]
 
 
-def read_training_files(paths: Sequence[Path]) -> list[TorchFile]:
+def read_training_files(paths: Sequence[AnyPath]) -> list[TorchFile]:
     """Read the tensors of files that may have other entries, in one child process.
 
     Raises:
@@ -125,7 +117,7 @@ def read_training_files(paths: Sequence[Path]) -> list[TorchFile]:
 class TorchChunk(NamedTuple):
     """A range of bytes of a file that :func:`torch.save` wrote a tensor to."""
 
-    path: Path
+    path: AnyPath
     offset: int
     size: int
 
@@ -147,13 +139,14 @@ def read_torch_chunks(chunks: Sequence[TorchChunk]) -> list[TorchTensor]:
     return tensors
 
 
-def list_torch_files(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+def list_torch_files(paths: Sequence[AnyPath | TorchChunk]) -> list[TorchFile | TorchProblem]:
     """The contents of each file, or range of bytes of a file, or why it cannot be read."""
-    found: dict[Path | TorchChunk, TorchFile | TorchProblem] = {}
+    found: dict[AnyPath | TorchChunk, TorchFile | TorchProblem] = {}
     for path in paths:
-        file = path if isinstance(path, Path) else path.path
-        problem = REMOTE if remote_file(file) is not None else None if file is not path else _problem_at_start(file)
-        if problem is not None:
+        file = path.path if isinstance(path, TorchChunk) else path
+        if isinstance(file, RemotePath):
+            found[path] = REMOTE
+        elif file is path and (problem := _problem_at_start(file)) is not None:
             found[path] = problem
     while rest := [path for path in paths if path not in found]:  # a process that crashes is started again for the rest
         found |= zip(rest, _list_in_child(rest), strict=False)
@@ -174,33 +167,25 @@ def _problem_at_start(path: Path) -> TorchProblem | None:
     if text := text_problem(start):
         return TorchProblem(*text)
     if not start:
-        return TorchProblem("is empty (got 0 bytes)", "download or save it again")
-    return TorchProblem("is not a file of torch.save, or it is damaged", "download or save it again")
+        return TorchProblem("is empty (got 0 bytes)", _DAMAGED)
+    return TorchProblem("is not a file of torch.save, or it is damaged", _DAMAGED)
 
 
-def _list_in_child(paths: Sequence[Path | TorchChunk]) -> list[TorchFile | TorchProblem]:
+def _list_in_child(paths: Sequence[AnyPath | TorchChunk]) -> list[TorchFile | TorchProblem]:
     """The contents of at least one file."""
-    request = [str(one.absolute()) if isinstance(one, Path) else (str(one.path.absolute()), *one[1:]) for one in paths]
-    child = run_script(SCRIPT, request)
-    listed = map(json.loads, child.stdout.splitlines())
-    files = [
-        _checked(one if isinstance(one, Path) else one.path, found) for one, found in zip(paths, listed, strict=False)
+    files = [Path(str(one.path if isinstance(one, TorchChunk) else one)) for one in paths]  # none is remote
+    answers = ask([
+        ("chunk", str(file.absolute()), *one[1:]) if isinstance(one, TorchChunk) else ("file", str(file.absolute()))
+        for file, one in zip(files, paths, strict=True)
+    ])  # fmt: skip
+    return [
+        TorchProblem(one["problem"], one["remedy"]) if "problem" in one else _checked(file, one)
+        for file, one in zip(files, answers, strict=False)
     ]
-    return files if len(files) == len(paths) else [*files, _crash(child)]
 
 
-def _crash(child: CompletedProcess[str]) -> TorchProblem:
-    """The problem with a file at which the child process exited."""
-    reason = failure_reason(child)
-    if reason.startswith("ModuleNotFoundError"):
-        return TorchProblem(f"torch cannot be imported ({reason})", "pip install 'shardconv[torch]'")
-    return TorchProblem(f"torch failed to list its tensors ({reason})", "download or save it again")
-
-
-def _checked(path: Path, listed: _Listed) -> TorchFile | TorchProblem:
+def _checked(path: Path, listed: Mapping[str, Any]) -> TorchFile | TorchProblem:
     """The contents of a file, if all tensors are inside the file."""
-    if "problem" in listed:
-        return TorchProblem(listed["problem"], listed["remedy"])
     tensors = tuple(
         TorchTensor(name, dtype, tuple(shape), tuple(strides), offset)
         for name, dtype, shape, strides, offset in listed["tensors"]
@@ -211,6 +196,34 @@ def _checked(path: Path, listed: _Listed) -> TorchFile | TorchProblem:
             return TorchProblem(
                 f"is truncated or damaged (got {size} bytes, expected tensor {tensor.name} at bytes {tensor.offset} to "
                 f"{tensor.offset + tensor.extent})",
-                "download or save it again",
+                _DAMAGED,
             )
     return TorchFile(tensors, tuple(listed["left_out"]))
+
+
+def list_metadata(path: Path) -> Mapping[str, Any]:  # Any: see unpickle.list_metadata
+    """The tensors and their chunks in the metadata of a checkpoint of torch.distributed.checkpoint.
+
+    Raises:
+        SourceError: if the metadata is damaged, or asks for anything but its own classes.
+    """
+    (answer,) = ask([("metadata", str(path.absolute()))])
+    if "problem" in answer:
+        raise SourceError(f"{path}: {answer['problem']}: {answer['remedy']}")
+    return answer
+
+
+def ask(requests: Sequence[tuple[object, ...]]) -> list[dict[str, Any]]:  # Any: see the functions of unpickle
+    """The answers of a child process to the first requests, and the problem with that at which it crashed, if any."""
+    child = run_script(requests)
+    answers = [json.loads(line) for line in child.stdout.splitlines()[: len(requests)]]
+    if len(answers) == len(requests):
+        return answers
+    reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+    return [*answers, {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}]
+
+
+def run_script(requests: Sequence[tuple[object, ...]]) -> "subprocess.CompletedProcess[str]":
+    """Run the script in a child process."""
+    command = [sys.executable, "-P", str(SCRIPT)]
+    return subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, check=False)  # noqa: S603

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import closing
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from msgspec import Struct, convert
 from msgspec.json import Decoder
 
-from shardconv.files.fileio import InputFile, open_input
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.input_files import InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError, UsageError
 from shardconv.support.structs import located
@@ -114,14 +114,14 @@ def target_dtype(name: str) -> str:
     return target
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: AnyPath) -> Header:
     """Read and check the header of the file at ``path``.
 
     Raises:
         SourceError: if it is not a regular file, or not a valid safetensors file.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not isinstance(path, RemotePath) and not stat.S_ISREG(path.stat().st_mode):
             raise SourceError(f"{path}: is not a regular file")
     except OSError as error:
         raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -149,7 +149,7 @@ def _read_length(file: InputFile) -> int:
     return length
 
 
-def _read_raw(file: InputFile, path: Path) -> bytes:
+def _read_raw(file: InputFile, path: AnyPath) -> bytes:
     if file.size < _LENGTH.size:
         raise SourceError(f"{path}: is not a safetensors file (got {file.size} bytes, expected at least 8): {_AGAIN}")
     length = _read_length(file)
@@ -172,7 +172,7 @@ def _other_file(file: InputFile, length: int) -> tuple[str, str]:
     return text_problem(bytes(start)) or (not_safetensors, _AGAIN)
 
 
-def parse_header(raw: bytes, data_bytes: int | None, path: Path) -> Header:
+def parse_header(raw: bytes, data_bytes: int | None, path: AnyPath) -> Header:
     """Parse the JSON text of a header and check it against the size of the data section.
 
     Args:

@@ -1,9 +1,11 @@
-"""Settings of an AWS profile, from the files of the AWS command line tools.
+"""Credentials and addresses of stores from the files and variables of the stores' own tools, as options of obstore.
 
-Keys that a profile stores are read here. What else a profile may have (single sign-on, roles, processes) needs boto3.
+Holds what obstore does not read itself: profiles of AWS, and connection strings and short variables of Azure. Keys that
+a profile stores are read here; other profiles (single sign-on, roles, processes) need boto3.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
@@ -13,12 +15,12 @@ from pathlib import Path
 from shardconv.support.errors import SourceError
 
 #: The settings of a profile, and the options of obstore.
-_OPTIONS = {
+_AWS_OPTIONS = {
     "aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token", "region": "region", "endpoint_url": "endpoint",
 }  # fmt: skip
 #: Variables of the environment that take precedence over options of a profile.
-_VARIABLES = {
+_AWS_VARIABLES = {
     "region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
 }  # fmt: skip
 #: Settings by which boto3 obtains keys.
@@ -43,8 +45,8 @@ def profile_options() -> dict[str, str]:
             f"AWS profile {name}: stores no keys (it uses {next(key for key in _OBTAINED if key in settings)}): "
             f"pip install boto3, which obtains them, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
-    found = {option: settings[key] for key, option in _OPTIONS.items() if key in settings}
-    return {key: value for key, value in found.items() if not any(map(os.environ.get, _VARIABLES.get(key, ())))}
+    found = {option: settings[key] for key, option in _AWS_OPTIONS.items() if key in settings}
+    return {key: value for key, value in found.items() if not any(map(os.environ.get, _AWS_VARIABLES.get(key, ())))}
 
 
 def credential_provider(options: Mapping[str, str]) -> Callable[[], object] | None:
@@ -80,3 +82,54 @@ def _section(path: Path, section: str) -> dict[str, str]:
     except (ConfigParserError, UnicodeDecodeError) as error:
         raise SourceError(f"{path}: cannot be read ({type(error).__name__}): correct the file") from None
     return dict(parser[section]) if parser.has_section(section) else {}
+
+
+# --- Azure ----------------------------------------------------------------------------------------------------------
+
+CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
+#: Variables, and the options of obstore.
+_AZURE_VARIABLES = {
+    "AZURE_STORAGE_ACCOUNT": "account_name", "AZURE_STORAGE_KEY": "account_key", "AZURE_STORAGE_SAS_TOKEN": "sas_key",
+}  # fmt: skip
+#: Fields of a connection string, whose case does not matter, and the options of obstore.
+_AZURE_FIELDS = {
+    "accountname": "account_name", "accountkey": "account_key", "sharedaccesssignature": "sas_key",
+    "blobendpoint": "endpoint",
+}  # fmt: skip
+#: Fields that the endpoint follows from, unless it is given, with their defaults.
+_PROTOCOL, _SUFFIX = ("defaultendpointsprotocol", "https"), ("endpointsuffix", "core.windows.net")
+#: Fields of other services, and of replicas that are only read where the account cannot be reached.
+_UNUSED = re.compile(r"(file|queue|table|dfs|web)(secondary)?endpoint|blobsecondaryendpoint")
+_FIELD_NAME = re.compile("[A-Za-z]{1,40}")
+
+
+def azure_options() -> dict[str, str]:
+    """The options of obstore.
+
+    Raises:
+        SourceError: if a connection string is not valid, or has a field that is not known.
+    """
+    fields = _fields(os.environ.get(CONNECTION_STRING, ""))
+    options = {option: fields[name] for name, option in _AZURE_FIELDS.items() if name in fields}
+    options |= {option: os.environ[name] for name, option in _AZURE_VARIABLES.items() if os.environ.get(name)}
+    if fields and "endpoint" not in options and "account_name" in options:
+        protocol, suffix = (fields.get(name) or default for name, default in (_PROTOCOL, _SUFFIX))
+        options["endpoint"] = f"{protocol}://{options['account_name']}.blob.{suffix}"
+    return options
+
+
+def _fields(text: str) -> dict[str, str]:
+    """Name in lower case to value of the fields of a connection string."""
+    fields = {}
+    for field in filter(None, text.split(";")):
+        name, equals, value = field.partition("=")
+        key = name.strip().lower()
+        is_known = key in _AZURE_FIELDS or key in {_PROTOCOL[0], _SUFFIX[0]} or _UNUSED.fullmatch(key)
+        if not equals or not is_known:
+            shown = name if equals and _FIELD_NAME.fullmatch(name) else "text that is not NAME=VALUE"  # it may be a key
+            raise SourceError(
+                f"{CONNECTION_STRING} has {shown} (expected AccountName, AccountKey or SharedAccessSignature, and "
+                f"BlobEndpoint or EndpointSuffix): correct it, or set AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"
+            )
+        fields[key] = value
+    return fields

@@ -1,12 +1,19 @@
-"""Requests to stores: one thread with an event loop runs those of all threads, so that they can be cancelled."""
+"""Clients of stores: packages of the extra ``remote``, and the thread that runs their requests.
+
+It has an event loop for the requests of all threads, so that they can be cancelled.
+"""
 
 import asyncio
+import importlib
 import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future
 from functools import lru_cache
+from types import ModuleType
 from typing import TypeVar
+
+from shardconv.support.errors import SourceError
 
 Result = TypeVar("Result")
 
@@ -52,3 +59,31 @@ def wait(request: Future[Result]) -> Result:
         return request.result()
     except CancelledError:
         raise InterruptedError("another thread failed, or the user interrupted the transfer") from None
+
+
+def obstore() -> ModuleType:
+    """The clients of stores.
+
+    Raises:
+        SourceError: if the package is not installed.
+    """
+    return _require("obstore")
+
+
+def obstore_stores() -> ModuleType:
+    """The classes of stores; errors as in :func:`obstore`."""
+    return _require("obstore.store")
+
+
+def huggingface_hub() -> ModuleType:
+    """The client of the Hub, with its constants; errors as in :func:`obstore`."""
+    _require("huggingface_hub.constants")  # an attribute of the package only when it was imported
+    return _require("huggingface_hub")
+
+
+def _require(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise SourceError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error

@@ -1,0 +1,584 @@
+"""List the tensors that pickles of torch describe, with their positions. Imports neither torch nor shardconv.
+
+A script that runs in a process of its own, which is all that a pickle can end. It reads a JSON list of requests from
+stdin, each the name of a function in :data:`LISTS` and its arguments, and writes a line of JSON for each to stdout: the
+result, or a ``problem`` with its ``remedy``. Nothing in a pickle is executed: the few names that it may contain stand
+for functions of this module, which keep their arguments, and any other name is refused.
+"""
+
+import io
+import json
+import pickle
+import re
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Self
+
+#: The dtypes that safetensors files have, too: name in torch to name there, and the bytes of an element.
+DTYPES = {
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "uint16": ("U16", 2),
+    "int32": ("I32", 4), "uint32": ("U32", 4), "int64": ("I64", 8), "uint64": ("U64", 8), "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8), "complex64": ("C64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "float8_e8m0fnu": ("F8_E8M0", 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1), "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
+}  # fmt: skip
+#: The dtype of each class of storages, and the bytes of an element of those that safetensors files do not have.
+STORAGES = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "Untyped": "uint8",
+}  # fmt: skip
+_OTHER_BYTES = {"complex128": 16, "qint8": 1, "quint8": 1, "qint32": 4}
+#: Names of the entry of a training checkpoint that has the weights.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+#: Names of the other entries of a training checkpoint that hold tensors.
+TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
+#: Maximum bytes of a pickle, which is read into memory.
+MAX_PICKLE_BYTES = 2**28
+#: The first objects in a file of torch before 1.6.
+_MAGIC_NUMBER, _PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
+
+_SAVE_AGAIN = "save its tensors again with torch.save"
+_SAVE_ALONE = "save the state dict alone"
+_DAMAGED = "download or save it again"
+_SAVE_CHECKPOINT = "save the checkpoint again"
+
+
+class RefusedError(Exception):
+    """A file that is refused: the problem and the remedy."""
+
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(problem)
+        self.remedy = remedy
+
+
+# --- objects in pickles ---------------------------------------------------------------------------------------------
+
+
+class Record:
+    """An object of any class that does not matter here: its arguments and its state."""
+
+    arguments: tuple[object, ...]
+    state: object
+
+    def __new__(cls, *arguments: object) -> Self:
+        """Make a record; called by the unpickler."""
+        record = object.__new__(cls)
+        record.arguments, record.state = arguments, {}
+        return record
+
+    def __init__(self, *arguments: object) -> None:
+        """Ignore the arguments, which ``__new__`` stores."""
+
+    def __setstate__(self, state: object) -> None:
+        """Store a state; called by the unpickler."""
+        self.state = state
+
+    def get(self, key: str) -> object:
+        """A value of the state; None if it does not have one."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+class Storage(NamedTuple):
+    """A storage, by its key in the file, with the dtype that a tensor has in it."""
+
+    key: object
+    dtype: str
+
+
+class Tensor:
+    """A tensor.
+
+    Args:
+        storage: the storage.
+        offset: of its first element in the storage, in elements.
+        shape: its shape.
+        strides: for each dim the distance of its indices, in elements.
+        dtype: its dtype, if it is not that of the storage.
+        kind: why it cannot be read as a dense tensor; empty if it can.
+    """
+
+    __slots__ = ("dtype", "kind", "offset", "shape", "storage", "strides")
+
+    def __init__(
+        self, storage: Storage, offset: object, shape: object, strides: object, dtype: str = "", kind: str = ""
+    ) -> None:
+        self.storage, self.kind, self.dtype = storage, kind, dtype or storage.dtype
+        self.shape, self.strides = _numbers(shape), _numbers(strides)
+        (self.offset,) = _numbers((offset,))
+        if len(self.shape) != len(self.strides):
+            raise RefusedError("is damaged (a tensor has as many dims as it has strides)", _DAMAGED)
+
+
+def _numbers(value: object) -> list[int]:
+    if not isinstance(value, tuple) or not all(type(number) is int and 0 <= number < 2**63 for number in value):
+        raise RefusedError(f"has sizes or offsets that are not numbers (got {value!r:.60})", _DAMAGED)
+    return list(value)
+
+
+def tensor(storage: Storage, offset: object, shape: object, strides: object, *rest: object) -> Tensor:
+    """Stands for ``_rebuild_tensor`` and ``_rebuild_tensor_v2`` of torch."""
+    flags = rest[2] if len(rest) > 2 else None
+    return Tensor(storage, offset, shape, strides, kind="view" if flags else "")
+
+
+def tensor_of_dtype(storage: Storage, offset: object, shape: object, strides: object, *rest: Any) -> Tensor:
+    """Stands for ``_rebuild_tensor_v3``, of tensors whose dtype no class of storages has."""
+    dtype, flags = rest[2], rest[3] if len(rest) > 3 else None
+    return Tensor(storage, offset, shape, strides, str(dtype).removeprefix("torch."), "view" if flags else "")
+
+
+def parameter(data: object, *_: object) -> object:
+    """Stands for ``_rebuild_parameter`` and ``_rebuild_parameter_with_state``."""
+    return data
+
+
+def tensor_of_type(function: Any, _type: object, arguments: Any, _state: object) -> object:
+    """Stands for ``_rebuild_from_type_v2``, of tensors with attributes."""
+    return function(*arguments)
+
+
+def other_tensor(kind: object, *_: object) -> Tensor:
+    """Stands for functions that make tensors which are not dense; of a sparse one, the first argument is its layout."""
+    is_layout = isinstance(kind, str) and kind.startswith("torch.sparse")
+    return Tensor(Storage(None, "uint8"), 0, (), (), kind=str(kind) if is_layout else "another kind of tensor")
+
+
+def layout(name: object) -> object:
+    """Stands for ``_get_layout``, whose argument is the name of a layout."""
+    return name
+
+
+def encode(text: str, _encoding: object) -> bytes:
+    """Stands for ``codecs.encode``, by which early protocols store bytes."""
+    return text.encode("latin-1")
+
+
+def memory_format(value: object) -> str:
+    """A text in place of the memory format with a value. All tensors of a checkpoint are contiguous."""
+    return f"memory format {value!r:.20}"
+
+
+#: The names of the members of :func:`memory_format`.
+MEMORY_FORMATS = frozenset({"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"})
+
+
+def enum_member(enum: object, name: object) -> str:
+    """The name in ``getattr(enum, name)``: Python before 3.11.4 pickles members of enums as this call.
+
+    Raises:
+        RefusedError: for any other call of ``getattr``.
+    """
+    if enum is not memory_format or type(name) is not str or name not in MEMORY_FORMATS:
+        raise RefusedError(
+            f"asks for builtins.getattr of {name!r:.60}, and nothing in it is executed", _SAVE_CHECKPOINT
+        )
+    return name
+
+
+#: The names in files of torch.save: module and name to what stands for them.
+FILE_NAMES: dict[tuple[str, str], object] = {
+    ("torch._utils", "_rebuild_tensor"): tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): tensor_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): parameter,
+    ("torch._utils", "_rebuild_sparse_tensor"): other_tensor,
+    ("torch._utils", "_rebuild_qtensor"): other_tensor,
+    ("torch._utils", "_rebuild_nested_tensor"): other_tensor,
+    ("torch._utils", "_rebuild_meta_tensor_no_storage"): other_tensor,
+    ("torch._utils", "_rebuild_wrapper_subclass"): other_tensor,
+    ("torch._tensor", "_rebuild_from_type_v2"): tensor_of_type,
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): other_tensor,
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): other_tensor,
+    ("torch.nn.parameter", "Parameter"): "Parameter",
+    ("torch", "Size"): tuple,
+    ("torch", "device"): Record,
+    ("torch.serialization", "_get_layout"): layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): dict,
+    **{(module, one.__name__): one for module in ("builtins", "__builtin__") for one in (set, complex, bytearray)},
+    ("_codecs", "encode"): encode,
+}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_EARLY_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
+#: The names in the metadata of torch.distributed.checkpoint, whose pickle is of a later protocol.
+METADATA_NAMES: dict[tuple[str, str], object] = {
+    (_METADATA, "Metadata"): Record,
+    (_METADATA, "TensorStorageMetadata"): Record,
+    (_METADATA, "BytesStorageMetadata"): Record,
+    (_METADATA, "ChunkStorageMetadata"): Record,
+    (_METADATA, "TensorProperties"): Record,
+    (_METADATA, "MetadataIndex"): Record,
+    (_METADATA, "StorageMeta"): Record,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): memory_format,
+    (_EARLY_METADATA, "TensorProperties"): Record,
+    (_EARLY_METADATA, "MEM_FORMAT_ENCODING"): memory_format,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
+    ("torch.serialization", "_get_layout"): Record,
+    ("torch", "Size"): tuple,
+    ("pathlib", "PosixPath"): Record,
+    ("pathlib", "PurePosixPath"): Record,
+    ("pathlib._local", "PosixPath"): Record,
+    ("builtins", "getattr"): enum_member,
+}
+#: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
+_TEXTS = re.compile(r"(q?u?int|b?float|complex|bool|per_)\w*|strided|\w*(Storage|Tensor|_format)")
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads a pickle in which only some names may be.
+
+    Args:
+        file: is read from its position to the end of the pickle.
+        names: module and name to what stands for it.
+        refused: the problem and the remedy of another name, which is put into ``{}``.
+
+    Attributes:
+        item_bytes: for each key of a storage the bytes of an element.
+    """
+
+    def __init__(self, file: BinaryIO, names: Mapping[tuple[str, str], object], refused: tuple[str, str]) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._names, self._refused = names, refused
+        self.item_bytes: dict[object, int] = {}
+
+    def find_class(self, module: str, name: str) -> object:
+        """What stands for a name.
+
+        Raises:
+            RefusedError: if it must not be in the pickle.
+        """
+        if (found := self._names.get((module, name))) is not None:
+            return found
+        if module in {"torch", "torch.cuda", "torch.storage"} and _TEXTS.fullmatch(name):
+            return f"torch.{name}"  # a text cannot be called
+        problem, remedy = self._refused
+        raise RefusedError(problem.format(f"{module}.{name}"), remedy)
+
+    def persistent_load(self, saved_id: Any) -> Storage:  # Any: whatever a pickle holds
+        """The storage with an id."""
+        if self._names is not FILE_NAMES:
+            raise RefusedError("refers to objects outside of it", _SAVE_CHECKPOINT)
+        _, kind, key, _, _, *view = saved_id
+        if any(view):
+            raise RefusedError("its storages are views of other storages", _SAVE_AGAIN)
+        dtype = STORAGES[kind.removeprefix("torch.").removesuffix("Storage")]
+        self.item_bytes.setdefault(key, _OTHER_BYTES.get(dtype) or DTYPES[dtype][1])
+        return Storage(key, dtype)
+
+
+_ASKS = (
+    "its pickle asks for {} (expected only tensors and plain containers), and nothing in a pickle is executed",
+    f"if you trust the file, load it with torch and {_SAVE_AGAIN}",
+)
+_METADATA_ASKS = ("asks for {}, and nothing in it is executed", _SAVE_CHECKPOINT)
+
+
+# --- files of torch.save --------------------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A range of bytes of a file."""
+
+    offset: int
+    size: int
+
+
+#: What a file holds: the unpickled object, and the position of each storage by its key.
+Contents = tuple[object, dict[object, Position]]
+
+
+def read_zip(file: BinaryIO) -> Contents:
+    """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage."""
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        if len(entries) != len(archive.infolist()):
+            raise RefusedError("has two entries of the same name", _SAVE_AGAIN)
+        roots = [name.removesuffix("data.pkl") for name in entries if name.endswith("/data.pkl")]
+        if any(name.endswith("/constants.pkl") for name in entries):
+            raise RefusedError("is a TorchScript archive, which contains code", "save the state_dict() of its module")
+        if len(roots) != 1:
+            raise RefusedError(
+                f"is not a zip archive of torch.save (got {len(roots)} data.pkl, expected one)", _SAVE_AGAIN
+            )
+        if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries.values()):
+            raise RefusedError("is compressed or encrypted", _SAVE_AGAIN)
+        order = entries.get(f"{roots[0]}byteorder")
+        _check_byte_order(is_little=order is None or _read(archive, order) == b"little")
+        unpickler = Unpickler(io.BytesIO(_read(archive, entries[f"{roots[0]}data.pkl"])), FILE_NAMES, _ASKS)
+        loaded = unpickler.load()
+    return loaded, {key: _position(file, entries[f"{roots[0]}data/{key}"]) for key in unpickler.item_bytes}
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Read an entry that is small in files of torch.save."""
+    if entry.file_size > MAX_PICKLE_BYTES:
+        raise RefusedError(
+            f"{entry.filename} is too large (got {entry.file_size} bytes, expected at most {MAX_PICKLE_BYTES})",
+            _SAVE_AGAIN,
+        )
+    return archive.read(entry)
+
+
+def _position(file: BinaryIO, entry: zipfile.ZipInfo) -> Position:
+    """The position of the data of a zip entry, behind its local header."""
+    file.seek(entry.header_offset + 26)
+    name_size, extra_size = struct.unpack("<HH", file.read(4))
+    return Position(entry.header_offset + 30 + name_size + extra_size, entry.file_size)
+
+
+def read_legacy(file: BinaryIO) -> Contents:
+    """Read a file of torch before 1.6: five pickles, then the number of elements and the data of each storage."""
+    unpicklers = [Unpickler(file, FILE_NAMES, _ASKS) for _ in range(5)]
+    if unpicklers[0].load() != _MAGIC_NUMBER or unpicklers[1].load() != _PROTOCOL_VERSION:
+        raise RefusedError("is not a file of torch.save", _DAMAGED)
+    system = unpicklers[2].load()
+    _check_byte_order(is_little=isinstance(system, dict) and system.get("little_endian") is True)
+    loaded, keys = unpicklers[3].load(), unpicklers[4].load()
+    positions = {}
+    for key in keys if isinstance(keys, list) else []:
+        (count,) = struct.unpack("<q", file.read(8))
+        positions[key] = Position(file.tell(), count * unpicklers[3].item_bytes[key])
+        file.seek(positions[key].size, io.SEEK_CUR)
+    return loaded, positions
+
+
+def _check_byte_order(*, is_little: bool) -> None:
+    if not is_little:
+        raise RefusedError("was written on a big-endian machine", "load it with torch.load and save it again")
+
+
+def find_weights(loaded: object) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of the state dict in a file, and the names of all other entries, which hold no weights.
+
+    The state dict is what was saved, or an entry of it.
+    """
+    if not isinstance(loaded, dict):
+        raise RefusedError(f"holds a {type(loaded).__name__} (expected a dict of tensors)", _SAVE_ALONE)
+    tensors, others = _split(loaded)
+    if tensors or not loaded:
+        _check_others(others, None)
+        return tensors, [str(name) for name in others]
+    wrapper = _wrapper(others)
+    tensors, inner = _split(others.pop(wrapper))
+    _check_others(inner, None)
+    _check_others(others, TRAINER_STATE)
+    return tensors, [*map(str, others), *(f"{wrapper}.{name}" for name in inner)]
+
+
+def _split(entries: dict[Any, Any]) -> tuple[dict[Any, Tensor], dict[Any, Any]]:  # Any: whatever a pickle holds
+    """The entries that are tensors, and the others."""
+    tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in entries.items() if name not in tensors}
+
+
+def _wrapper(entries: dict[Any, Any]) -> str:  # Any: whatever a pickle holds
+    """The name of the entry that is the state dict."""
+    found = [name for name in WRAPPERS if isinstance(entries.get(name), dict) and any(_split(entries[name])[0])]
+    if len(found) != 1:
+        raise RefusedError(
+            f"does not hold one state dict (got entries {', '.join(map(str, entries))[:200] or 'none'}, expected "
+            f"tensors, or one of {', '.join(WRAPPERS)})",
+            _SAVE_ALONE,
+        )
+    return found[0]
+
+
+def _check_others(others: dict[Any, Any], known: re.Pattern[str] | None) -> None:  # Any: whatever a pickle holds
+    """Refuse entries that may hold weights."""
+    for name, value in others.items():
+        if not (known and known.search(str(name))) and _holds_tensors(value):
+            raise RefusedError(
+                f"entry {name!r:.100} holds tensors, but is not one (got {type(value).__name__})", _SAVE_ALONE
+            )
+
+
+def _holds_tensors(value: object) -> bool:
+    """Whether there is a tensor in nested containers, which may contain themselves."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            return True
+        if isinstance(item, dict | list | tuple | set) and id(item) not in seen:
+            seen.add(id(item))
+            pending.extend(item.values() if isinstance(item, dict) else item)
+    return False
+
+
+def describe(name: object, found: Tensor, positions: Mapping[object, Position]) -> list[object]:
+    """Name, dtype, shape, strides and position of a tensor."""
+    if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":  # not a tensor in safetensors
+        raise RefusedError(f"tensor {name!r:.100} does not have a valid name", _SAVE_AGAIN)
+    if found.kind not in {"", "view"}:
+        raise RefusedError(
+            f"tensor {name} is not a plain dense tensor (got {found.kind})", f"{_SAVE_AGAIN}, as dense tensors"
+        )
+    if found.dtype not in DTYPES or found.kind:
+        dtype = f"torch.{found.dtype}" if found.dtype not in DTYPES else "a conjugated or negated view"
+        raise RefusedError(f"tensor {name} cannot be stored in safetensors (got {dtype})", "save it in another dtype")
+    position, (dtype, item_bytes) = positions[found.storage.key], DTYPES[found.dtype]
+    last = sum((size - 1) * stride for size, stride in zip(found.shape, found.strides, strict=True))
+    start = found.offset * item_bytes
+    if 0 not in found.shape and start + (last + 1) * item_bytes > position.size:
+        raise RefusedError(f"tensor {name} is larger than its storage of {position.size} bytes", _DAMAGED)
+    return [name, dtype, found.shape, found.strides, position.offset + start]
+
+
+class Window(io.RawIOBase):
+    """A range of bytes of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        super().__init__()
+        self._file, self._start, self._size, self._at = file, start, size, 0
+
+    def readable(self) -> bool:
+        """Whether it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Whether it has positions."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence], 0)
+        return self._at
+
+    def tell(self) -> int:
+        """The position."""
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:  # Any: a writable buffer, without a type before Python 3.12
+        """Read bytes from the position on."""
+        self._file.seek(self._start + self._at)
+        data = self._file.read(min(len(buffer), max(self._size - self._at, 0)))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def list_file(path: str) -> dict[str, object]:
+    """The tensors and other entries of a file.
+
+    Raises:
+        RefusedError: if it cannot be read.
+        Exception: any other, if the pickle is damaged.
+    """
+    with Path(path).open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+        file.seek(0)
+        loaded, positions = read_zip(file) if is_zip else read_legacy(file)
+    tensors, left_out = find_weights(loaded)
+    return {"tensors": [describe(*item, positions) for item in tensors.items()], "left_out": left_out}
+
+
+def list_chunk(path: str, start: int, size: int) -> dict[str, object]:
+    """The tensor that was saved in a range of bytes of a file of torch.distributed.checkpoint; errors as above."""
+    with Path(path).open("rb") as file:
+        loaded, positions = read_zip(io.BufferedReader(Window(file, start, size)))
+    if not isinstance(loaded, Tensor):
+        raise RefusedError(f"holds a {type(loaded).__name__} at byte {start} (expected a tensor)", _SAVE_AGAIN)
+    positions = {key: Position(start + position.offset, position.size) for key, position in positions.items()}
+    return {"tensors": [describe("", loaded, positions)], "left_out": []}
+
+
+# --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
+
+
+def list_metadata(path: str) -> dict[str, object]:
+    """The tensors of a checkpoint and their chunks, and the paths of entries that are not tensors; errors as above."""
+    if Path(path).stat().st_size > MAX_PICKLE_BYTES:
+        raise RefusedError(f"is too large (expected at most {MAX_PICKLE_BYTES} bytes)", _SAVE_CHECKPOINT)
+    with Path(path).open("rb") as file:
+        metadata = Unpickler(file, METADATA_NAMES, _METADATA_ASKS).load()
+    entries = _dict(metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None)
+    paths = metadata.get("planner_data")
+    positions = _positions(_dict(metadata.get("storage_data")))
+    tensors, others = [], []
+    for name, entry in entries.items():
+        keys = _keys(name, paths)
+        if isinstance(entry, Record) and entry.get("chunks") is not None:
+            tensors.append({"name": name, "path": keys, **_chunked(name, entry, positions)})
+        else:
+            others.append(keys)
+    return {"tensors": tensors, "others": others}
+
+
+def _keys(name: object, paths: object) -> list[str]:
+    """The keys of nested dicts that lead to an entry."""
+    path = paths.get(name) if isinstance(paths, dict) else None
+    return [str(key) for key in path] if isinstance(path, tuple) and path else [str(name)]
+
+
+def _positions(storage: dict[object, object]) -> dict[tuple[object, object], list[object]]:
+    """For each name and offsets in the tensor the file, offset in the file and number of bytes of a chunk."""
+    found = {}
+    for index, info in storage.items():
+        if not isinstance(index, Record) or not isinstance(info, Record):
+            raise RefusedError("does not have the positions of chunks in files", "it was written by another storage")
+        if info.get("transform_descriptors"):
+            raise RefusedError("its chunks are compressed or encrypted", "save the checkpoint without extensions")
+        numbers = _numbers((info.get("offset"), info.get("length")))
+        found[index.get("fqn"), index.get("offset")] = [str(info.get("relative_path")), *numbers]
+    return found
+
+
+def _chunked(name: object, entry: Record, positions: dict[tuple[object, object], list[object]]) -> dict[str, object]:
+    properties, chunks = entry.get("properties"), entry.get("chunks")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(chunks, list) or not isinstance(name, str):
+        raise RefusedError(f"entry {name!r:.100} is not a tensor with chunks", _SAVE_CHECKPOINT)
+    listed = []
+    for chunk in chunks:
+        offsets, sizes = (chunk.get(key) if isinstance(chunk, Record) else None for key in ("offsets", "sizes"))
+        if (position := positions.get((name, offsets))) is None:
+            raise RefusedError(f"does not have the position of a chunk of {name}", _SAVE_CHECKPOINT)
+        listed.append([_numbers(offsets), _numbers(sizes), *position])
+    return {"dtype": str(dtype).removeprefix("torch."), "shape": _numbers(entry.get("size")), "chunks": listed}
+
+
+def _dict(value: object) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise RefusedError("is not the metadata of torch.distributed.checkpoint", _SAVE_CHECKPOINT)
+    return value
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+#: The functions that a request may name.
+LISTS: dict[str, Callable[..., dict[str, object]]] = {"file": list_file, "chunk": list_chunk, "metadata": list_metadata}
+
+
+def refusal(error: Exception) -> RefusedError:
+    """The problem and the remedy of an error of the unpickler."""
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, zipfile.BadZipFile | EOFError | struct.error) or "truncated" in text:
+        return RefusedError("is truncated or damaged", _DAMAGED)
+    if isinstance(error, OSError):
+        return RefusedError(f"cannot be read: {error.strerror or text}", "check the file")
+    return RefusedError(f"is damaged, or not a file of torch.save ({type(error).__name__}: {text})", _DAMAGED)
+
+
+def answers(requests: list[list[Any]]) -> Iterator[dict[str, object]]:
+    """The result of each request, or its error."""
+    for name, *arguments in requests:
+        try:
+            yield LISTS[name](*arguments)
+        except Exception as error:  # noqa: BLE001 - an unpickler raises any error for a damaged pickle
+            refused = refusal(error)
+            yield {"problem": str(refused), "remedy": refused.remedy}
+
+
+if __name__ == "__main__":
+    for answer in answers(json.load(sys.stdin)):
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()  # if a later file crashes the process, the others are known

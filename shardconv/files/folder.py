@@ -1,0 +1,294 @@
+"""Folders and files of checkpoints: local paths, and remote ones with the methods of local paths that read.
+
+Imports no client of a store, so that local paths do not wait for it.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING
+
+from shardconv.support.errors import SourceError
+from shardconv.support.progress import Progress
+from shardconv.support.temporary import temporary_folder
+
+if TYPE_CHECKING:
+    from shardconv.files.storage.remote_file import RemoteFile
+
+#: Names that a file can have on every system.
+_NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,200}")
+#: Bytes of the largest remote file that is copied for code that reads local files only.
+_MAX_COPIED = 2**28
+#: Requests to a store at a time, of those that need little data each.
+NUM_REQUESTS = 16
+#: See :func:`header_progress`.
+progress_of_headers: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RemoteFolder:
+    """A remote folder as it was listed.
+
+    Attributes:
+        name: its name.
+        url: its URL, as it is shown.
+        files: name, relative to the folder, to file.
+        children: relative name of each folder in it, "" for itself, to the names of what is directly in it.
+    """
+
+    name: str
+    url: str
+    files: "Mapping[str, RemoteFile]"
+    children: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RemotePath:
+    """A file or folder in a remote folder, with the methods of :class:`pathlib.Path` that read.
+
+    Its text is its URL, without passwords and signatures. It is not a path of the operating system: code that reads
+    local files only calls :func:`local_copy`.
+    """
+
+    _folder: RemoteFolder
+    _key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self._folder.url}/{self._key}" if self._key else self._folder.url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str | PurePath) -> "RemotePath":
+        joined = PurePosixPath(self._key) / name
+        return RemotePath(self._folder, "" if joined == PurePosixPath() else str(joined))
+
+    @property
+    def _path(self) -> PurePosixPath:
+        return PurePosixPath(self._key or self._folder.name)
+
+    @property
+    def name(self) -> str:
+        """The name of the file or folder."""
+        return self._path.name
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name, from its last dot on."""
+        return self._path.suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return self._path.stem
+
+    @property
+    def parent(self) -> "RemotePath":
+        """The folder of the file or folder; of the listed folder itself."""
+        return RemotePath(self._folder, self._key.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Whether there is such a file or folder."""
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return self._key in self._folder.files
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder."""
+        return self._key in self._folder.children
+
+    def is_symlink(self) -> bool:
+        """Whether it is a link, which stores do not have."""
+        return False
+
+    def iterdir(self) -> "Iterator[RemotePath]":
+        """The files and folders directly in a folder.
+
+        Raises:
+            NotADirectoryError: if it is not a folder.
+        """
+        if not self.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self))
+        return (self / name for name in self._folder.children[self._key])
+
+    def glob(self, pattern: str) -> "Iterator[RemotePath]":
+        """The files and folders directly in a folder whose names match a pattern."""
+        return (child for child in (self.iterdir() if self.is_dir() else ()) if fnmatchcase(child.name, pattern))
+
+    def relative_to(self, folder: "RemotePath") -> PurePosixPath:
+        """The path relative to a folder that contains it."""
+        return PurePosixPath(self._key).relative_to(folder._key)  # noqa: SLF001 - of its own class
+
+    def resolve(self) -> "RemotePath":
+        """The path itself: it is absolute, and stores do not have links."""
+        return self
+
+    @property
+    def file(self) -> "RemoteFile":
+        """The file.
+
+        Raises:
+            FileNotFoundError: if there is none.
+        """
+        if not self.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return self._folder.files[self._key]
+
+    def read_bytes(self) -> bytes:
+        """The contents of a file.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            SourceError: if it changed or cannot be read.
+        """
+        return self.file.read_all()
+
+
+#: A path of a checkpoint that is read.
+AnyPath = Path | RemotePath
+
+
+def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> RemotePath:
+    """The path of a remote folder.
+
+    Args:
+        name: of the folder.
+        url: of the folder, as it is shown.
+        files: name, relative to the folder, to file.
+
+    Raises:
+        SourceError: if a name is not valid, or is that of a file and of a folder.
+    """
+    children: dict[str, dict[str, None]] = {"": {}}
+    for each in files:
+        if not all(_is_valid(part) for part in each.split("/")):
+            raise SourceError(f"{url}: the name of file {each!r:.100} is not valid on every system: rename it")
+        child = each
+        while child:
+            parent, _, last = child.rpartition("/")
+            children.setdefault(parent, {})[last] = None
+            child = parent
+    if both := next((each for each in files if each in children), None):
+        raise SourceError(f"{url}/{both}: is the name of a file and of a folder: rename one")
+    listed = {folder: tuple(names) for folder, names in children.items()}
+    return RemotePath(RemoteFolder(name if _is_valid(name) else "checkpoint", url, files, listed))
+
+
+def _is_valid(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and name not in {".", ".."}
+
+
+def walk(folder: AnyPath, *, hidden: bool = False) -> Iterator[AnyPath]:
+    """Every file under a folder; links to folders are yielded, but not entered, and so are hidden folders.
+
+    Args:
+        folder: the folder.
+        hidden: whether hidden folders are entered, too.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    children: list[AnyPath] = sorted(folder.iterdir(), key=lambda child: child.name)
+    folders = {
+        child: child.is_symlink() or (child.name.startswith(".") and not hidden) for child in children if child.is_dir()
+    }
+    yield from (child for child, is_closed in folders.items() if is_closed)
+    yield from (child for child in children if child not in folders)
+    for child, is_closed in folders.items():
+        if not is_closed:
+            yield from walk(child, hidden=hidden)
+
+
+def relative_name(path: AnyPath, folder: AnyPath) -> str:
+    """The name of a file relative to a folder of its kind, with / as separator."""
+    assert isinstance(path, RemotePath) == isinstance(folder, RemotePath)
+    return path.relative_to(folder).as_posix()  # type: ignore[arg-type] # both are local, or both remote
+
+
+def permissions(paths: Iterable[AnyPath]) -> int:
+    """The intersection of the permissions of files."""
+    mode = 0o777
+    for path in paths:
+        if isinstance(path, Path):
+            mode &= path.stat().st_mode
+        elif path.is_file():
+            mode &= path.file.mode
+    return mode
+
+
+def file_bytes(path: AnyPath) -> int:
+    """The size of a file.
+
+    Raises:
+        OSError: if a local file cannot be read, or there is none.
+        SourceError: if a remote file cannot be read.
+    """
+    return path.file.size if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def file_state(path: AnyPath) -> str:
+    """The size, version and permissions of a file; errors as those of :func:`file_bytes`."""
+    if isinstance(path, RemotePath):
+        return path.file.state
+    status = path.stat()
+    return f"{status.st_size} bytes, time {status.st_mtime_ns}, mode {status.st_mode & 0o777:o}"
+
+
+def remote_versions(paths: Iterable[AnyPath]) -> dict[str, str]:
+    """Name to size and version of the remote files among paths, which processes that read them compare.
+
+    Raises:
+        SourceError: if a file cannot be read.
+    """
+    return {path.name: path.file.state for path in paths if isinstance(path, RemotePath)}
+
+
+@contextmanager
+def local_copy(folder: AnyPath, is_needed: Callable[[str], bool]) -> Iterator[Path]:
+    """A local folder with some files of a folder, for code that reads local files only; a local folder is itself.
+
+    Args:
+        folder: the folder.
+        is_needed: whether a file is needed, by its name relative to the folder.
+
+    Raises:
+        SourceError: if a remote file cannot be read.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with temporary_folder() as top:
+        copied = top / folder.name
+        needed = (path for path in walk(folder) if path.is_file() and is_needed(relative_name(path, folder)))
+        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+            list(pool.map(lambda path: _copy(path, copied / relative_name(path, folder)), needed))
+        copied.mkdir(exist_ok=True)
+        yield copied
+
+
+def _copy(path: AnyPath, target: Path) -> None:
+    if file_bytes(path) <= _MAX_COPIED:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+@contextmanager
+def header_progress(progress: Progress | None) -> Iterator[None]:
+    """Call a function with the number of remote headers that were read and the total, in calls from this context."""
+    token = progress_of_headers.set(progress)
+    try:
+        yield
+    finally:
+        progress_of_headers.reset(token)

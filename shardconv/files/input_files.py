@@ -1,0 +1,325 @@
+"""Open input files, local or remote: read at any position by several threads, and checked for modifications."""
+
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+from shardconv.files import storage
+from shardconv.files.fileio import Bytes, allow_open_files, read_exactly, will_need
+from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.support.errors import SourceError
+
+_AGAIN = "download or copy it again"
+#: Threads that copy remote files, by default: they mostly wait.
+_REMOTE_THREADS = 4
+
+
+class FileState(NamedTuple):
+    """The state of a file of this machine.
+
+    Attributes:
+        size: in bytes.
+        modified: when its bytes were last written.
+        changed: when its bytes, name or permissions were last changed, also where its time of modification was set.
+    """
+
+    size: int
+    modified: int
+    changed: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """The state in a status."""
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def file_states(paths: Iterable[AnyPath]) -> tuple[FileState, ...]:
+    """The state of each file; that of a file that does not exist, which its reader reports, is all zeros."""
+    none = FileState(0, 0, 0)
+    return tuple(FileState.of(path.stat()) if isinstance(path, Path) and path.exists() else none for path in paths)
+
+
+class InputFile(Protocol):
+    """An open input file.
+
+    Attributes:
+        size: in bytes.
+        mode: its permissions.
+    """
+
+    @property
+    def size(self) -> int:
+        """See the class."""
+
+    @property
+    def mode(self) -> int:
+        """See the class."""
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""
+
+    def check_unchanged(self) -> None:
+        """Raise SourceError if the file was modified since it was opened."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+class LocalFile:
+    """An open file of this machine.
+
+    Raises:
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        status = os.fstat(self.descriptor)
+        self.state = FileState.of(status)
+        self.size = status.st_size
+        self.mode = status.st_mode
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """See :class:`InputFile`."""
+        try:
+            read_exactly(self.descriptor, buffer, offset)
+        except EOFError as error:
+            raise SourceError(f"{self._path}: was truncated while it was read: {error}") from error
+        except OSError as error:
+            raise SourceError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+
+    def check_unchanged(self) -> None:
+        """See :class:`InputFile`."""
+        if FileState.of(os.fstat(self.descriptor))[:2] != self.state[:2]:  # a new hard link is not a modification
+            raise SourceError(f"{self._path}: changed while it was read: run the command again")
+
+    def check_state(self, expected: FileState) -> None:
+        """Check that the file is the one with a state.
+
+        Raises:
+            SourceError: if it is not.
+        """
+        if self.state != expected:
+            raise SourceError(
+                f"{self._path}: was modified or replaced since its tensors were listed: run the command again"
+            )
+
+    def close(self) -> None:
+        """See :class:`InputFile`."""
+        os.close(self.descriptor)
+
+
+class MemoryFile:
+    """A file that was read into memory, with the permissions ``mode``."""
+
+    def __init__(self, data: Bytes, mode: int) -> None:
+        self.data, self.mode, self.size = data, mode, len(data)
+
+    def read(self, buffer: Bytes, offset: int) -> None:
+        """See :class:`InputFile`."""
+        buffer[:] = self.data[offset : offset + len(buffer)]
+
+    def check_unchanged(self) -> None:
+        """Do nothing: it cannot change."""
+
+    def close(self) -> None:
+        """Do nothing: memory is freed with its last view."""
+
+
+def open_input(path: AnyPath) -> InputFile:
+    """Open a file.
+
+    Raises:
+        SourceError: if it cannot be opened.
+    """
+    try:
+        return path.file if isinstance(path, RemotePath) else LocalFile(path)
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
+
+
+class InputFiles:
+    """Open input files that are checked for modifications.
+
+    Args:
+        paths: the files.
+        prefixes: for each file its expected first bytes.
+        sizes: for each file its expected size in bytes.
+        states: for each file its state when the positions of its tensors were read; None if its prefix has them.
+        remedy: the end of messages about a file that was modified.
+
+    Attributes:
+        mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
+        is_remote: whether one of them is remote.
+        threads: the default number of threads that read them; None for the default of local files.
+
+    Raises:
+        SourceError: if a file cannot be opened, or has another size, prefix or state.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[AnyPath],
+        prefixes: Sequence[bytes],
+        sizes: Sequence[int],
+        states: Iterable[FileState | None] = (),
+        *,
+        remedy: str = f": {_AGAIN}",
+    ) -> None:
+        self.paths = paths
+        self._files: list[InputFile] = []
+        self.mode = 0o777
+        allow_open_files(len(paths))
+        try:
+            for path, prefix, size in zip(paths, prefixes, sizes, strict=True):
+                self._open(path, prefix, size, remedy)
+            for opened, state in zip(self._files, states, strict=False):
+                if state is not None and isinstance(opened, LocalFile):
+                    opened.check_state(state)
+        except BaseException:
+            self._close_files()
+            raise
+        self._remote = {number: path.file for number, path in enumerate(paths) if isinstance(path, RemotePath)}
+        self._ahead = storage.read_ahead.ReadAhead() if self._remote else None
+        self.threads = _REMOTE_THREADS if self._remote else None
+        self.is_remote = bool(self._remote)
+
+    def _open(self, path: AnyPath, prefix: bytes, size: int, remedy: str) -> None:
+        file = open_input(path)
+        self._files.append(file)
+        self.mode &= file.mode
+        if file.size != size:
+            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size}){remedy}")
+        start = memoryview(bytearray(len(prefix)))
+        file.read(start, 0)
+        if start != prefix:
+            raise SourceError(
+                f"{path}: its header is not the expected one: it was modified or is of another checkpoint{remedy}"
+            )
+
+    def read(self, number: int, buffer: Bytes, offset: int) -> None:
+        """Fill a buffer from a position of file ``number``.
+
+        Raises:
+            SourceError: if the file is too short, or cannot be read.
+        """
+        if self._ahead is not None and number in self._remote:
+            self._ahead.read(self._remote[number], buffer, offset)
+        else:
+            self._files[number].read(buffer, offset)
+
+    def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
+        """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
+        merged = merged_ranges(ranges)
+        for number, start, stop in merged:
+            if isinstance(file := self._files[number], LocalFile):
+                will_need(file.descriptor, start, stop - start)
+        if self._ahead is not None:
+            self._ahead.announce((self._remote[one[0]], one[1], one[2]) for one in merged if one[0] in self._remote)
+
+    def fetch(self) -> None:
+        """Read remote files into memory, so that each byte is fetched once, however often it is read.
+
+        Raises:
+            SourceError: if one cannot be read.
+        """
+        self.prefetch((number, 0, file.size) for number, file in self._remote.items())
+        for number, file in self._remote.items():
+            data = memoryview(mmap.mmap(-1, file.size))
+            self.read(number, data, 0)
+            self._files[number] = MemoryFile(data, file.mode)
+        self._remote = {}
+
+    def map(self, number: int) -> Bytes | None:
+        """Map file ``number`` into memory, until its last view is freed; None if it is remote or cannot be mapped.
+
+        The mapping is private: callers may write into views. The file must not be modified meanwhile.
+        """
+        file = self._files[number]
+        if isinstance(file, MemoryFile):
+            return file.data
+        if not isinstance(file, LocalFile):
+            return None
+        allow_open_files(1)  # a mapping has a descriptor of its own
+        try:
+            return memoryview(mmap.mmap(file.descriptor, file.size, access=mmap.ACCESS_COPY))
+        except OSError:
+            return None
+
+    def read_ranges(self, number: int, buffer: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fill a buffer with ranges of file ``number``, one after the other.
+
+        Args:
+            number: of the file.
+            buffer: as long as all ranges together.
+            ranges: the offset and size of each.
+
+        Raises:
+            SourceError: if the file is too short, or cannot be read.
+        """
+        for offset, size in ranges:
+            self.read(number, buffer[:size], offset)
+            buffer = buffer[size:]
+
+    def check_unchanged(self, number: int | None = None) -> None:
+        """Check that no file was modified since it was opened; with ``number``, only that file.
+
+        Raises:
+            SourceError: if one was.
+        """
+        for file in self._files if number is None else [self._files[number]]:
+            file.check_unchanged()
+
+    def cancel(self) -> None:
+        """Cancel what threads are waiting for: they raise InterruptedError."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.cancel()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._files:
+            self._files.pop().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def merged_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Number of the file, start and stop of ranges; those that overlap or follow one another in order are one.
+
+    Args:
+        ranges: number of the file, offset and size of each.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for number, start, stop in _without_overlaps(ranges):
+        if merged and merged[-1][0] == number and merged[-1][2] == start:
+            merged[-1] = (number, merged[-1][1], stop)
+        else:
+            merged.append((number, start, stop))
+    return merged
+
+
+def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
+    """Number of the file, start and stop of ranges, those that overlap as one range at the position of the first."""
+    merged: dict[int, tuple[int, int, int]] = {}
+    at, end = 0, (-1, 0)
+    for number, offset, size, position in sorted((*one, position) for position, one in enumerate(ranges)):
+        if (number, offset) < end:
+            _, start, stop = merged.pop(at)
+            at = min(at, position)
+            merged[at] = (number, start, max(stop, offset + size))
+        else:
+            at = position
+            merged[at] = (number, offset, offset + size)
+        end = (number, merged[at][2])
+    return (merged[at] for at in sorted(merged))
