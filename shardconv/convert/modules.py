@@ -10,7 +10,6 @@ from typing import Any, TypedDict, TypeGuard, Unpack
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.classes import Recompiled
 from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.parallel_module import ParallelModule
@@ -269,19 +268,3 @@ class GatherOnUse(ParallelModule):
         gathered: Substitution = {(owner, name): owner.gather_parameter(name) for owner, name in self.read}
         with Substituted(gathered):
             return super().forward(*inputs, **options)
-
-
-class ParallelProducts(Recompiled, ParallelModule):
-    """A module whose methods multiply with parameters that are shards."""
-
-    def product_input(self, value: object) -> object:
-        """Enter the other factor into a column parallel product; return an equation for einsum as it is."""
-        return copy_to_tp(value, group=self.axis) if isinstance(value, Tensor) else value
-
-    def product_output(self, name: str, value: Tensor) -> Tensor:
-        """All-reduce a row parallel product."""
-        return reduce_from_tp(value, group=self.axis) / num_replicas(self.placements[name])
-
-    def shared_product(self, name: str, value: Tensor) -> Tensor:
-        """All-reduce a row parallel product that enters a computation over local heads."""
-        return copy_to_tp(self.product_output(name, value), group=self.axis)

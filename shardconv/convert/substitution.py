@@ -2,8 +2,7 @@
 
 Owns how a forward that was written for full tensors reads a gathered parameter. ``nn.Module`` looks parameters, buffers
 and children up in ``__getattr__``, and so does :class:`Substitutable`, which first looks in the substitution of the
-calling thread. For other attributes, such as a number of heads, its class needs a :func:`substitutable_attribute`.
-Nothing is written to the module, so that
+calling thread. Nothing is written to the module, so that
 
 - other threads, and hooks that run outside the substitution, find the module's own attributes,
 - ``state_dict()``, ``named_parameters()`` and optimizers always have the module's own parameters, under their names,
@@ -56,19 +55,6 @@ class Substitutable(nn.Module):
         """Return the substitute, else the module's own parameter, buffer or child."""
         found = current_substitution.values.get((self, name))
         return super().__getattr__(name) if found is None else found
-
-
-def substitutable_attribute(name: str) -> property:
-    """Make a property, for a class of modules, that can be substituted; its value is stored in the module as usual."""
-
-    def read(self: nn.Module) -> object:
-        found = current_substitution.values.get((self, name))
-        return self.__dict__[name] if found is None else found
-
-    def write(self: nn.Module, value: object) -> None:
-        self.__dict__[name] = value
-
-    return property(read, write)
 
 
 class Substituted:

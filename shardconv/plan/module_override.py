@@ -6,10 +6,6 @@ from typing import Any, NamedTuple, Self
 
 from shardconv.plan.config_fields import fields_in
 
-#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
-#: row parallel one, or of a row parallel one whose output is used with shards.
-PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
-
 
 class SliceRule(NamedTuple):
     """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
@@ -47,15 +43,8 @@ class ModuleRule:
         inputs: argument to how it is sliced.
         at_most: attribute to a layer and another attribute; it is limited to the number of local rows of the layer,
             divided by that attribute.
-        full_width: the features of all heads, where the code reshapes its output to the width of its input; None if
-            the code uses the sizes of its tensors.
-        locals: local variable of ``forward`` to its value per rank.
         slices: replicated parameter or buffer of the module to how it is sliced while the module computes.
         output: how its output is sliced, where it has elements for the units of all ranks.
-        unsharded: method that mixes heads, and computes over those of all ranks, to how its result is sliced.
-        products: parameter that the module's code multiplies with, to how it is sharded: one of :data:`PRODUCTS`.
-        functional: the unit of the heads, where the code passes the weights of its layers to torch's function of
-            multi-head attention; "" otherwise.
         norms: the unit of which the list ``norms`` has one each; "" without such a list.
         shared_output: elements at the end of the output whose gradient is all-reduced, as they are used with shards
             without a layer in between; None for none. ``rows`` is the number of rows of the module's weight.
@@ -74,13 +63,8 @@ class ModuleRule:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
     inputs: Mapping[str, SliceRule] = field(default_factory=dict)
     at_most: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    full_width: str | int | None = None
-    locals: Mapping[str, str | int] = field(default_factory=dict)
     slices: Mapping[str, SliceRule] = field(default_factory=dict)
     output: SliceRule | None = None
-    unsharded: Mapping[str, SliceRule] = field(default_factory=dict)
-    products: Mapping[str, str] = field(default_factory=dict)
-    functional: str = ""
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -95,8 +79,9 @@ class ModuleRule:
 
     def expressions(self) -> Iterator[str | int]:
         """The expressions in which the name of a unit is its count per rank."""
-        yield from (*self.attributes.values(), *self.locals.values())
-        yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+        yield from self.attributes.values()
+        if self.shared_output is not None:
+            yield self.shared_output
 
     def sizes(self) -> Iterator[str | int]:
         """The expressions in which names are config fields."""
@@ -105,10 +90,10 @@ class ModuleRule:
 
     def units(self) -> Iterator[str]:
         """The names of units outside of expressions."""
-        places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
-        for place in (*places, *filter(None, [self.output])):
+        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
             yield from place.units()
-        yield from filter(None, (self.norms, self.functional))
+        if self.norms:
+            yield self.norms
 
     def reads(self) -> set[str]:
         """All names that the overrides depend on: units and config fields."""

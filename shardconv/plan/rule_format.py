@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shardconv.plan.config_fields import check_expression
-from shardconv.plan.module_override import PRODUCTS, ModuleRule, SliceRule
+from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.rule import Rule, UnitRule, check_pattern
 
 #: Keys of a table to the types of their values.
@@ -65,11 +65,9 @@ def parse_rule(pattern: str, data: object, origin: str, *, by_user: bool = False
 
 
 _MODULE_KEYS: Keys = {
-    "attributes": dict, "inputs": dict, "at_most": dict, "full_width": (str, int), "locals": dict,
-    "slices": dict, "output": dict, "unsharded": dict, "products": dict, "functional": str,
-    "norms": str, "shared_output": (str, int),
-    "unfused": str, "allreduce_input_grad": bool, "gathered_output": bool, "allreduce_output": bool, "gathers": list,
-    "when": dict,
+    "attributes": dict, "inputs": dict, "at_most": dict, "slices": dict, "output": dict, "norms": str,
+    "shared_output": (str, int), "unfused": str, "allreduce_input_grad": bool, "gathered_output": bool,
+    "allreduce_output": bool, "gathers": list, "when": dict,
 }  # fmt: skip
 
 
@@ -83,13 +81,10 @@ def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = Fal
         table = check_table(data, _MODULE_KEYS)
         check_pattern(pattern)
         attributes, at_most = table.get("attributes", {}), table.get("at_most", {})
-        numbers = (table.get("shared_output", 0), table.get("full_width", 0))
-        for expression in (*attributes.values(), *table.get("locals", {}).values(), *numbers):
+        for expression in (*attributes.values(), table.get("shared_output", 0)):
             check_expression(expression)
         if not all(isinstance(pair, list) and list(map(type, pair)) == [str, str] for pair in at_most.values()):
             raise ValueError("at_most needs [LAYER, ATTRIBUTE] for each name")
-        if unknown := set(table.get("products", {}).values()) - set(PRODUCTS):
-            raise ValueError(f"products has {unknown.pop()!r:.60} (expected {', '.join(PRODUCTS)})")
         gathers = tuple(table.get("gathers", ()))
         if not all(isinstance(name, str) for name in gathers):
             raise ValueError("gathers is not a list of parameter names")
@@ -97,7 +92,7 @@ def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = Fal
             check_pattern(name)
         slices: dict[str, Any] = {
             key: {name: _parse_slice(one, known) for name, one in table.get(key, {}).items()}
-            for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS), ("unsharded", _UNSHARDED_KEYS))
+            for key, known in (("inputs", _INPUT_KEYS), ("slices", _SLICE_KEYS))
         }
         slices |= {"output": _parse_slice(table["output"], _OUTPUT_KEYS)} if "output" in table else {}
         parsed = {**table, **slices, "attributes": attributes, "gathers": gathers}
@@ -110,7 +105,6 @@ def parse_module(pattern: str, data: object, origin: str, *, by_user: bool = Fal
 _INPUT_KEYS: Keys = {"dim": int, "unit": str, "size": (str, int), "items": list}
 _OUTPUT_KEYS: Keys = {"dim": int, "unit": str, "size": (str, int), "item": int}
 _SLICE_KEYS: Keys = {"dim": int, "unit": str, "segments": list}
-_UNSHARDED_KEYS: Keys = {"dim": int, "unit": str}
 
 
 def _parse_slice(data: object, known: Keys) -> SliceRule:

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import FullWidth, LocalValues, SlicedTensors
+from shardconv.convert.heads import SlicedTensors
 from shardconv.convert.modules import GatherOnUse, ParallelDepthwise, ParallelExperts, Sharded
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.overrides import extend_class, gather_on_use
@@ -32,8 +32,6 @@ TYPES = {
     "llama": ("text generation", None),
     "mixtral": ("text generation", ParallelExperts),
     "resnet": ("image classification", Sharded),
-    "trocr": ("text generation", FullWidth),
-    "codegen": ("text generation", LocalValues),
     "siglip": ("zero-shot image classification", ParallelMultiheadAttention),
     "mobilebert": ("fill-mask", GatherOnUse),
     "mamba2": ("text generation", ParallelDepthwise),
