@@ -12,19 +12,20 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from shardconv.convert.heads import GatheredOutput, SlicedOutput, SlicedTensors, local_slice
-from shardconv.convert.modules import (
-    AllReducedOutput,
+from shardconv.convert.extensions import (
+    GatheredOutput,
     InputGradientAllReduce,
-    ParallelExperts,
     SharedOutput,
+    SlicedOutput,
+    SlicedTensors,
     Unfused,
+    local_slice,
 )
+from shardconv.convert.modules import AllReducedOutput, ParallelExperts
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_config_fields
-from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
-from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.config_fields import fields_in, lookup
 from shardconv.plan.model_rules import ModelRules

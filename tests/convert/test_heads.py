@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.heads import SlicedOutput, SlicedTensors
+from shardconv.convert.extensions import SlicedOutput, SlicedTensors
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class

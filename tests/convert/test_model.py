@@ -20,8 +20,7 @@ import shardconv
 from shardconv.convert import gather_state_dict
 from shardconv.convert.model import convert_with_request, sort_keys
 from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
-from shardconv.convert.modules import ParallelExperts
-from shardconv.convert.substitution import ForwardWithShards
+from shardconv.convert.modules import ForwardWithShards, ParallelExperts
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard

@@ -63,16 +63,20 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
     return combined_class(original, *((original, kind) if issubclass(kind, nn.Embedding) else (kind, original)))
 
 
-@cache
-def combined_class(named_as: type, *bases: type) -> type:
+def combined_class(named_as: type, *bases: type) -> type[Any]:
     """Make a class derived from several; the same arguments give the same class.
 
     Args:
         named_as: the class whose name it gets.
         bases: the bases.
     """
-    made = new_class(named_as, bases)
-    made.recipe = _Recipe((named_as, *bases))
+    return _combined((named_as, *bases))
+
+
+@cache
+def _combined(classes: tuple[type, ...]) -> type[Any]:
+    made = new_class(classes[0], classes[1:])
+    made.recipe = _Recipe(classes)
     return made
 
 
@@ -83,7 +87,10 @@ def _as_recipe(value: object) -> object:
 
 
 def _from_recipe(value: object) -> object:
-    return combined_class(*map(_from_recipe, value.classes)) if isinstance(value, _Recipe) else value  # type: ignore[arg-type]
+    if not isinstance(value, _Recipe):
+        return value
+    classes: tuple[Any, ...] = tuple(map(_from_recipe, value.classes))
+    return _combined(classes)
 
 
 def _new_instance(recipe: object, *arguments: object) -> object:

@@ -1,14 +1,15 @@
-"""Attention modules over local heads, where it is not enough to set the number of heads of the module.
+"""Classes that extend a module's own class by a module override: collectives and slices around its own forward.
 
-Owns the classes behind the module overrides ``slices``, ``output`` and ``gathered_output``. Each computes what the
-unsharded module computes, with the module's own code.
+Owns the classes behind the overrides ``slices``, ``output``, ``gathered_output``, ``gathers``, ``shared_output``,
+``unfused`` and ``allreduce_input_grad``. Each computes what the unsharded module computes, with the module's own code.
 """
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from shardconv.convert.substitution import Substitutable, Substituted
+from shardconv.convert.modules import Substitutable, Substituted, Substitution, is_floating_point
 from shardconv.distributed import copy_to_tp, gather_from_tp
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
@@ -73,3 +74,64 @@ class GatheredOutput(ParallelModule):
     def forward(self, *inputs: object, **options: object) -> Tensor:
         """Run the module's own forward, and all-gather its output."""
         return gather_from_tp(super().forward(*inputs, **options), group=self.axis)
+
+
+class Unfused(ParallelModule):
+    """A module that computes in training as in eval mode, as its code for training reads weights of its layers."""
+
+    @property
+    def training(self) -> bool:
+        """Always False; the modules in it have modes of their own."""
+        return False
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        pass
+
+
+class SharedOutput(ParallelModule):
+    """A replicated module, the last elements of whose output enter a computation over local heads.
+
+    The gradient of these elements is all-reduced.
+
+    Attributes:
+        num_shared: the number of these elements.
+    """
+
+    num_shared: int
+
+    def forward(self, *inputs: object, **options: object) -> Tensor:
+        """Run the module's own forward."""
+        output: Tensor = super().forward(*inputs, **options)
+        if not torch.is_grad_enabled():
+            return output
+        rest, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
+        return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
+
+
+class InputGradientAllReduce(ParallelModule):
+    """A module with replicated inputs and a local output; the gradients of its inputs are all-reduced."""
+
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward; backward all-reduces the gradients of its inputs."""
+        copied = [self._copied(value) for value in inputs]
+        return super().forward(*copied, **{name: self._copied(value) for name, value in options.items()})
+
+    def _copied(self, value: object) -> object:
+        return copy_to_tp(value, group=self.axis) if is_floating_point(value) else value
+
+
+class GatherOnUse(ParallelModule):
+    """A module that gathers parameters on use, such as a language model head that reads the embedding table.
+
+    Attributes:
+        read: each parameter, as the module that holds it and its name there.
+    """
+
+    read: tuple[tuple[ParallelModule, str], ...]
+
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the module's own forward, with gathered parameters."""
+        gathered: Substitution = {(owner, name): owner.gather_parameter(name) for owner, name in self.read}
+        with Substituted(gathered):
+            return super().forward(*inputs, **options)

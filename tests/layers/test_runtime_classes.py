@@ -8,11 +8,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardconv.convert.classes import converted_class
-from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce, Unfused
+from shardconv.convert.extensions import InputGradientAllReduce, Unfused
+from shardconv.convert.modules import AllReducedOutput
 from shardconv.convert.overrides import extend_class
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, RowParallelLinear
+from shardconv.layers.runtime_classes import converted_class
 
 AXIS = Axis("tensor", 0, 1, (0,), None)
 
