@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from shardconv.plan.placement import Placement
     from shardconv.plan.plan import Plan
-    from shardconv.plan.policy import Layer, Policy
+    from shardconv.policies.policy import Layer, Policy
     from shardconv.proof.model_check import check_source
     from shardconv.proof.propose import propose_plan
     from shardconv.proof.prove import prove
@@ -95,7 +95,7 @@ _HOMES = {
     ),
     "shardconv.plan.placement": ("Placement",),
     "shardconv.plan.plan": ("Plan",),
-    "shardconv.plan.policy": ("Layer", "Policy"),
+    "shardconv.policies.policy": ("Layer", "Policy"),
     "shardconv.proof.model_check": ("check_source",),
     "shardconv.proof.propose": ("propose_plan",),
     "shardconv.proof.prove": ("prove",),

@@ -16,7 +16,7 @@ LAYERS = [
     "support", "plan", "files", "layouts", "formats",
     "checkpoint.engine", "checkpoint.sources", "checkpoint.split", "checkpoint.adapters", "checkpoint.output",
     "checkpoint.operations",
-    "distributed", "layers", "tensor", "convert", "hf", "runtime", "engines", "proof", "html", "commands",
+    "distributed", "layers", "tensor", "policies", "convert", "hf", "runtime", "engines", "proof", "html", "commands",
     "cli", "__main__",
 ]  # fmt: skip
 #: Pairs of a layer and one below it that it may not import.

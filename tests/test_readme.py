@@ -222,7 +222,7 @@ def test_the_plan_files_of_the_pages_are_valid():
         set(),
         set(),
         {"head", "hidden"},
-        {"head"},
+        set(),
         {"head", "hidden"},
         {"query_head", "kv_head"},
         {"head", "hidden"},

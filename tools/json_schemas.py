@@ -22,7 +22,7 @@ REPORTS = {
     "plan": "shardconv.checkpoint.operations.plan_report.PlanReport",
     "plan-list-families": "shardconv.plan.family_search.FamilyList",
     "plan-prove": "shardconv.proof.report.ProofReport",
-    "plan-measure-link": "shardconv.tensor.link.LinkReport",
+    "plan-measure-link": "shardconv.tensor.cost.LinkReport",
     "plan-cost": "shardconv.runtime.cost_report.CostReport",
     "run": "shardconv.runtime.run.RunReport",
 }

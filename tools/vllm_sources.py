@@ -14,8 +14,7 @@ import transformers
 from safetensors import safe_open
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from shardconv.hf.build import build_small
-from shardconv.hf.heads import real_heads, with_heads
+from shardconv.hf.build import build_small, real_heads, with_heads
 from shardconv.hf.small import HEADS, default_config, small_fields
 
 #: Number of consecutive integers that float32 represents.

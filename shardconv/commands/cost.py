@@ -18,8 +18,7 @@ from shardconv.support.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
     from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
-    from shardconv.tensor.cost import Link
-    from shardconv.tensor.link import LinkReport
+    from shardconv.tensor.cost import Link, LinkReport
 
 
 cost_options = section(
@@ -107,7 +106,7 @@ def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
     gc.enable()
     from shardconv.distributed import init_parallel
     from shardconv.runtime.launch import leave
-    from shardconv.tensor.link import measure_link
+    from shardconv.tensor.cost import measure_link
 
     report = measure_link(init_parallel(tensor=int(os.environ["WORLD_SIZE"])).tensor)
     leave()

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.classes import converted_class
 from shardconv.convert.converted_model import refuse_saving
 from shardconv.convert.multihead_attention import check_readers, turn_off_fused_paths
 from shardconv.convert.overrides import Overrides, apply_overrides
-from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.distributed.agreement import digest, same_on_all_ranks
-from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule, own_parameters
+from shardconv.layers.runtime_classes import converted_class
 from shardconv.layers.sharding import bytes_of, take_shard
 
 

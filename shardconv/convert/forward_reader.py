@@ -79,7 +79,6 @@ class ForwardReader(CodeReader):
         outputs: the layers that become parallel or are: the features of the output; None where it is not sharded.
         modules: all modules that are or contain layers with shards.
         changed: attributes of objects, by id and name, that have their local value, and that value.
-        local_widths: the modules in which the width of the input is the local one, by the override full_width.
 
     Attributes:
         problems: divisions of local features by numbers of the unsharded model.
@@ -91,10 +90,8 @@ class ForwardReader(CodeReader):
         outputs: Mapping[nn.Module, LocalFeatures | None],
         modules: Collection[nn.Module],
         changed: Mapping[tuple[int, str], object],
-        local_widths: Collection[nn.Module] = (),
     ) -> None:
         super().__init__()
-        self._local_widths = local_widths
         self._outputs, self._modules, self._changed = outputs, {id(one) for one in modules}, changed
         self._root: nn.Module = nn.Module()
         self.problems: list[Problem] = []
@@ -140,8 +137,7 @@ class ForwardReader(CodeReader):
         for one in (left, right):
             if one.kind == "weight":
                 self._found_weight(one)
-        is_width = left.kind == "width" and self._root not in self._local_widths
-        is_full = is_width or bool(left.counts and not left.is_local and not left.kind)
+        is_full = left.kind == "width" or bool(left.counts and not left.is_local and not left.kind)
         if isinstance(node.op, ast.Div | ast.FloorDiv) and is_full and right.is_local:
             self._found_in_root(f"divides a number of the unsharded model by {ast.unparse(node.right)} of one rank")
         return calculated(node.op, left, right)

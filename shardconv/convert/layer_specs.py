@@ -18,10 +18,9 @@ from shardconv.convert.modules import (
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.overrides import Overrides
-from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
-from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan
 from shardconv.support.errors import PlanError

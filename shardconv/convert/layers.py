@@ -3,17 +3,20 @@
 Owns which layers that are, the layers that are converted with them because they are tied, and what is refused.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+import gc
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache, partial
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec, Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.forward_reader import Problem
 from shardconv.convert.overrides import Overrides, is_read_only
-from shardconv.convert.ties import layer_label, own_parameters, owner_outside, tied_modules
 from shardconv.convert.unchanged_counts import (
     IN_CODE,
     Examined,
@@ -32,7 +35,7 @@ from shardconv.layers import (
     RowParallelLinear,
     VocabParallelClassifier,
 )
-from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.plan.units import IndivisibleError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -270,3 +273,60 @@ def _check_owners(module: nn.Module, conversions: Sequence[Conversion]) -> None:
             f"{names}: tied to {owner}, which is not in this {type(module).__name__} and would compute with a shard: "
             f"convert both in one call, as in an nn.ModuleList, or the whole model"
         )
+
+
+def tied_modules(module: nn.Module, layers: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Find the other modules in ``module`` that share a parameter with one of the layers."""
+    layers = list(layers)
+    owned = {id(parameter) for layer in layers for parameter in own_parameters(layer).values()}
+    return [
+        (name, child)
+        for name, child in module.named_modules()
+        if not any(child is layer for layer in layers)
+        and any(id(parameter) in owned for parameter in own_parameters(child).values())
+    ]
+
+
+def layer_label(module: nn.Module, name: str, layer: nn.Module) -> str:
+    """Format the name of a layer for messages, with the names of the layers that it is tied to."""
+    label = name or "the layer"
+    tied = [other or type(child).__name__ for other, child in tied_modules(module, [layer])]
+    return f"{label} (tied to {', '.join(tied)})" if tied else label
+
+
+def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+    """Find a module outside of ``module`` that holds one of the parameters; None if there is none.
+
+    Args:
+        module: a module.
+        parameters: parameters of modules in it, without duplicates. Nothing but this list and the modules may refer to
+            them.
+    """
+    inside = {id(child._parameters): child._parameters for child in module.modules()}  # noqa: SLF001 - who holds them
+    owners = Counter(id(parameter) for held in inside.values() for parameter in held.values())
+    counts = zip(parameters, _reference_counts(parameters), strict=True)
+    held_elsewhere = [one for one, count in counts if count - owners[id(one)] > _references_without_owner()]
+    if not held_elsewhere or _find_owner(held_elsewhere, inside.keys()) is None:
+        return None
+    gc.collect()  # the owner may be unreachable, in a reference cycle
+    return _find_owner(held_elsewhere, inside.keys())
+
+
+def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
+    return [sys.getrefcount(parameter) for parameter in parameters]
+
+
+@cache
+def _references_without_owner() -> int:
+    """Count the references to a parameter that is in a list only, which depends on the version of Python."""
+    return _reference_counts([nn.Parameter(torch.empty(0))])[0]
+
+
+def _find_owner(parameters: Sequence[nn.Parameter], inside: Collection[int]) -> nn.Module | None:
+    """Search all objects for a module outside that holds a parameter; takes tenths of a second."""
+    found = [referrer for referrer in gc.get_referrers(*parameters) if isinstance(referrer, dict)]
+    outside = {id(referrer) for referrer in found}.difference(inside)
+    if not outside:
+        return None
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return next((one for one in modules if id(vars(one).get("_parameters")) in outside), None)

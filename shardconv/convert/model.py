@@ -4,8 +4,11 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 ``split`` makes it from a checkpoint, so a rank file and a converted model have the same placements.
 """
 
+import re
+import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,23 +20,24 @@ from torch import nn
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
-from shardconv.convert.gradient_check import check_first_gradients
+from shardconv.convert.forward_reader import Problem
 from shardconv.convert.layer_specs import check_partial_products, plan_conversions
 from shardconv.convert.module_rules import module_overrides
-from shardconv.convert.policy import CompiledPolicies, as_policies, compile_policies
-from shardconv.convert.unchanged_counts import UnitCounts, check_counts, examine_forwards
-from shardconv.convert.versions import check_versions
+from shardconv.convert.overrides import Overrides, split_config_fields
+from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.policy import Policy
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
-from shardconv.support.errors import ConfigError, PlanError
+from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
+from shardconv.policies.gradients import check_first_gradients
+from shardconv.policies.policy import Policy
+from shardconv.support.errors import ConfigError, PlanError, RunError
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -216,15 +220,27 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for model_rules in resolver.rules.models
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
-    overrides += [] if policies is None else policies.overrides
+    overrides += [] if policies is None else map(_overrides_of, policies.changes)
     check_partial_products(prepared.conversions, overrides)
     if policies is not None:
-        policies.check_counts(examine_forwards(model, replacements, overrides))
+        examined = (one._replace(is_unknown=False) for one in examine_forwards(model, replacements, overrides))
+        check_counts(examined, partial(_remedy, policies.family.name), PlanError)
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
         counts = UnitCounts(model, resolver.rules.models[0], plan)
         check_counts(examine_forwards(model, replacements, overrides), counts.remedy, PlanError)
     rules = encode(resolver.rules.stored(), enc_hook=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
+
+
+def _overrides_of(change: ModuleChange) -> Overrides:
+    fields, attributes = split_config_fields(change.attributes)
+    return Overrides(change.module, new_class=change.new_class, config_fields=fields, attributes=attributes)
+
+
+def _remedy(policies: str, _: Examined, problem: Problem | None) -> str:
+    """What to change in policies whose modules divide local features by a number of the unsharded model."""
+    is_number = problem is None or problem.divisor is None
+    return IN_CODE if is_number else f"return its number per rank from replace_arguments of {policies}"
 
 
 def _resolver(
@@ -255,3 +271,36 @@ def _check_numbers(model: nn.Module, plan: Plan) -> None:
     for name, _ in model.named_parameters():
         if plan.tp > 1 and name in plan.tensors and plan.tensors[name].reason.rule == SCALAR.pattern:
             raise ValueError(f"{name}: is a trainable scalar that no rule of family {plan.family} matches")
+
+
+_BOUND = re.compile(r"(torch|transformers)>=([\d.]+)")
+
+
+def check_versions() -> None:
+    """Check the packages that are imported.
+
+    Raises:
+        RunError: if one is older than shardconv supports.
+    """
+    for package, bound in _bounds().items():
+        if package in sys.modules and _release(version(package)) < _release(bound):
+            raise RunError(
+                f"{package} {version(package)} is not supported (expected {bound} or later): pip install --upgrade "
+                f"'{package}>={bound}'"
+            )
+
+
+@cache
+def _bounds() -> dict[str, str]:
+    """The oldest version of each package; none if shardconv itself is not installed."""
+    try:
+        requirements = requires("shardconv") or []
+    except PackageNotFoundError:
+        return {}
+    return {found[1]: found[2] for one in requirements if (found := _BOUND.match(one))}
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a release, without a suffix such as ``+cpu``."""
+    release = re.match(r"[\d.]*\d", text)
+    return tuple(map(int, release[0].split("."))) if release else ()

@@ -13,29 +13,20 @@ from functools import partial
 from msgspec import structs
 from torch import Tensor, nn
 
-from shardconv.convert.heads import (
-    FullWidth,
+from shardconv.convert.extensions import (
     GatheredOutput,
+    InputGradientAllReduce,
+    SharedOutput,
     SlicedOutput,
     SlicedTensors,
-    local_slice,
-    with_local_values,
-    with_unsharded_methods,
-)
-from shardconv.convert.modules import (
-    AllReducedOutput,
-    InputGradientAllReduce,
-    ParallelExperts,
-    SharedOutput,
     Unfused,
+    local_slice,
 )
-from shardconv.convert.multihead_attention import FunctionalAttention
+from shardconv.convert.modules import AllReducedOutput, ParallelExperts
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_config_fields
-from shardconv.convert.products import with_parallel_products
-from shardconv.convert.ties import own_parameters
 from shardconv.distributed import Axis, copy_to_tp
-from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.config_fields import fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
@@ -70,12 +61,7 @@ def module_overrides(
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
             replacement = replacements.get(module, module)
             overrides = _overrides(module, replacement, ModuleRule.joined(found), model_rules.at_stage(name), axis)
-            yield replace(overrides, is_checked=any(map(_is_checked, found)))
-
-
-def _is_checked(rule: ModuleRule) -> bool:
-    """Whether a rule says that code is right on each rank, or gives the module other code for that of its heads."""
-    return rule.is_empty() or bool(rule.locals or rule.unsharded or rule.products or rule.functional)
+            yield replace(overrides, is_checked=any(rule.is_empty() for rule in found))
 
 
 def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
@@ -83,7 +69,6 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
     if not modules:
         raise PlanError(f"{where} match no module of the model: correct or remove it")
     names = [*rule.attributes, *rule.at_most, *rule.slices, *filter(None, [rule.norms and "norms", rule.unfused])]
-    names += [*rule.unsharded, *rule.products]
     for name in names:
         if not (hasattr(ParallelExperts, name) or any(_has_attribute(module, name) for module in modules)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} does not have {name!r}: correct or remove it")
@@ -152,7 +137,12 @@ def _output_sizes(module: nn.Module) -> dict[str, int]:
 
 
 def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> Iterator[Extension]:
-    yield from _extensions_of_attention(module, rule, model_rules, axis)
+    if rule.output is not None and _is_sharded(rule.output, model_rules, axis):
+        size = model_rules.fields().evaluate(1 if rule.output.size is None else rule.output.size)
+        units = model_rules.units(rule.output.unit, axis.size, size=size)
+        yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
+    if slices := _tensor_slices(module, rule, model_rules, axis):
+        yield SlicedTensors, {"slices": slices}
     if rule.norms and hasattr(module, "norms"):
         yield NormsOfHeads, {"heads": model_rules.units(rule.norms, axis.size)}
     if rule.unfused and hasattr(module, rule.unfused):
@@ -167,34 +157,6 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
         yield InputGradientAllReduce, {}
     if rule.allreduce_output:
         yield AllReducedOutput, {"styles": getattr(module, "styles", {})}
-
-
-def _extensions_of_attention(
-    module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis
-) -> Iterator[Extension]:
-    """The extensions of modules whose code, tensors or output are for all heads."""
-    original = type(module)
-    if rule.locals and rule.products:
-        raise PlanError(f"{original.__qualname__}: locals and products of one module cannot be combined")
-    if rule.locals:
-        values = {name: model_rules.on_rank(value, axis.size) for name, value in rule.locals.items()}
-        yield with_local_values(original, tuple(values)), {"local_values": values}
-    if rule.unsharded:
-        places = {name: model_rules.units(one.unit, axis.size, dim=one.dim) for name, one in rule.unsharded.items()}
-        full = {name: getattr(module, name) for name in rule.attributes if hasattr(module, name)}
-        yield with_unsharded_methods(tuple(places), tuple(full)), {"unsharded": places, "full_attributes": full}
-    if rule.products:
-        yield with_parallel_products(original, tuple(rule.products.items())), {}
-    if rule.full_width is not None:
-        yield FullWidth, {"full_width": model_rules.on_rank(rule.full_width, 1, **_output_sizes(module))}
-    if rule.functional:
-        yield FunctionalAttention, {"heads": model_rules.units(rule.functional, axis.size)}
-    if rule.output is not None and _is_sharded(rule.output, model_rules, axis):
-        size = model_rules.fields().evaluate(1 if rule.output.size is None else rule.output.size)
-        units = model_rules.units(rule.output.unit, axis.size, size=size)
-        yield SlicedOutput, {"item": rule.output.item, "output_dim": rule.output.dim, "output_units": units}
-    if slices := _tensor_slices(module, rule, model_rules, axis):
-        yield SlicedTensors, {"slices": slices}
 
 
 def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> dict[str, Placement]:

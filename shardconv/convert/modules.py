@@ -4,19 +4,77 @@ Each extends the class of the module that is converted, so that the forward stay
 """
 
 import inspect
+import threading
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.classes import Recompiled
-from shardconv.convert.substitution import Substitutable, Substituted, Substitution
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.layers.column_row_linear import num_replicas
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.row_linear import num_replicas
 from shardconv.plan.placement import Placement, intervals
 from shardconv.support.errors import PlanError
+
+#: The value for each module and name of an attribute of it.
+Substitution = Mapping[tuple[nn.Module, str], object]
+
+
+class _ThreadState(threading.local):
+    """The substitution of a thread; a new thread has none."""
+
+    values: Substitution = MappingProxyType({})
+
+
+current_substitution = _ThreadState()
+
+
+class Substitutable(nn.Module):
+    """A module whose parameters, buffers and children can be substituted.
+
+    Attributes:
+        slices: the placements of parameters and buffers of which its forward reads the slice of the rank.
+    """
+
+    slices: Mapping[str, Placement] = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:  # any attribute, as of nn.Module
+        """Return the substitute, else the module's own parameter, buffer or child."""
+        found = current_substitution.values.get((self, name))
+        return super().__getattr__(name) if found is None else found
+
+
+class Substituted:
+    """A context in which attributes are substituted for the code of this thread, in addition to earlier substitutions.
+
+    Args:
+        values: the substitutes; their modules are :class:`Substitutable`.
+        without: a module whose earlier substitutions are suspended.
+    """
+
+    def __init__(self, values: Substitution, without: nn.Module | None = None) -> None:
+        self._values, self._without = values, without
+
+    def __enter__(self) -> None:
+        """Add the substitutes to those of the thread."""
+        self._before = current_substitution.values
+        kept = {key: value for key, value in self._before.items() if key[0] is not self._without}
+        current_substitution.values = {**kept, **self._values}
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the earlier substitutions."""
+        current_substitution.values = self._before
+
+
+class ForwardWithShards(Substitutable):
+    """A parallel layer that computes with its shards also while other modules read its full tensors."""
+
+    def forward(self, *inputs: object, **options: object) -> object:
+        """Run the layer's own forward, without substitutions of others."""
+        with Substituted({}, without=self):
+            return super().forward(*inputs, **options)
 
 
 class ShardedOptions(TypedDict, total=False):
@@ -122,19 +180,6 @@ class ParallelExpertLinear(Sharded):
         return output
 
 
-class Unfused(ParallelModule):
-    """A module that computes in training as in eval mode, as its code for training reads weights of its layers."""
-
-    @property
-    def training(self) -> bool:
-        """Always False; the modules in it have modes of their own."""
-        return False
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        pass
-
-
 class AllReducedOutput(Sharded):
     """A module whose output is all-reduced.
 
@@ -149,7 +194,7 @@ class AllReducedOutput(Sharded):
         return tuple(map(self._summed, output)) if isinstance(output, tuple) else self._summed(output)
 
     def _summed(self, value: object) -> object:
-        return reduce_from_tp(value, group=self.axis) if _is_floating_point(value) else value
+        return reduce_from_tp(value, group=self.axis) if is_floating_point(value) else value
 
     @property
     def _always_used(self) -> bool:
@@ -215,73 +260,10 @@ class ParallelExperts(AllReducedOutput):
         return entered
 
 
-def _is_floating_point(value: object) -> TypeGuard[Tensor]:
+def is_floating_point(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a floating-point tensor."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _is_indices(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and not value.is_floating_point()
-
-
-class SharedOutput(ParallelModule):
-    """A replicated module, the last elements of whose output enter a computation over local heads.
-
-    The gradient of these elements is all-reduced.
-
-    Attributes:
-        num_shared: the number of these elements.
-    """
-
-    num_shared: int
-
-    def forward(self, *inputs: object, **options: object) -> Tensor:
-        """Run the module's own forward."""
-        output: Tensor = super().forward(*inputs, **options)
-        if not torch.is_grad_enabled():
-            return output
-        rest, shared = output.split([output.shape[-1] - self.num_shared, self.num_shared], -1)
-        return torch.cat([rest, copy_to_tp(shared, group=self.axis)], -1)
-
-
-class InputGradientAllReduce(ParallelModule):
-    """A module with replicated inputs and a local output; the gradients of its inputs are all-reduced."""
-
-    def forward(self, *inputs: object, **options: object) -> object:
-        """Run the module's own forward; backward all-reduces the gradients of its inputs."""
-        copied = [self._copied(value) for value in inputs]
-        return super().forward(*copied, **{name: self._copied(value) for name, value in options.items()})
-
-    def _copied(self, value: object) -> object:
-        return copy_to_tp(value, group=self.axis) if _is_floating_point(value) else value
-
-
-class GatherOnUse(ParallelModule):
-    """A module that gathers parameters on use, such as a language model head that reads the embedding table.
-
-    Attributes:
-        read: each parameter, as the module that holds it and its name there.
-    """
-
-    read: tuple[tuple[ParallelModule, str], ...]
-
-    def forward(self, *inputs: object, **options: object) -> object:
-        """Run the module's own forward, with gathered parameters."""
-        gathered: Substitution = {(owner, name): owner.gather_parameter(name) for owner, name in self.read}
-        with Substituted(gathered):
-            return super().forward(*inputs, **options)
-
-
-class ParallelProducts(Recompiled, ParallelModule):
-    """A module whose methods multiply with parameters that are shards."""
-
-    def product_input(self, value: object) -> object:
-        """Enter the other factor into a column parallel product; return an equation for einsum as it is."""
-        return copy_to_tp(value, group=self.axis) if isinstance(value, Tensor) else value
-
-    def product_output(self, name: str, value: Tensor) -> Tensor:
-        """All-reduce a row parallel product."""
-        return reduce_from_tp(value, group=self.axis) / num_replicas(self.placements[name])
-
-    def shared_product(self, name: str, value: Tensor) -> Tensor:
-        """All-reduce a row parallel product that enters a computation over local heads."""
-        return copy_to_tp(self.product_output(name, value), group=self.axis)

@@ -1,24 +1,19 @@
 """torch's multi-head attention over local heads, and modules of torch that read the parameters of layers in them.
 
-Owns the class that nn.MultiheadAttention becomes, and that of the module override ``functional``, for modules that call
-``torch.nn.functional.multi_head_attention_forward``. Modules that compute with the weight of a layer, and do not call
-it, would compute with a shard: their fused paths are turned off, or they are refused.
+Owns the class that nn.MultiheadAttention becomes. Modules that compute with the weight of a layer, and do not call it,
+would compute with a shard: their fused paths are turned off, or they are refused.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
 from typing import Unpack
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.nn.functional import linear, multi_head_attention_forward, scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm
-from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.distributed import Axis, copy_to_tp
 from shardconv.layers import RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import take_shard
@@ -190,78 +185,6 @@ def _heads_of(placement: Placement, rank: int, head_dim: int) -> Tensor | None:
     is_by_heads = torch.equal(found, torch.where(first < 0, first, first + one_head + segments))
     is_full = not (first % head_dim)[first >= 0].any()
     return first.flatten().div(head_dim, rounding_mode="floor") if is_by_heads and is_full else None
-
-
-class FunctionalAttention(ParallelModule):
-    """A module that calls torch.nn.functional.multi_head_attention_forward with the weights of its layers.
-
-    Attributes:
-        heads: the placement of the heads.
-    """
-
-    heads: Placement
-
-    def forward(self, *inputs: object, **options: object) -> object:
-        """Run the module's own forward, in which torch's function returns None in place of attention weights."""
-        with _LocalHeads(self.heads, self.axis):
-            return super().forward(*inputs, **options)
-
-
-class _LocalHeads(TorchFunctionMode):
-    """A mode in which torch's function computes attention over local heads, from sharded weights.
-
-    Inputs, masks and output are replicated.
-
-    Args:
-        heads: the placement of the heads.
-        axis: the ranks.
-    """
-
-    def __init__(self, heads: Placement, axis: Axis) -> None:
-        super().__init__()
-        self.heads, self.axis = heads, axis
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func is not multi_head_attention_forward:
-            return func(*args, **(kwargs or {}))
-        call = inspect.signature(func).bind(*args, **(kwargs or {}))
-        call.apply_defaults()
-        return self._attend(SimpleNamespace(**call.arguments)), None
-
-    def _attend(self, call: SimpleNamespace) -> Tensor:
-        """Compute [tokens, batch, features] from the arguments of torch's function."""
-        added_keys = (call.bias_k, call.bias_v, call.static_k, call.static_v)
-        if not call.use_separate_proj_weight or call.add_zero_attn or any(tensor is not None for tensor in added_keys):
-            raise ValueError(
-                "multi_head_attention_forward is supported only with use_separate_proj_weight, and without bias_k, "
-                "bias_v, static_k, static_v and add_zero_attn"
-            )
-        head_dim: int = call.embed_dim_to_check // call.num_heads
-        biases = (None,) * 3 if call.in_proj_bias is None else call.in_proj_bias.chunk(3)
-        weights = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
-        queries, keys, values = (
-            linear(copy_to_tp(input, group=self.axis), weight, bias).unflatten(-1, (-1, head_dim)).permute(1, 2, 0, 3)
-            for input, weight, bias in zip((call.query, call.key, call.value), weights, biases, strict=True)
-        )
-        dropout = call.dropout_p if call.training else 0.0
-        attended = scaled_dot_product_attention(queries, keys, values, self._mask(call), dropout)
-        features = attended.permute(2, 0, 1, 3).flatten(2)
-        output = reduce_from_tp(linear(features, call.out_proj_weight), group=self.axis)
-        return output if call.out_proj_bias is None else output + call.out_proj_bias
-
-    def _mask(self, call: SimpleNamespace) -> Tensor | None:
-        """Sum all masks, to be added to the scores of the local heads."""
-        mask: Tensor | None = None if call.attn_mask is None else _additive_mask(call.attn_mask, call.query)
-        if mask is not None and mask.dim() == 3:
-            full = copy_to_tp(mask, group=self.axis).unflatten(0, (-1, call.num_heads))
-            mask = take_shard(full, replace(self.heads, dim=1), self.axis.rank)
-        return _with_key_padding(mask, call.key_padding_mask, call.query)
 
 
 def _additive_mask(mask: Tensor, like: Tensor) -> Tensor:

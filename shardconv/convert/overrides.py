@@ -8,16 +8,39 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import nn
 
-from shardconv.convert.classes import converted_class
-from shardconv.convert.modules import GatherOnUse
-from shardconv.convert.rank_config import RankConfig
-from shardconv.convert.substitution import ForwardWithShards
+from shardconv.convert.extensions import GatherOnUse
+from shardconv.convert.modules import ForwardWithShards
 from shardconv.distributed import Axis
 from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.runtime_classes import converted_class
 from shardconv.support.errors import PlanError
+
+
+class RankConfig:
+    """Local values of some fields of a config, in front of the model's config.
+
+    Args:
+        shared: the model's config.
+        fields: the local values.
+    """
+
+    def __init__(self, shared: object, fields: Mapping[str, object]) -> None:
+        self.__dict__.update(fields, _shared=shared)
+
+    def __getattr__(self, name: str) -> Any:  # a field of any type
+        """Read a field without a local value from the model's config."""
+        if name.startswith("__") or "_shared" not in self.__dict__:  # a copy is empty at first
+            raise AttributeError(name)
+        return getattr(self._shared, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set a field of the model's config; a local value of it stays."""
+        setattr(self._shared, name, value)
+
 
 #: A class that extends a module's own class, and the attributes that it needs.
 Extension = tuple[type[ParallelModule], Mapping[str, object]]

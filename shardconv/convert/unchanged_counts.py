@@ -16,7 +16,6 @@ from torch import nn
 
 from shardconv.convert.code_values import Count, LocalFeatures
 from shardconv.convert.forward_reader import ForwardReader, Problem
-from shardconv.convert.heads import FullWidth
 from shardconv.convert.overrides import Overrides, is_read_only
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
@@ -84,8 +83,7 @@ def examine_forwards(
     }
     modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
     changed = dict([*_changed(overrides), *_recorded(one for _, one in named)])
-    local_widths = {one.module for one in overrides if any(kind is FullWidth for kind, _ in one.extensions)}
-    new = ForwardReader(outputs, [one for _, one in modules], changed, local_widths)
+    new = ForwardReader(outputs, [one for _, one in modules], changed)
     for path, module in modules:
         if module not in checked:
             reader = copy.copy(new)

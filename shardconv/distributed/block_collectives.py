@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis
-from shardconv.distributed.operations import ALL_GATHER, REDUCE_SCATTER
+from shardconv.distributed.operations import ALL_GATHER, REDUCE_SCATTER, identity, with_gradient
 
 Box = tuple[slice, ...]
 

@@ -16,14 +16,52 @@ No operation modifies its input. All of them can be traced by ``torch.compile``,
 rank.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
-from shardconv.distributed.autograd import identity, with_gradient
 from shardconv.distributed.groups import Axis, GroupLike, as_axis
+
+TensorT = TypeVar("TensorT", bound=Tensor)
+_Map = Callable[[Tensor], Tensor]
+
+
+class _Context(FunctionCtx):
+    gradient: _Map
+
+
+class _Operation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, input: Tensor, run: _Map, gradient: _Map) -> Tensor:
+        ctx.gradient = gradient
+        return run(input)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(grad), None, None
+
+
+def with_gradient(input: TensorT, run: Callable[[TensorT], TensorT], gradient: Callable[[TensorT], TensorT]) -> TensorT:
+    """Apply a function to a tensor, with another function as its gradient.
+
+    Args:
+        input: the tensor.
+        run: computes the output, which must not be ``input`` itself; autograd does not trace it.
+        gradient: computes the gradient of the input from that of the output. For gradients of higher order it must be
+            differentiable.
+    """
+    return _Operation.apply(input, run, gradient)
+
+
+def identity(input: Tensor) -> Tensor:
+    """Return a view of the input."""
+    return input.view_as(input)
+
 
 #: torch's names of the collectives whose input and output are one tensor each. Since 2.13, the older names warn.
 ALL_GATHER, REDUCE_SCATTER = (

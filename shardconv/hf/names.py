@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.classes import new_class
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
-from shardconv.hf.isolation import isolated
-from shardconv.hf.package import import_transformers
+from shardconv.hf.package import import_transformers, isolated
+from shardconv.layers.runtime_classes import new_class
 
 #: Name on disk to name in memory, and the converter if transformers makes the tensor from several.
 Rename = Callable[[str], tuple[str, object]]

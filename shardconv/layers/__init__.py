@@ -1,15 +1,14 @@
 """Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal those of torch."""
 
 from shardconv.layers import functional, init
-from shardconv.layers.column_linear import ColumnParallelLinear, VocabParallelClassifier
+from shardconv.layers.column_row_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from shardconv.layers.dropout import ParallelDropout
 from shardconv.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
+from shardconv.layers.features import RegisterParallelDim, get_parallel_dim
 from shardconv.layers.linear import ParallelLinear
 from shardconv.layers.lora import LoRALinear
 from shardconv.layers.loss import ParallelCrossEntropyLoss
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.row_linear import RowParallelLinear
-from shardconv.layers.tags import RegisterParallelDim, get_parallel_dim
 
 __all__ = [
     "ColumnParallelLinear",

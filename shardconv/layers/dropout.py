@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.distributed.devices import device_module
-from shardconv.layers.tags import check_tag
+from shardconv.layers.features import check_tag
 
 
 class ParallelDropout(nn.Dropout):

@@ -4,13 +4,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardconv.distributed import GroupLike, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.features import check_features
+from shardconv.layers.column_row_linear import shard_input
+from shardconv.layers.embedding import parallel_embedding
+from shardconv.layers.features import check_features, check_tag
 from shardconv.layers.linear import weight_dim
-from shardconv.layers.lookup import parallel_embedding
 from shardconv.layers.loss import parallel_cross_entropy
-from shardconv.layers.row_linear import shard_input
 from shardconv.layers.sharding import even_placement, gather_shards
-from shardconv.layers.tags import check_tag
 
 __all__ = ["parallel_cross_entropy", "parallel_embedding", "parallel_linear"]
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.layers.features import check_features
+from shardconv.layers.features import check_features, check_tag
 from shardconv.layers.init import Initializer, fill_shard_, get_initializer, linear_bias_, linear_weight_
 from shardconv.layers.parallel_module import ParallelModule, public_function
 from shardconv.layers.sharding import even_placement
-from shardconv.layers.tags import check_tag
 from shardconv.plan.placement import Placement
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

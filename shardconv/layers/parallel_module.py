@@ -158,3 +158,8 @@ class ParallelModule(nn.Module):
     def own_shards(self) -> Iterator[tuple[str, Placement]]:
         """Yield name and placement of each parameter that exists and is a shard."""
         return (item for item in self.placements.items() if self._parameters.get(item[0]) is not None)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module itself, by name."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
-from shardconv.distributed.autograd import identity, with_gradient
+from shardconv.distributed.operations import identity, with_gradient
 from shardconv.plan.placement import Interval, Placement, intervals
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 

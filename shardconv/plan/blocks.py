@@ -214,19 +214,15 @@ def _rule(rule: Rule, fields: Mapping[str, Expression], units: Mapping[str, str]
 
 def _module(rule: ModuleRule, fields: Mapping[str, Expression], units: Mapping[str, str]) -> ModuleRule:
     names = {**fields, **units}
-    full, shared, output = rule.full_width, rule.shared_output, rule.output
+    shared, output = rule.shared_output, rule.output
     return replace(
         rule,
         attributes={name: replaced(value, names) for name, value in rule.attributes.items()},
-        locals={name: replaced(value, names) for name, value in rule.locals.items()},
         inputs={name: _slice(input_rule, fields, units) for name, input_rule in rule.inputs.items()},
         slices={name: _slice(input_rule, fields, units) for name, input_rule in rule.slices.items()},
-        unsharded={name: _slice(input_rule, fields, units) for name, input_rule in rule.unsharded.items()},
         output=None if output is None else _slice(output, fields, units),
-        full_width=None if full is None else replaced(full, names),
         shared_output=None if shared is None else replaced(shared, fields),
         norms=units.get(rule.norms, ""),
-        functional=units.get(rule.functional, ""),
         when=_conditions(rule.when, fields),
     )
 

@@ -9,10 +9,6 @@ from shardconv.plan.config_fields import check_expression, fields_in
 from shardconv.plan.rule import check_pattern
 from shardconv.support.structs import Data
 
-#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
-#: row parallel one, or of a row parallel one whose output is used with shards.
-PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
-
 
 class SliceRule(Data, frozen=True):
     """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
@@ -56,15 +52,8 @@ class ModuleRule(Data, frozen=True):
         inputs: argument to how it is sliced.
         at_most: attribute to a layer and another attribute; it is limited to the number of local rows of the layer,
             divided by that attribute.
-        full_width: the features of all heads, where the code reshapes its output to the width of its input; None if
-            the code uses the sizes of its tensors.
-        locals: local variable of ``forward`` to its value per rank.
         slices: replicated parameter or buffer of the module to how it is sliced while the module computes.
         output: how its output is sliced, where it has elements for the units of all ranks.
-        unsharded: method that mixes heads, and computes over those of all ranks, to how its result is sliced.
-        products: parameter that the module's code multiplies with, to how it is sharded: one of :data:`PRODUCTS`.
-        functional: the unit of the heads, where the code passes the weights of its layers to torch's function of
-            multi-head attention; "" otherwise.
         norms: the unit of which the list ``norms`` has one each; "" without such a list.
         shared_output: elements at the end of the output whose gradient is all-reduced, as they are used with shards
             without a layer in between; None for none. ``rows`` is the number of rows of the module's weight.
@@ -83,13 +72,8 @@ class ModuleRule(Data, frozen=True):
     attributes: Mapping[str, str | int] = {}
     inputs: Mapping[str, SliceRule] = {}
     at_most: Mapping[str, tuple[str, str]] = {}
-    full_width: str | int | None = None
-    locals: Mapping[str, str | int] = {}
     slices: Mapping[str, SliceRule] = {}
     output: SliceRule | None = None
-    unsharded: Mapping[str, SliceRule] = {}
-    products: Mapping[str, str] = {}
-    functional: str = ""
     norms: str = ""
     shared_output: str | int | None = None
     unfused: str = ""
@@ -107,9 +91,7 @@ class ModuleRule(Data, frozen=True):
             check_pattern(pattern)
         for expression in self.expressions():
             check_expression(expression)
-        if unknown := set(self.products.values()) - set(PRODUCTS):
-            raise ValueError(f"products has {unknown.pop()!r:.60} (expected {', '.join(PRODUCTS)})")
-        for place in ("inputs", "slices", "unsharded"):
+        for place in ("inputs", "slices"):
             for rule in getattr(self, place).values():
                 _check_slice(place, rule)
         if self.output is not None:
@@ -117,8 +99,9 @@ class ModuleRule(Data, frozen=True):
 
     def expressions(self) -> Iterator[str | int]:
         """The expressions in which the name of a unit is its count per rank."""
-        yield from (*self.attributes.values(), *self.locals.values())
-        yield from (one for one in (self.full_width, self.shared_output) if one is not None)
+        yield from self.attributes.values()
+        if self.shared_output is not None:
+            yield self.shared_output
 
     def sizes(self) -> Iterator[str | int]:
         """The expressions in which names are config fields."""
@@ -127,10 +110,10 @@ class ModuleRule(Data, frozen=True):
 
     def units(self) -> Iterator[str]:
         """The names of units outside of expressions."""
-        places = (*self.inputs.values(), *self.slices.values(), *self.unsharded.values())
-        for place in (*places, *filter(None, [self.output])):
+        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
             yield from place.units()
-        yield from filter(None, (self.norms, self.functional))
+        if self.norms:
+            yield self.norms
 
     def reads(self) -> set[str]:
         """All names that the overrides depend on: units and config fields."""
@@ -151,7 +134,7 @@ class ModuleRule(Data, frozen=True):
 
 
 #: The fields of slices beside ``dim`` and ``unit``, by the override that they are of.
-_OPTIONAL_FIELDS = {"inputs": ("size", "items"), "output": ("size", "item"), "slices": ("segments",), "unsharded": ()}
+_OPTIONAL_FIELDS = {"inputs": ("size", "items"), "output": ("size", "item"), "slices": ("segments",)}
 
 
 def _check_slice(place: str, rule: SliceRule) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shardconv.plan.plan import Plan
-from shardconv.plan.policy import Policy
 from shardconv.plan.request import PlanRequest
 from shardconv.support.errors import PlanError
 
@@ -19,8 +18,8 @@ from shardconv.support.errors import PlanError
 #: - the name of a family;
 #: - the path of a plan file: a ``Path``, or a string that has a slash or a suffix of letters, such as ``.toml``;
 #: - a :class:`~shardconv.plan.plan.Plan`, whose rules are used;
-#: - policies, for models in memory only, as they match modules by class.
-Rules: TypeAlias = str | Path | Plan | type[Policy] | Sequence[type[Policy]]
+#: - classes derived from :class:`~shardconv.Policy`, for models in memory only, as they match modules by class.
+Rules: TypeAlias = str | Path | Plan | type | Sequence[type]
 
 #: The default: the family of the config's ``model_type``.
 AUTO = "auto"

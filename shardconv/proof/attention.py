@@ -66,13 +66,11 @@ class Attention(NamedTuple):
         rules: by the names of layers and tensors.
         units: by name.
         attributes: overrides of its attributes, as expressions.
-        full_width: the layer whose number of outputs its code expects to be that of all heads; "" if it does not.
     """
 
     rules: dict[str, RuleTable]
     units: dict[str, UnitTable]
     attributes: dict[str, str]
-    full_width: str
 
 
 class _Projections(NamedTuple):
@@ -100,7 +98,7 @@ class _Projections(NamedTuple):
 def find_attention(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], config: Mapping[str, object]
 ) -> Attention | None:
-    """The entries of a plan file for a module, or None if it is not attention with usual names.
+    """The entries of a plan file for a module, or None if it is not attention with usual names and local sizes.
 
     Args:
         name: of the module.
@@ -110,7 +108,7 @@ def find_attention(
     """
     found = _find_projections(name, module, modules)
     units = None if found is None else _units(name, found, config)
-    if found is None or units is None:
+    if found is None or units is None or _reshapes_to_input_width(module):
         return None
     rules: dict[str, RuleTable] = {
         found.query: {"style": "colwise", "unit": "query_head"},
@@ -122,8 +120,7 @@ def find_attention(
     rules |= dict(_gates(name, modules, found, {*rules}))
     if any(rule.get("unit") == "query_row" for rule in rules.values()):
         units["query_row"] = {"count": units["query_head"]["count"]}
-    full_width = found.query.removeprefix(f"{name}.") if _reshapes_to_input_width(module) else ""
-    return Attention(rules, units, _attributes(module, found.width, units["query_head"]["size"]), full_width)
+    return Attention(rules, units, _attributes(module, found.width, units["query_head"]["size"]))
 
 
 def _find_projections(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> _Projections | None:

@@ -16,7 +16,7 @@ from shardconv.convert.model import convert_with_request
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
-from shardconv.hf.isolation import isolated
+from shardconv.hf.package import isolated
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.outputs import cache_bytes, copy_inputs, float_tensors, greedy_tokens

@@ -14,8 +14,8 @@ from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
 from shardconv.hf.inputs import example_inputs
-from shardconv.hf.isolation import isolated
 from shardconv.hf.names import match_names
+from shardconv.hf.package import isolated
 from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused

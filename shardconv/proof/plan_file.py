@@ -28,7 +28,6 @@ class OverrideTable(TypedDict, total=False):
     """Module overrides of ``[modules]``."""
 
     attributes: dict[str, str]
-    full_width: str
 
 
 class MountTable(TypedDict, total=False):

@@ -103,8 +103,6 @@ def _overrides(attention: Attention, names: Mapping[str, str]) -> OverrideTable:
         table["attributes"] = {
             key: unit.sub(lambda match: names[match[0]], value) for key, value in attention.attributes.items()
         }
-    if attention.full_width:
-        table["full_width"] = attention.full_width
     return table
 
 

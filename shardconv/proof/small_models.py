@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.build import small_model
+from shardconv.hf.build import head_sizes, small_model
 from shardconv.hf.classes import model_class
-from shardconv.hf.heads import head_sizes
-from shardconv.hf.isolation import isolated
+from shardconv.hf.package import isolated
 from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
 from shardconv.plan.resolver import Resolver

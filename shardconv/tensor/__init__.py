@@ -3,14 +3,19 @@
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
-from shardconv.tensor.cost import Link, collective_time
+from shardconv.tensor.cost import Link, LinkReport, Timing, collective_time, fit_link, measure_link
 from shardconv.tensor.hooks import use_param_hooks
 from shardconv.tensor.interop import as_dtensor
-from shardconv.tensor.link import LinkReport, Timing, fit_link, measure_link
 from shardconv.tensor.operation import ParamHook
-from shardconv.tensor.parameters import named_sharded_parameters, shard_parameter
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
-from shardconv.tensor.sharded import from_global, from_local, redistribute, to_mesh
+from shardconv.tensor.sharded import (
+    from_global,
+    from_local,
+    named_sharded_parameters,
+    redistribute,
+    shard_parameter,
+    to_mesh,
+)
 from shardconv.tensor.spec import check_placements, dims_of, merge_dims, normalize_dims, placements_of
 
 __all__ = [

@@ -44,7 +44,7 @@ from shardconv.tensor.operation import (
     interrupted_backward,
     tensors_in,
 )
-from shardconv.tensor.parameters import is_sharded
+from shardconv.tensor.sharded import is_sharded
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

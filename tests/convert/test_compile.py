@@ -13,11 +13,10 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import FullWidth, LocalValues, SlicedTensors
-from shardconv.convert.modules import GatherOnUse, ParallelDepthwise, ParallelExperts, Sharded
+from shardconv.convert.extensions import GatherOnUse, SlicedTensors
+from shardconv.convert.modules import ForwardWithShards, ParallelDepthwise, ParallelExperts, Sharded, Substitutable
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.overrides import extend_class, gather_on_use
-from shardconv.convert.substitution import ForwardWithShards, Substitutable
 from shardconv.distributed import as_axis
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs
@@ -32,8 +31,6 @@ TYPES = {
     "llama": ("text generation", None),
     "mixtral": ("text generation", ParallelExperts),
     "resnet": ("image classification", Sharded),
-    "trocr": ("text generation", FullWidth),
-    "codegen": ("text generation", LocalValues),
     "siglip": ("zero-shot image classification", ParallelMultiheadAttention),
     "mobilebert": ("fill-mask", GatherOnUse),
     "mamba2": ("text generation", ParallelDepthwise),

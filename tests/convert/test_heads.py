@@ -1,26 +1,15 @@
 """Attention modules and norms over local heads on two ranks, compared with the same modules over all heads."""
 
-import threading
-
 import pytest
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.heads import (
-    FullWidth,
-    SlicedOutput,
-    SlicedTensors,
-    with_local_values,
-    with_unsharded_methods,
-)
-from shardconv.convert.modules import Sharded
-from shardconv.convert.multihead_attention import FunctionalAttention, ParallelMultiheadAttention
+from shardconv.convert.extensions import SlicedOutput, SlicedTensors
+from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
-from shardconv.convert.products import with_parallel_products
-from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
 from shardconv.plan.placement import Interval, Padding, Placement
@@ -43,205 +32,6 @@ def with_values(module):
 
 def near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-class Joined(nn.Module):
-    """Joins heads to the width of its input, and reshapes the input to that width."""
-
-    def forward(self, x, heads):
-        batch, tokens, width = x.shape
-        return torch.reshape(heads.transpose(1, 2), (batch, tokens, width)), x.view(-1, width)
-
-
-class Functional(nn.Module):
-    """Passes the weights of its layers to torch's function, with a mask per head."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x, mask, **options):
-        biases = torch.cat([self.q.bias, self.k.bias, self.v.bias])
-        weights = {f"{name}_proj_weight": getattr(self, name).weight for name in "qkv"}
-        options = {"use_separate_proj_weight": True, **weights, **options}
-        fixed_options = (None, biases, options.pop("bias_k", None), None, False, 0.0, self.o.weight, self.o.bias)
-        attend = torch.nn.functional.multi_head_attention_forward
-        return attend(x, x, x, WIDTH, HEADS, *fixed_options, attn_mask=mask, **options)[0]
-
-
-def check_functional(axis):
-    unsharded, own = with_values(Functional()), with_values(Functional())
-    placements = {name: shard_dim(0, [Unit(HEADS, SIZE)], axis.size) for name in "qkv"}
-    for name, placement in placements.items():
-        layer = getattr(own, name)
-        for leaf in ("weight", "bias"):
-            setattr(layer, leaf, nn.Parameter(take_shard(getattr(layer, leaf).data, placement, axis.rank)))
-    own.o.weight = nn.Parameter(take_shard(own.o.weight.data, shard_dim(1, [Unit(HEADS, SIZE)], axis.size), axis.rank))
-    extend_class(own, FunctionalAttention, axis, heads=shard_dim(0, [Unit(HEADS)], axis.size))
-    results = []
-    for module in (unsharded, own):
-        x, mask = fixed(5, 2, WIDTH).requires_grad_(), fixed(2 * HEADS, 5, 5, seed=2).requires_grad_()
-        output = module(x, mask, key_padding_mask=torch.arange(5).expand(2, 5) > 3)
-        output.sin().sum().backward()
-        results.append((output.detach(), x.grad, mask.grad, module.o.bias.grad))
-    for expected, found in zip(*results, strict=True):
-        near(found, expected)
-    near(own.q.weight.grad, take_shard(unsharded.q.weight.grad, placements["q"], axis.rank))
-    with pytest.raises(ValueError, match="is supported only with use_separate_proj_weight"):
-        own(fixed(5, 2, WIDTH), None, bias_k=fixed(1, 1, WIDTH))
-
-
-class Split(nn.Module):
-    """Divides the width of its input by the number of heads."""
-
-    def forward(self, x, heads, joined):
-        return joined.reshape(*joined.shape[:-1], heads, x.shape[-1] // heads)
-
-
-def check_full_width(axis):
-    x, heads = fixed(2, 5, WIDTH), fixed(2, HEADS, 5, SIZE)
-    expected, kept = Joined()(x, heads)
-    module = Joined()
-    extend_class(module, FullWidth, axis, full_width=WIDTH)
-    own = slice(axis.rank * 2, axis.rank * 2 + 2)
-    found, found_heads = module(x, heads[:, own])
-    assert torch.equal(found, expected.chunk(2, -1)[axis.rank])
-    assert torch.equal(found_heads, kept)
-    with pytest.raises(RuntimeError, match="is invalid for input of size"):
-        module(x, heads[:, :1])
-    split = Split()
-    extend_class(split, FullWidth, axis, full_width=WIDTH)
-    assert torch.equal(split(x, 2, fixed(2, 5, 2 * SIZE)), fixed(2, 5, 2 * SIZE).view(2, 5, 2, SIZE))
-
-
-class Blocks(nn.Module):
-    def forward(self, x):
-        count = 4
-        return x.unflatten(-1, (count, -1)).sum(-1)
-
-
-class Mixed(nn.Module):
-    """One method returns values per head; the other rolls them to the next head."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads, self.proj = HEADS, nn.Linear(WIDTH, HEADS)
-
-    def own(self, x):
-        return self.proj(x).view(-1, self.heads)
-
-    def other(self, x):
-        return self.proj(x).view(-1, self.heads).roll(1, -1)
-
-    def forward(self, x):
-        return self.own(x) * self.other(x)
-
-
-def check_mixed_heads(axis):
-    unsharded, module = with_values(Mixed()), with_values(Mixed())
-    x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
-    expected = unsharded(x)
-    (expected * fixed(2, HEADS)).sum().backward()
-    module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, counts=["heads"], group=axis)
-    full = {"heads": HEADS}
-    halves = shard_dim(1, [Unit(HEADS)], 2)
-    kind = with_unsharded_methods(("other",), tuple(full))
-    extend_class(module, kind, axis, unsharded={"other": halves}, full_attributes=full)
-    for _ in range(2):
-        found = module(own)
-        near(found, take_shard(expected, halves, axis.rank))
-    (found * take_shard(fixed(2, HEADS), halves, axis.rank)).sum().backward()
-    near(own.grad, x.grad)
-    near(module.proj.weight.grad, unsharded.proj.weight.grad.chunk(2)[axis.rank])
-
-
-def check_full_width_with_padding(axis):
-    """Check three heads on two ranks; the second rank has one head of padding."""
-    module = Joined()
-    module.proj = ParallelLinear(WIDTH, 9, dim=-1, placement=shard_dim(0, [Unit(3, SIZE, pad=True)], 2), group=axis)
-    extend_class(module, FullWidth, axis, full_width=9)
-    heads = fixed(2, 2, 5, SIZE)
-    found, _ = module(fixed(2, 5, 9), heads)
-    assert torch.equal(found, heads.transpose(1, 2).flatten(2))
-
-
-class Attending(nn.Module):
-    """A column parallel product, a row parallel one, and a row parallel one with sharded output, in two methods."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.gate, self.o = (nn.Parameter(torch.empty(WIDTH, HEADS)) for _ in range(3))
-
-    def joined(self, heads, residual):
-        return torch.einsum("bn,wn->bw", heads, self.o) + residual
-
-    def forward(self, x):
-        heads = torch.tanh(x.to(self.q.dtype) @ self.q[:, :])
-        gates = torch.einsum("bn,wn->bw", heads, self.gate)
-        return self.joined(heads * gates.sum(-1, keepdim=True), x)
-
-
-class Read(Attending):
-    """Reads a parameter without a product."""
-
-    def forward(self, x):
-        return x * self.q.sum()
-
-
-class Enclosed(Attending):
-    """Uses ``__class__`` in its method."""
-
-    def forward(self, x):
-        return super().forward(x @ self.q)
-
-
-PRODUCTS = (("gate", "rowwise_shared"), ("o", "rowwise"), ("q", "colwise"))
-
-
-def check_products(axis):
-    unsharded, module = with_values(Attending()), with_values(Attending())
-    x, own = (fixed(2, WIDTH).requires_grad_() for _ in range(2))
-    expected = unsharded(x)
-    (expected * fixed(2, WIDTH)).sum().backward()
-    columns = shard_dim(1, [Unit(HEADS)], 2)
-    extend_class(module, Sharded, axis, styles={})
-    extend_class(module, with_parallel_products(Attending, PRODUCTS), axis)
-    module.placements = dict.fromkeys(("q", "gate", "o"), columns)
-    for name in module.placements:
-        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, columns, axis.rank)))
-    found = module(own)
-    near(found, expected)
-    (found * fixed(2, WIDTH)).sum().backward()
-    near(own.grad, x.grad)
-    for name, parameter in unsharded.named_parameters():
-        near(getattr(module, name).grad, take_shard(parameter.grad, columns, axis.rank))
-
-
-@pytest.mark.parametrize(
-    ("kind", "products", "message"),
-    [
-        (Attending, (("q", "colwise"), ("w", "rowwise")), "have a product with w: its rules are for other code"),
-        (Read, (("q", "colwise"),), "Read.forward: uses q otherwise than in a product"),
-        (Enclosed, (("q", "colwise"),), "uses __class__ of an enclosing function"),
-    ],
-)
-def test_products_of_other_code(kind, products, message):
-    with pytest.raises(ValueError, match=message):
-        with_parallel_products(kind, products)
-
-
-class Counted(nn.Module):
-    def forward(self, x):
-        return x
-
-
-def check_local_names(axis):
-    module = Blocks()
-    extend_class(module, with_local_values(Blocks, ("count",)), axis, local_values={"count": 2})
-    assert torch.equal(module(torch.arange(8)), torch.tensor([6, 22]))
-    assert torch.equal(Blocks()(torch.arange(8)), torch.tensor([1, 5, 9, 13]))
-    with pytest.raises(PlanError, match=r"Counted.forward assigns no count"):
-        with_local_values(Counted, ("count",))
 
 
 def check_sliced_output(axis):
@@ -370,13 +160,7 @@ def check_replicated_rows(axis):
 @pytest.mark.parametrize(
     "check",
     [
-        check_full_width,
-        check_functional,
-        check_local_names,
         check_sliced_output,
-        check_products,
-        check_mixed_heads,
-        check_full_width_with_padding,
         check_layer_norm,
         check_replicated_rows,
     ],
@@ -389,38 +173,3 @@ def test_modules(ranks, check):
 @pytest.mark.parametrize("mask", ["none", "tokens", "heads"])
 def test_attention(ranks, batch_first, mask):
     ranks("pair", check_attention, batch_first, mask)
-
-
-class Paused(Mixed):
-    """Waits in the method that mixes heads until another thread has run."""
-
-    entered, may_leave = threading.Event(), threading.Event()
-
-    def other(self, x):
-        self.entered.set()
-        assert self.may_leave.wait(60)
-        return super().other(x)
-
-
-def test_threads_of_mixed_heads():
-    """A thread reads local attributes while a method in another thread reads full ones."""
-    axis = Axis("tensor", 0, 1, (0,), None)
-    module = with_values(Paused())
-    layer = module.proj = ParallelLinear.convert_parallel_linear(module.proj, -1, group=axis)
-    module.heads = HEADS // 2
-    kind = with_unsharded_methods(("other",), ("heads",))
-    places = {"other": shard_dim(1, [Unit(HEADS)], 1)}
-    extend_class(module, kind, axis, unsharded=places, full_attributes={"heads": HEADS})
-    x, found = fixed(2, WIDTH), []
-    thread = threading.Thread(target=lambda: found.append(module.other(x)))
-    thread.start()
-    try:
-        assert module.entered.wait(60)
-        assert (module.heads, module.proj, layer.gather_output) == (HEADS // 2, layer, False)
-        assert module.own(x).shape == (4, HEADS // 2)
-        module.heads = 1  # neither thread resets it
-    finally:
-        module.may_leave.set()
-        thread.join()
-    assert found[0].shape == (2, HEADS)
-    assert module.heads == 1

@@ -18,11 +18,9 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.heads import LocalValues, UnshardedMethods
 from shardconv.convert.model import convert_with_request, sort_keys
 from shardconv.convert.module_rules import slice_features, slice_items, slice_matrices
-from shardconv.convert.modules import ParallelExperts, ParallelProducts
-from shardconv.convert.substitution import ForwardWithShards
+from shardconv.convert.modules import ForwardWithShards, ParallelExperts
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
@@ -386,9 +384,6 @@ def test_attentions_by_the_config_are_refused(ranks):
 #: Model types with each kind of class that is created at run time.
 PICKLED = {
     "mixtral": ("text generation", ParallelExperts),
-    "codegen": ("text generation", LocalValues),
-    "prophetnet": ("text generation", UnshardedMethods),
-    "xlnet": ("text generation", ParallelProducts),
     "mobilebert": ("fill-mask", ForwardWithShards),
 }
 
@@ -451,7 +446,6 @@ WRONG_OVERRIDES = {
         '"**.mlp" = { attributes = { "config.x" = 1 } }',
         "LlamaMLP does not have 'config.x'",
     ),
-    "unknown local variable": ('"**.mlp" = { locals = { x = 1 } }', "LlamaMLP.forward assigns no x"),
     "unknown unit": ('"**.mlp" = { norms = "heads" }', "unit 'heads' is unknown"),
     "unit of an input": (
         '"**.mlp" = { inputs = { x = { dim = 0, unit = "heads" } } }',
@@ -462,7 +456,6 @@ WRONG_OVERRIDES = {
         '"**.self_attn" = { slices = { head_dim = { dim = 0, unit = "query_head" } } }',
         "can be sliced",
     ),
-    "constant for an unknown variable": ('"**.mlp" = { locals = { count = 2 } }', "LlamaMLP.forward assigns no count"),
     "unit without a count": ('"**.self_attn" = { attributes = { head_dim = "single" } }', "follows from a tensor"),
 }
 

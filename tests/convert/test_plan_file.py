@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardconv
-from shardconv.convert import versions
+from shardconv.convert import model as conversion
 from shardconv.distributed import Axis
 
 UNITS = """
@@ -322,12 +322,12 @@ def test_own_row_parallel_matrices_need_an_override(ranks, tmp_path):
 def test_old_packages_are_refused(monkeypatch, tmp_path, package, old):
     found = {"torch": "2.12.0", "transformers": "5.10.1", package: old}
     needed = ["click>=8.2", 'torch>=2.12; extra == "torch"', 'transformers>=5.0; extra == "transformers"']
-    monkeypatch.setattr(versions, "version", found.__getitem__)
-    monkeypatch.setattr(versions, "_bounds", versions._bounds.__wrapped__)
-    monkeypatch.setattr(versions, "requires", {"shardconv": needed}.__getitem__)
+    monkeypatch.setattr(conversion, "version", found.__getitem__)
+    monkeypatch.setattr(conversion, "_bounds", conversion._bounds.__wrapped__)
+    monkeypatch.setattr(conversion, "requires", {"shardconv": needed}.__getitem__)
     monkeypatch.setitem(sys.modules, package, sys.modules.get(package) or ModuleType(package))
     (tmp_path / "net.toml").write_text(PLAN_FILE)
     with pytest.raises(shardconv.ShardconvError, match=rf"^{package} {re.escape(old)} is not supported \(expected "):
         shardconv.convert_model(Net(), str(tmp_path / "net.toml"), group=Axis("tensor", 0, 1, (0,), None))
     found[package] = "11.0rc1"
-    versions.check_versions()
+    conversion.check_versions()

@@ -504,7 +504,7 @@ class Widths(Attention):
         return x.unflatten(-1, (self.num_heads, -1))
 
 
-@pytest.mark.parametrize("modules", ["full_width = 32", "attributes = { unrelated = 5 }", "gathered_output = true"])
+@pytest.mark.parametrize("modules", ["attributes = { unrelated = 5 }", "gathered_output = true"])
 @pytest.mark.parametrize("kind", [Widths, OneHead])
 def test_overrides_of_other_things_do_not_turn_the_check_off(ranks, tmp_path, kind, modules):
     modules = modules.replace("unrelated", "head_dim") if kind is OneHead else modules
@@ -528,13 +528,9 @@ def test_the_set_of_modules_is_made_once(monkeypatch):
 
 
 NANO = """
-[units]
-head = { count = 8, size = 4 }
 [rules]
-"attn.c_attn" = { style = "packed_colwise", segments = ["head", "head", "head"] }
-"attn.c_proj" = { style = "rowwise", unit = "head" }
-[modules]
-"attn" = { attributes = { n_head = "head", n_embd = "4 * head" }, full_width = "4 * head" }
+"attn.c_attn" = { style = "colwise_gather_output" }
+"attn.c_proj" = { style = "rowwise" }
 """
 
 
@@ -566,17 +562,16 @@ def check_nano(axis, path):
     torch.testing.assert_close(net.attn.c_proj.weight.grad, columns, atol=1e-5, rtol=1e-4)  # sums in another order
 
 
-def test_reshapes_to_the_width_of_the_input_need_three_overrides(ranks, tmp_path):
+def test_attention_that_reshapes_to_the_width_of_the_input_is_gathered(ranks, tmp_path):
     (tmp_path / "net.toml").write_text(NANO)
     ranks("pair", check_nano, tmp_path / "net.toml")
 
 
-@pytest.mark.parametrize("key", ["full_width", "attributes.n_head"])
-def test_unknown_units_in_expressions_are_named(ranks, tmp_path, key):
+def test_unknown_units_in_expressions_are_named(ranks, tmp_path):
     path = tmp_path / "net.toml"
-    path.write_text(f'{NANO.partition("[modules]")[0]}[modules]\n"attn" = {{ {key} = "4 * heads" }}\n')
+    path.write_text(f'{PLAN}[modules]\n"attn" = {{ attributes.num_heads = "4 * heads" }}\n')
     message = r"modules 'attn': unit 'heads' is unknown \(expected head, .*or a field of the config\): write head"
-    ranks("pair", check_plan, NanoAttention, path, "", message)
+    ranks("pair", check_plan, Counts, path, "", message)
 
 
 class Unnamed(OneHead):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardconv.layers import ParallelEmbedding, VocabParallelEmbedding
-from shardconv.layers.lookup import parallel_embedding
+from shardconv.layers.embedding import parallel_embedding
 
 LAYOUTS = ["pairs", "strided", "four"]
 VOCAB, WIDTH = 22, 8

@@ -183,7 +183,6 @@ def test_units_of_one_module_are_padded_together():
 #: Each way in which a module override depends on a unit.
 OVERRIDES = {
     "attributes": {"attributes": {"num_heads": "2 * number"}},
-    "locals": {"locals": {"num_heads": "number"}},
     "inputs": {"inputs": {"mask": SliceRule(1, "number")}},
     "slices": {"slices": {"slopes": SliceRule(0, "number")}},
     "slices of segments": {"slices": {"slopes": SliceRule(0, segments=("number", "number"))}},

@@ -14,7 +14,6 @@ from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
-from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction
@@ -96,7 +95,6 @@ def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
         ("llama", "heads", 0.5),
         ("deepseek_v3", "latent", 1.0),
         ("xlstm", "state", 0.5),
-        ("zamba", "heads, state", 0.5),
         ("reformer", "gathered", 1.0),
     ],
 )
@@ -127,14 +125,6 @@ def test_linear_attention_of_default_sizes(ranks, tmp_path):
     for layout, tp in (("pair", 2), ("four", 4)):
         split(tmp_path / "source", tmp_path / "split", tp=tp, overwrite=True)
         assert compared(ranks, layout, type(model), tmp_path, PlanRequest()) == "right"
-
-
-@pytest.mark.parametrize(("heads", "sizes"), [(4, (1, 2, 4)), (8, (1, 2, 4, 8)), (24, (1, 2, 4, 8, 12, 24))])
-def test_supported_tp_sizes_of_codegen(heads, sizes):
-    """Its qkv_proj has four blocks of heads; a rank holds several of them, or a fraction of one."""
-    specs = {"transformer.h.0.attn.qkv_proj.weight": TensorSpec("F32", (24 * heads, 8 * heads))}
-    config = {"model_type": "codegen", "n_head": heads, "n_embd": 8 * heads}
-    assert resolve(specs, config, PlanRequest()).resolver.tp_sizes().supported == sizes
 
 
 #: Verdicts on wrong rules: different outputs, or an error of the model on a rank.

@@ -216,10 +216,8 @@ def test_message_blames_the_plan_file_only_with_one():
     assert next(skipped_sizes("SRC", {}, {7: "reason."}, has_plan_file=True)).endswith(f"reason. {blame}")
 
 
-#: With gates per head, layers in separate modules, and code that joins heads to the width of its input.
-@pytest.mark.parametrize(
-    "model_type", cases(["beam", "moshi", "trocr", "prophetnet"], lambda name: name in {"beam", "prophetnet"})
-)
+#: With gates per head, and layers in separate modules.
+@pytest.mark.parametrize("model_type", cases(["beam", "moshi"], lambda name: name == "beam"))
 def test_proposal_shards_by_heads(model_type, tmp_path):
     small(model_class(CAUSAL, model_type)).save_pretrained(tmp_path)
     result = call("plan", tmp_path, "--propose")
@@ -231,7 +229,7 @@ def test_proposal_shards_by_heads(model_type, tmp_path):
 
 
 #: With attention, a state space, overrides of the family, experts, fused projections and interleaved projections.
-PROPOSED = cases(["gptj", "mamba", "phi3", "qwen3_moe", "codegen"], lambda name: name in {"gptj", "phi3"})
+PROPOSED = cases(["gptj", "mamba", "phi3", "qwen3_moe", "codegen", "trocr"], lambda name: name in {"gptj", "phi3"})
 
 
 @pytest.mark.parametrize("model_type", PROPOSED)

@@ -54,24 +54,11 @@ WRONG_OVERRIDES = {
         "bloom",
         '"**.self_attention" = { inputs = { alibi = { dim = 0, unit = "replicated" } } }',
     ),
-    "number of blocks": ("codegen", '"**.attn" = { locals = { mp_num = 4 } }'),
-    "full width": ("trocr", '"**.{self_attn,encoder_attn}" = { full_width = "d_model + 1" }'),
     "heads of an output": ("doge", '"**.dt_proj" = { output = { dim = 1, unit = "kv_row" } }'),
     "heads of a buffer": ("minimax", '"**.self_attn" = { slices = { query_decay = { dim = 1, unit = "head" } } }'),
     "states per channel": (
         "rwkv",
         '"**.attention" = { inputs = { state = { dim = 1, unit = "channel", size = 1, items = [2, 3] } } }',
-    ),
-    "heads of a method that mixes them": (
-        "prophetnet",
-        '"**.decoder.layers.*.self_attn" = '
-        '{ unsharded = { get_predict_relative_pos_embeddings = { dim = 1, unit = "decoder_head" } } }',
-    ),
-    "row parallel product": ("xlnet", '"**.rel_attn" = { products = { o = "colwise" } }'),
-    "column parallel product": ("xlnet", '"**.rel_attn" = { products = { r = "rowwise" } }'),
-    "row parallel product with sharded output": (
-        "zamba",
-        '"**.{mamba,mamba_decoder.mamba}" = { products = { x_proj_weight = "rowwise" } }',
     ),
     "slice of a replicated latent": ("deepseek_v3", '"**.kv_a_proj_with_mqa" = { shared_output = 0 }'),
 }

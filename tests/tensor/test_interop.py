@@ -13,8 +13,7 @@ from shardconv.distributed import destroy_parallel, groups
 from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.units import Unit, shard_dim
 from shardconv.tensor import as_dtensor
-from shardconv.tensor.chunked_shard import ChunkedShard
-from shardconv.tensor.interop import num_chunks
+from shardconv.tensor.interop import ChunkedShard, num_chunks
 from tests.support.matrix import cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended

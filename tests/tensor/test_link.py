@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from shardconv.tensor.cost import Link, collective_time
-from shardconv.tensor.link import LinkReport, fit_link, measure_link
+from shardconv.tensor.cost import Link, LinkReport, collective_time, fit_link, measure_link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.forked import run_python
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.audio import audio_inputs
 from shardconv.hf.inputs.configs import is_type
-from shardconv.hf.inputs.images import image_inputs
+from shardconv.hf.inputs.media import audio_inputs, image_inputs
 from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
 

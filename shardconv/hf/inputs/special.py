@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
-from shardconv.hf.inputs.audio import audio_features
 from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of
-from shardconv.hf.inputs.images import image_inputs
+from shardconv.hf.inputs.media import audio_features, image_inputs
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.config_fields import Fields, lookup
 

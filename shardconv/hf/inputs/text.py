@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.audio import AUDIO_INPUTS
 from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
-from shardconv.hf.inputs.images import IMAGE_INPUTS
+from shardconv.hf.inputs.media import AUDIO_INPUTS, IMAGE_INPUTS
 
 
 def text_inputs(

@@ -1,50 +1,48 @@
-"""Compilation of policies to rules for a model's tensors and to module overrides.
+"""Compilation of policies to rules for a model's tensors and to changes of modules.
 
 Owns the checks that policies fit the model. Does not change the model.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
-from shardconv.convert.classes import combined_class
-from shardconv.convert.forward_reader import Problem
-from shardconv.convert.overrides import Overrides, split_config_fields
-from shardconv.convert.policy_paths import MatchedModule, ParameterTarget
-from shardconv.convert.unchanged_counts import IN_CODE, Examined, check_counts
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from shardconv.layers.runtime_classes import combined_class
 from shardconv.plan.family import Family
-from shardconv.plan.policy import REPLICATE, Layer, Policy
 from shardconv.plan.rule import Rule, UnitRule
+from shardconv.policies.paths import MatchedModule, ParameterTarget
+from shardconv.policies.policy import REPLICATE, Layer, Policy
 from shardconv.support.errors import PlanError
 
 
+class ModuleChange(NamedTuple):
+    """The changes of policies to one module, beside its layers.
+
+    Attributes:
+        module: the module.
+        new_class: the class that takes the place of its own; None to keep that.
+        attributes: attributes, or ``config.`` and fields of its config, with their values on each rank.
+    """
+
+    module: nn.Module
+    new_class: type[nn.Module] | None
+    attributes: dict[str, object]
+
+
 class CompiledPolicies(NamedTuple):
-    """The rules and overrides of policies on one model.
+    """The rules and changes of policies on one model.
 
     Attributes:
         family: the rules: one for each tensor that a policy names, and one for all others.
         layer_classes: the parallel classes of linear layers for which a policy names one.
-        overrides: the module overrides.
+        changes: the changes to modules.
     """
 
     family: Family
     layer_classes: dict[nn.Module, type[ParallelLinear]]
-    overrides: list[Overrides]
-
-    def check_counts(self, examined: Iterable[Examined]) -> None:
-        """Refuse modules whose forward divides local features by a number that no policy replaces.
-
-        Raises:
-            PlanError: if one does.
-        """
-        found = (one._replace(is_unknown=False) for one in examined)
-        check_counts(found, self._remedy, PlanError)
-
-    def _remedy(self, _: Examined, problem: Problem | None) -> str:
-        count = None if problem is None else problem.divisor
-        return IN_CODE if count is None else f"return its number per rank from replace_arguments of {self.family.name}"
+    changes: list[ModuleChange]
 
 
 def as_policies(policy: object) -> tuple[type[Policy], ...]:
@@ -113,17 +111,13 @@ class _Compiler:
                 )
         units = {unit: UnitRule(int(unit)) for rule in self._rules.values() for unit in rule.segments}
         family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
-        return CompiledPolicies(family, self._layer_classes, self._overrides())
+        return CompiledPolicies(family, self._layer_classes, self._changes())
 
-    def _overrides(self) -> list[Overrides]:
+    def _changes(self) -> list[ModuleChange]:
         values: dict[nn.Module, dict[str, object]] = {module: {} for module in self._new_classes}
         for (module, name), value in self._attributes.items():
             values.setdefault(module, {})[name] = value
-        split = ((module, *split_config_fields(own)) for module, own in values.items())
-        return [
-            Overrides(module, new_class=self._new_classes.get(module), config_fields=fields, attributes=attributes)
-            for module, fields, attributes in split
-        ]
+        return [ModuleChange(module, self._new_classes.get(module), own) for module, own in values.items()]
 
     def _add_layers(self, matched: MatchedModule) -> None:
         for style, layer in matched.layers:

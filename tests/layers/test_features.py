@@ -14,8 +14,8 @@ from shardconv.layers import (
     VocabParallelEmbedding,
     get_parallel_dim,
 )
+from shardconv.layers.embedding import parallel_embedding
 from shardconv.layers.functional import parallel_linear
-from shardconv.layers.lookup import parallel_embedding
 from shardconv.layers.loss import parallel_cross_entropy
 
 BATCH, FEATURES, CLASSES = 3, 8, 10

@@ -1,7 +1,6 @@
 """Policies: Python classes that define how the modules of one class are sharded, with parallelformers' names.
 
-Converts the layers of a policy to rules for tensors. Independent of the modules of a model, which
-shardconv/convert/policy.py finds.
+Converts the layers of a policy to rules for tensors. Independent of the modules of a model, which paths.py finds.
 """
 
 from abc import ABC, abstractmethod

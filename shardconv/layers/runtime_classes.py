@@ -5,26 +5,17 @@ pickled. Each class is made once: two modules that are converted alike have the 
 """
 
 import copyreg
-from collections.abc import Callable, Hashable, Mapping
-from functools import cache, wraps
-from typing import Any, ClassVar, NamedTuple, ParamSpec, SupportsIndex, TypeVar, cast
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, SupportsIndex
 
 from torch import nn
 
-P = ParamSpec("P")
-ClassT = TypeVar("ClassT", bound=type)
-
 
 class _Recipe(NamedTuple):
-    """How to make a class again, in this process or in another one.
+    """The arguments of :func:`combined_class`; runtime classes among them are recipes, too."""
 
-    Attributes:
-        factory: a function of a module that :func:`class_factory` decorates.
-        arguments: its arguments; classes that were made by factories are recipes, too.
-    """
-
-    factory: Callable[..., type]
-    arguments: tuple[object, ...]
+    classes: tuple[object, ...]
 
 
 class RuntimeClass:
@@ -40,24 +31,6 @@ class RuntimeClass:
             return reduced
         _, (_, *arguments), *state = reduced
         return _new_instance, (_as_recipe(type(self)), *arguments), *state
-
-
-def class_factory(make: Callable[P, ClassT]) -> Callable[P, ClassT]:
-    """Decorate a function that returns a class of :func:`new_class`: the same arguments give the same class.
-
-    Args:
-        make: a function of a module, whose arguments can be hashed and pickled.
-    """
-
-    @cache
-    @wraps(make)
-    def factory(*arguments: Hashable) -> type:
-        made = cast("Callable[..., ClassT]", make)(*arguments)
-        assert issubclass(made, RuntimeClass)
-        made.recipe = _Recipe(factory, arguments)
-        return made
-
-    return cast("Callable[P, ClassT]", factory)  # functools.cache drops the types
 
 
 def new_class(original: type, bases: tuple[type, ...], attributes: Mapping[str, object] | None = None) -> type[Any]:
@@ -77,8 +50,7 @@ def new_class(original: type, bases: tuple[type, ...], attributes: Mapping[str, 
 def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
     """Return the class of a converted module: methods of ``kind``, which call those of the module's own class.
 
-    Two kinds of classes go behind the module's own: embeddings, which take the place of nn.Embedding among the bases
-    of a derived embedding, and :class:`Recompiled` classes, which take the place of the class that they recompile.
+    Embeddings go behind the module's own class: they take the place of nn.Embedding among the bases of a derived one.
 
     Args:
         kind: a parallel class, or another one to be mixed in.
@@ -88,33 +60,37 @@ def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
         return original
     if issubclass(kind, original) or issubclass(kind, nn.Linear):  # linear layers need no code of classes like Conv1D
         return kind
-    goes_last = issubclass(kind, nn.Embedding | Recompiled)
-    return combined_class(original, *((original, kind) if goes_last else (kind, original)))
+    return combined_class(original, *((original, kind) if issubclass(kind, nn.Embedding) else (kind, original)))
 
 
-@class_factory
-def combined_class(named_as: type, *bases: type) -> type:
-    """Make a class derived from several.
+def combined_class(named_as: type, *bases: type) -> type[Any]:
+    """Make a class derived from several; the same arguments give the same class.
 
     Args:
         named_as: the class whose name it gets.
         bases: the bases.
     """
-    return new_class(named_as, bases)
+    return _combined((named_as, *bases))
 
 
-class Recompiled(nn.Module):
-    """Base of classes derived from a module's own class, with methods that are recompiled from its source."""
+@cache
+def _combined(classes: tuple[type, ...]) -> type[Any]:
+    made = new_class(classes[0], classes[1:])
+    made.recipe = _Recipe(classes)
+    return made
 
 
 def _as_recipe(value: object) -> object:
-    """Replace a class of a factory by its recipe; return any other value as it is."""
+    """Replace a class of :func:`combined_class` by its recipe; return any other value as it is."""
     recipe: _Recipe | None = vars(value).get("recipe") if isinstance(value, type) else None
-    return value if recipe is None else _Recipe(recipe.factory, tuple(map(_as_recipe, recipe.arguments)))
+    return value if recipe is None else _Recipe(tuple(map(_as_recipe, recipe.classes)))
 
 
 def _from_recipe(value: object) -> object:
-    return value.factory(*map(_from_recipe, value.arguments)) if isinstance(value, _Recipe) else value
+    if not isinstance(value, _Recipe):
+        return value
+    classes: tuple[Any, ...] = tuple(map(_from_recipe, value.classes))
+    return _combined(classes)
 
 
 def _new_instance(recipe: object, *arguments: object) -> object:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.plan.policy import STYLE_OF, Layer, Policy
+from shardconv.policies.policy import STYLE_OF, Layer, Policy
 from shardconv.support.errors import PlanError
 
 _STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")

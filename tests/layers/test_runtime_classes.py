@@ -8,22 +8,21 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardconv.convert.classes import converted_class
-from shardconv.convert.heads import LocalValues, with_local_values
-from shardconv.convert.modules import AllReducedOutput, InputGradientAllReduce
+from shardconv.convert.extensions import InputGradientAllReduce, Unfused
+from shardconv.convert.modules import AllReducedOutput
 from shardconv.convert.overrides import extend_class
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, RowParallelLinear
+from shardconv.layers.runtime_classes import converted_class
 
 AXIS = Axis("tensor", 0, 1, (0,), None)
 
 
 class Counted(nn.Module):
-    """Multiplies by a local variable."""
+    """Multiplies by a number."""
 
     def forward(self, x):
-        count = 4
-        return x * count
+        return x * 3
 
 
 class Table(nn.Embedding):
@@ -44,7 +43,6 @@ def test_classes_are_cached():
     kind = converted_class(AllReducedOutput, Counted)
     assert converted_class(AllReducedOutput, Counted) is kind
     assert converted_class(AllReducedOutput, kind) is kind
-    assert with_local_values(Counted, ("count",)) is with_local_values(Counted, ("count",))
     assert (kind.__name__, kind.__qualname__, kind.__module__) == ("Counted", "Counted", __name__)
 
 
@@ -68,26 +66,15 @@ def test_other_classes_follow_the_parallel_class():
     assert converted_class(AllReducedOutput, Counted).__mro__[1] is AllReducedOutput
 
 
-def test_recompiled_class_replaces_its_original():
-    recompiled = with_local_values(Counted, ("count",))
-    assert converted_class(recompiled, Counted) is recompiled
-
-
-def test_recompiled_class_precedes_a_converted_one():
-    recompiled = with_local_values(Counted, ("count",))
-    below = converted_class(InputGradientAllReduce, Counted)
-    assert converted_class(recompiled, below).__mro__[1] is below
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_copies(protocol):
     """A module whose class was created in several steps."""
     module = Counted()
-    extend_class(module, with_local_values(Counted, ("count",)), AXIS, local_values={"count": 3})
+    extend_class(module, Unfused, AXIS)
     extend_class(module, InputGradientAllReduce, AXIS)
     for copied in (pickle.loads(pickle.dumps(module, protocol)), copy.deepcopy(module), copy.copy(module)):
         assert type(copied) is type(module)
-        assert isinstance(copied, LocalValues)
+        assert isinstance(copied, Unfused)
         assert torch.equal(copied(torch.ones(2)), 3 * torch.ones(2))
 
 

@@ -1,0 +1,1 @@
+"""Policies: the rules of a model written as Python classes, with parallelformers' names."""
