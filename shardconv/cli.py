@@ -19,7 +19,7 @@ from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.support.console import discard_unwritten, open_streams, show_error
 from shardconv.support.error_messages import describe
-from shardconv.support.errors import PeerError, ShardconvError, command_line, is_connection_error
+from shardconv.support.errors import PeerError, ShardconvError, is_connection_error
 from shardconv.support.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
 from shardconv.support.parent import PARENT, exit_with_parent
 from shardconv.support.rank_failures import is_launched, write_failure
@@ -81,8 +81,7 @@ def main() -> NoReturn:
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
-    with command_line():
-        code = _run()
+    code = _run()
     ignore_signals()
     sys.exit(code)
 

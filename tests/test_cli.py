@@ -270,7 +270,7 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
     [
         ("split tiny --tp 5000", "--tp is wrong (got 5000"),
         ("split tiny --tp 2 --rules lama", "family 'lama' is unknown"),
-        ("split tiny --tp 2 --replicate lm_haed", "--replicate 'lm_haed' matches no tensor"),
+        ("split tiny --tp 2 --replicate lm_haed", "--replicate lm_haed matches no tensor"),
         ("split tiny --tp 2 --replicate [", "--replicate '['"),
         ("split tiny --tp 2 --experts expert", "does not have tensors of experts"),
         ("split tiny --tp 2 --from meta", "does not hold files of --from meta"),

@@ -33,7 +33,7 @@ from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
-from shardconv.support.errors import ConfigError, PlanError
+from shardconv.support.errors import ConfigError, PlanError, option
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -245,8 +245,8 @@ def _resolver(
     if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: tensors may be sharded by their names, "
-            f"but the module overrides of such a model are unknown. Pass --rules FILE with a "
-            f"plan file, for a split checkpoint to shardconv split"
+            f"but the module overrides of such a model are unknown. Pass {option(rules='FILE')} with a plan file, for "
+            "a split checkpoint to shardconv split"
         )
     return resolver, None
 

@@ -108,7 +108,7 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
                 differences = list(_tensor_differences(_tensors_of(manifest, rank), _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
-        yield f"rank {rank}: {error}"
+        yield f"rank {rank}: {error.with_options()}"
     except ImportError as error:
         raise RunError(
             f"--engine vllm: vLLM {_version()} cannot be imported ({one_line(error)}): install what is missing, or a "

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from shardconv.files.storage.url import LOCK_NAME, SCHEMES, is_url, without_secrets
-from shardconv.support.errors import ShardconvError, UsageError
+from shardconv.support.errors import ShardconvError, UsageError, option
 
 #: A URL without its colon, which would be a path.
 _NO_COLON = re.compile(rf"(?P<scheme>{'|'.join(SCHEMES)})//(?P<rest>[^/].*)", re.DOTALL)
@@ -62,8 +62,8 @@ def unfinished(path: Path) -> str:
     for folder in (absolute, *absolute.parents[:2]):
         if (match := _STAGING_NAME.fullmatch(folder.name)) and folder.is_dir():
             return (
-                f"holds the files of an unfinished run for {folder.parent / match['name']}: {_KILLED} "
-                f"run its command again with --resume, or remove {folder}"
+                f"holds the files of an unfinished run for {folder.parent / match['name']}: {_KILLED} run its command "
+                f"again with {option(resume=True)}, or remove {folder}"
             )
     return ""
 
@@ -85,7 +85,8 @@ def missing_hint(path: Path, *, takes_url: bool = True) -> str:
     """
     if (partial := staging_folder(path)).exists():
         return (
-            f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
+            f" (a run has not finished writing it): {_KILLED} run its command again with {option(resume=True)}, or "
+            f"remove {partial}"
         )
     if hint := _similar_hint(path) or _several_hint(path):
         return hint

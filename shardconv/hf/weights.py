@@ -17,7 +17,7 @@ from shardconv.hf.classes import ModelClass
 from shardconv.hf.package import import_transformers
 from shardconv.hf.rotary import permute_local_heads
 from shardconv.plan.unused import known_unused
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 
 #: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
 _NO_ADAPTER = {"subfolder": ".no-adapter"}
@@ -142,8 +142,8 @@ def check_report(report: Mapping[str, Any], kind: str, path: Path, unused: Seque
     for what, names in found.items():
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            option = " If the model does not need them, pass --unused PATTERN." if names is left else ""
+            remedy = f" If the model does not need them, pass {option(unused=['PATTERN'])}." if names is left else ""
             raise RunError(
                 f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
-                f"tensors of the source, and split it again.{option}"
+                f"tensors of the source, and split it again.{remedy}"
             )

@@ -23,7 +23,7 @@ from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.plan.transformers_plan import transformers_family
-from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.formatting import counted
 
 
@@ -72,8 +72,8 @@ class PlanRequest:
             object.__setattr__(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
             raise UsageError(
-                f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
-                f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
+                f"{option(pad=True)} is not supported with the boundaries of {self.engine}, which reads sizes from "
+                "config.json: pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
 
     def to_json(self) -> PlanRequestJson:
@@ -120,7 +120,7 @@ class PlanRequest:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a plan request: {error!r}") from error
         except UsageError as error:  # of the run that wrote the data
-            raise ValueError(str(error)) from error
+            raise ValueError(error.message) from error
 
 
 class Resolution(NamedTuple):
@@ -202,7 +202,7 @@ def _check_families(user: Family) -> None:
             if name:
                 load_family(name)
         except UsageError as error:
-            raise PlanError(f"{user.origin}: {key}: {error.args[0]}") from error
+            raise PlanError(f"{user.origin}: {key}: {error.problem}") from error
 
 
 def _assumptions(
@@ -292,7 +292,7 @@ def _replicate_rule(name: str) -> Rule:
     try:
         return Rule(name, "replicate", origin=REPLICATE_OPTION, by_user=True)
     except ValueError as error:
-        raise UsageError(f"--replicate {name!r}: {error}") from error
+        raise UsageError(f"{option(replicate=[name])}: {error}") from error
 
 
 def family_of(config: Mapping[str, object], name: str = "") -> Family:

@@ -49,7 +49,7 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
     failed = torch.tensor(int(problem is not None), device=axis.message_device)
     if axis.size > 1 and reduce_from_tp(failed, group=axis):
         problems: list[str | None] = [None] * axis.size
-        dist.all_gather_object(problems, None if problem is None else shown(str(problem)), group=axis.group)
+        dist.all_gather_object(problems, None if problem is None else shown(problem.message), group=axis.group)
         for rank, text in enumerate(problems):
             if text is not None and problem is None:
                 raise PeerError(f"rank {rank}: {text}")
@@ -67,7 +67,7 @@ def run_on_first(step: Callable[[], T]) -> T:
         RunError: on all ranks, if it fails.
     """
     results, problem = attempt(step) if is_first_rank() else ([], None)
-    results, text = broadcast_from_first((results, None if problem is None else str(problem)))
+    results, text = broadcast_from_first((results, None if problem is None else problem.message))
     if text is not None:
         error = RunError(text)
         error.is_repeated = not is_first_rank()

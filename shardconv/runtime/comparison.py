@@ -25,7 +25,7 @@ from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, 
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions
 from shardconv.runtime.source_tensors import load_source
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
@@ -117,7 +117,9 @@ def _apply_adapter(model: PretrainedModel, folder: Path) -> None:
         with _without_kernel_warning():
             peft = import_module("peft")
     except ImportError as error:
-        raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
+        raise RunError(
+            f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
+        ) from error
     with temporary_folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
         merged = place / "adapter"

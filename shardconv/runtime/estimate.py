@@ -137,7 +137,7 @@ def _size_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
     if list(sizes) == [1]:
         _, error = attempt(partial(resolver.plan, 2))
         if error is not None:
-            yield str(error)
+            yield error.with_options()
     unpadded = resolver.padded(0)
     costs = {size: resolver.padding(size).memory for size in sizes if unpadded.blocked(size) is not None}
     if costs:
@@ -169,7 +169,7 @@ def _without_weights(path: Path, config: dict[str, object]) -> tuple[Source, tup
     except PlanError as error:
         notes.append(
             f"the config asks for quantized weights ({kind}), and unquantized ones are counted, as the config alone "
-            f"does not determine the others: they are smaller, and may support fewer tp sizes ({error})"
+            f"does not determine the others: they are smaller, and may support fewer tp sizes ({error.with_options()})"
         )
         return _source(path, _unquantized(config), specs), (f"{written}, {dtype}", *notes)
     by_config = f"linear layers and experts as quantized by the config ({kind}), the others {dtype}"
@@ -248,7 +248,7 @@ def _cost(
 
 
 def _first_line(error: ShardconvError) -> str:
-    return str(error).strip().splitlines()[0]
+    return error.with_options().strip().splitlines()[0]
 
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:

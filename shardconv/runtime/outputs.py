@@ -11,7 +11,7 @@ from shardconv.convert.converted_model import ConvertedModel
 from shardconv.convert.protocols import ModelOutput, Streamer, Tokenizer
 from shardconv.runtime.prompts import Codec, no_text_model
 from shardconv.runtime.run_options import RunOptions
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 
 #: The number of tokens that are reported for a mask.
 _NUM_CANDIDATES = 5
@@ -162,7 +162,7 @@ def refuse_nan(values: Tensor) -> None:
     if values.isnan().any():
         raise RunError(
             "the outputs of the model are NaN: a tensor of the checkpoint holds NaN, or its dtype overflows. Compare "
-            "with the source by shardconv verify --against SRC, or run in --dtype fp32"
+            f"with the source by shardconv verify --against SRC, or run in {option(dtype='fp32')}"
         )
 
 

@@ -16,7 +16,7 @@ from shardconv.distributed.groups import has_groups, launched_size
 from shardconv.runtime.agreement import attempt, check_same, run_on_all
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.versions import versions
-from shardconv.support.errors import PlanError, WorldSizeError
+from shardconv.support.errors import PlanError, WorldSizeError, option
 
 
 def connect_ranks(
@@ -82,7 +82,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
         if checkpoint.source is None:
             other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
         else:
-            other, remedy = "would be loaded", f"pass --tp {size}"
+            other, remedy = "would be loaded", f"pass {option(tp=size)}"
         raise WorldSizeError(
             f"{path}: {other} for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.tp}{f', or {remedy}' if _is_supported(manifest, size) else ''}"

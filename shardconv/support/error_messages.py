@@ -43,7 +43,7 @@ def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tab
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
     if isinstance(error, ShardconvError):
-        return str(error), error.exit_code
+        return error.with_options(), error.exit_code
     if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
         return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
     if isinstance(error, MemoryError):

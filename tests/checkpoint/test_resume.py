@@ -342,8 +342,8 @@ def test_other_options(job, target, options, message):
     ("options", "message"),
     [
         (["--dtype", "fp32"], "the interrupted run did not have --dtype (got --dtype fp32)"),
-        (["--replicate", "lm_head"], "the interrupted run did not have --replicate (got --replicate 'lm_head')"),
-        (["--rules", "llama"], "the interrupted run did not have --rules (got --rules 'llama')"),
+        (["--replicate", "lm_head"], "the interrupted run did not have --replicate (got --replicate lm_head)"),
+        (["--rules", "llama"], "the interrupted run did not have --rules (got --rules llama)"),
         (["--ranks", "1-3"], "the interrupted run did not have --ranks (got --ranks 1-3)"),
     ],
 )
@@ -359,11 +359,11 @@ def test_other_options_of_split(job, target, options, message):
         (["--dtype", "fp32"], [], "had --dtype fp32 (got none)"),
         (["--dtype", "fp32"], ["--dtype", "bf16"], "had --dtype fp32 (got --dtype bf16)"),
         (["--ranks", "0-1"], ["--ranks", "2-3"], "had --ranks 0,1 (got --ranks 2,3)"),
-        (["--rules", "llama"], ["--rules", "olmo2"], "had --rules 'llama' (got --rules 'olmo2')"),
+        (["--rules", "llama"], ["--rules", "olmo2"], "had --rules llama (got --rules olmo2)"),
         (
             ["--replicate", "lm_head", "--replicate", "*.norm"],
             [],
-            "had --replicate 'lm_head' --replicate '*.norm' (got none)",
+            "had --replicate lm_head --replicate '*.norm' (got none)",
         ),
         (["--max-file-size", "20kB"], ["--max-file-size", "1GB"], "had --max-file-size 20kB (got --max-file-size 1GB)"),
         (["--head-dim", "8"], [], "had --head-dim 8 (got none)"),

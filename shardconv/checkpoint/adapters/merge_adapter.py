@@ -26,7 +26,7 @@ from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 
 def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSource:
@@ -44,7 +44,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
     if layer := next((grid.logical_name(name) for name, grid in grids.items() if grid.role == VALUES), None):
         raise PlanError(
             f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
-            f"into quantized weights: split the model with --adapter, without --merge-adapter"
+            f"into quantized weights: split the model with {option('adapters')}, without {option(merge_adapter=True)}"
         )
     merge = _Merge(adapter, source, planned.resolution.resolver.rules)
     stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))

@@ -25,7 +25,7 @@ from shardconv.files.weight_formats import is_weights
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,8 @@ def merge(
     adapters = {name: read_folders([one.path / ADAPTERS / name for one in split.folders]) for name in manifest.adapters}
     if adapters and not is_folder:
         raise UsageError(
-            f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
+            f"{target}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change "
+            f"{option('dst')}"
         )
     headers = _headers(manifest, one_file=not is_folder)
     equals_source = not manifest.derived and list(headers.values()) == [header for _, header in manifest.source_files]
@@ -164,7 +165,7 @@ def _is_folder(target: Path) -> bool:
     if is_weights(target.name):
         raise UsageError(
             f"{target}: has the suffix of a weight file that merge does not write (got {target.suffix}, expected "
-            f".safetensors for one file, or a folder): change -o"
+            f".safetensors for one file, or a folder): change {option('dst')}"
         )
     return True
 

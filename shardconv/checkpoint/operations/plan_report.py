@@ -22,7 +22,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, TpSizes
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,11 @@ def report_plan(
     """
     if is_split(path := local_path(src)):
         if dtype is not None:
-            raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
+            raise UsageError(
+                f"{path}: is a split checkpoint, which {option('dtype')} cannot convert: pass the source instead"
+            )
         if base is not None:
-            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove --base")
+            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
         return _report_stored(path, tp, options)
     planned = plan_sources(src, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
     source, specs, _, (resolver, assumed), _ = planned
@@ -155,7 +157,7 @@ def _report_stored(folder: Path, tp: int | None, options: PlanOptions) -> PlanRe
     manifest = read_manifest(folder)
     is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
     if pad and is_adapter:
-        raise UsageError(f"{folder}: is an adapter, for which --pad is not supported: remove it")
+        raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan, specs = manifest.plan, manifest.source_tensors
     sizes = TpSizes((), ())
     assumed, padding = plan.assumed, NO_PADDING

@@ -29,7 +29,7 @@ from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,10 @@ def _check_team(team: Team, target: Path, *, resume: bool) -> None:
     if team.size == 1:
         return
     if resume:
-        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
+        raise UsageError(
+            f"{option(resume=True)} continues the run of one process (got {team.size}): remove it, or use "
+            f"{option('ranks')}"
+        )
     if is_remote(target):
         raise UsageError(f"{target}: several processes write one URL (got {team.size}): start one process")
 
@@ -237,11 +240,16 @@ def _meta_output(
 ) -> _Output:
     """The files of layout meta."""
     if not is_whole:
-        raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
+        raise UsageError(
+            f"layout meta is written for all ranks by one process: remove {option('ranks')}, and start one process"
+        )
     if max_file_size is not None:
-        raise UsageError("layout meta has one file per rank: remove --max-file-size")
+        raise UsageError(f"layout meta has one file per rank: remove {option('max_file_size')}")
     if adapters:
-        raise UsageError("layout meta does not hold adapters: pass --merge-adapter, or split them alone (--base)")
+        raise UsageError(
+            f"layout meta does not hold adapters: pass {option(merge_adapter=True)}, or split them alone "
+            f"({option('base')})"
+        )
     source = planned.source
     check_meta(source, tp)
     plan = planned.plan(tp)

@@ -35,7 +35,7 @@ from shardconv.files.storage.table import shown
 from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
-from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError
+from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def verify(
     if against is not None:
         if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
             found = " ".join(map(shown, folders))
-            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
+            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove {option('against')}")
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,
@@ -164,9 +164,9 @@ def verify(
 
 def _check_options(against: StrPath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
     """Refuse options of ``against`` without it."""
-    options = {"--ignore": ignore, "--follow-links": follow_links}
-    if against is None and (option := next((name for name, given in options.items() if given), None)):
-        raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
+    given = option("ignore") if ignore else option(follow_links=True) if follow_links else ""
+    if given and against is None:
+        raise UsageError(f"{given} requires {option('against')}: add {option(against='SOURCE')}, or remove {given}")
 
 
 def _one_folder(path: Path) -> SplitFolders:
@@ -239,7 +239,7 @@ def _adapter_differences(name: str, split: SplitFolders, threads: int | None) ->
     try:
         found = verify([folder.path / ADAPTERS / name for folder in split.folders], threads=threads).differences
     except SplitCheckpointError as error:
-        found = (str(error),)
+        found = (error.with_options(),)
     return [f"adapter {name}: {difference}" for difference in found]
 
 
@@ -265,7 +265,7 @@ def _compare_ranks(
     try:
         reader, inputs = read_ranks(manifest, split.folders, for_report=True)
     except IntegrityError as error:
-        return _RankFiles(Differences([str(error)], is_damaged=True))
+        return _RankFiles(Differences([error.with_options()], is_damaged=True))
     is_compared = source is not None and source.specs == manifest.source_tensors
     compared = source if is_compared else None
     with inputs:

@@ -16,7 +16,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.fileio import InputFiles, file_state
 from shardconv.files.storage.table import remote_file
 from shardconv.layouts.layout import NATIVE
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 #: Tensors whose values are sampled, as a file can change without another size or time.
 _NUM_SAMPLED = 64
@@ -82,8 +82,8 @@ def _check_versions(paths: Iterable[Path]) -> None:
     remote = (file for path in paths if (file := remote_file(path)) is not None)
     if (file := next((file for file in remote if not file.has_version), None)) is not None:
         raise UsageError(
-            f"{file.shown}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
-            f"detect that it was replaced: remove --resume, or download it first"
+            f"{file.shown}: its server sends neither an ETag nor the time of the last change, so {option(resume=True)} "
+            f"cannot detect that it was replaced: remove {option(resume=True)}, or download it first"
         )
 
 

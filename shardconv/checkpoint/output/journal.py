@@ -16,11 +16,11 @@ from typing import Any
 import xxhash
 
 from shardconv.checkpoint.output.job_difference import difference
-from shardconv.support.errors import OutputError, UsageError
+from shardconv.support.errors import OutputError, UsageError, option
 
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
-_START_OVER = "remove --resume to start over"
+_START_OVER = f"remove {option(resume=True)} to start over"
 
 #: Everything that determines the bytes of the new files, by names for messages.
 Job = dict[str, Any]
@@ -143,9 +143,14 @@ def check_resume(*, resume: bool, dry_run: bool, checksums: bool = True) -> None
         UsageError: if there are any.
     """
     if resume and not checksums:
-        raise UsageError("--resume compares what is on the disk with checksums: remove --no-checksums")
+        raise UsageError(
+            f"{option(resume=True)} compares what is on the disk with checksums: remove {option(checksums=False)}"
+        )
     if resume and dry_run:
-        raise UsageError("--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume")
+        raise UsageError(
+            f"{option(dry_run=True)} writes nothing, so it cannot resume: remove {option(dry_run=True)} or "
+            f"{option(resume=True)}"
+        )
 
 
 def _line(value: Mapping[str, Any]) -> str:

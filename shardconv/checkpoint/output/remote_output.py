@@ -13,7 +13,7 @@ from shardconv.files import storage
 from shardconv.files.storage.table import remote_output
 from shardconv.files.storage.url import Location, is_url, parse
 from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
-from shardconv.support.errors import OutputError, SourceError, UsageError
+from shardconv.support.errors import OutputError, SourceError, UsageError, option
 
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_output import RemoteOutput
@@ -41,7 +41,7 @@ def writes_remote(function: Callable[Parameters, Result]) -> Callable[Parameters
             return function(*args, **kwargs)
         location = parse(os.fspath(dst))
         if kwargs.get("resume"):
-            raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove --resume")
+            raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove {option(resume=True)}")
         with _target(location) as target:
             if len(args) > 1:
                 return function(args[0], target, *args[2:], **kwargs)  # type: ignore[arg-type] # a path for a path
@@ -79,11 +79,13 @@ def _target(location: Location) -> Iterator[Path]:
     if reason := _READ_ONLY.get("http" if location.is_web else location.scheme):
         raise UsageError(f"{location}: cannot be written: {reason}")
     if location.file and not location.file.endswith(".safetensors"):
-        raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
+        raise UsageError(
+            f"{location}: is not a folder or a .safetensors file: choose another path with {option('dst')}"
+        )
     try:
         output = storage.remote_output.RemoteOutput(location)
     except SourceError as error:
-        raise OutputError(str(error)) from None
+        raise OutputError(error.message) from None
     with output.mirrored() as target:
         yield target
 
@@ -106,7 +108,9 @@ def remote_staging(path: Path, output: "RemoteOutput", *, is_folder: bool, overw
         yield path
         return
     if is_folder and output.location.file:
-        raise UsageError(f"{output.location}: ends with .safetensors (expected a folder): choose another path with -o")
+        raise UsageError(
+            f"{output.location}: ends with .safetensors (expected a folder): choose another path with {option('dst')}"
+        )
     with output.writing(_order, overwrite=overwrite) as folder:
         yield folder
 

@@ -5,7 +5,6 @@ they are proven to be duplicates. All other weights are an error.
 """
 
 import os
-import shlex
 from collections.abc import Collection, Iterator, Mapping
 from glob import escape
 from pathlib import Path, PurePosixPath
@@ -16,7 +15,7 @@ from shardconv.checkpoint.sources.ignore import ignore_options, ignored_files
 from shardconv.files.paths import leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, option
 
 #: Maximum number of files in a message.
 _MAX_NAMES = 5
@@ -84,10 +83,10 @@ def refuse_adapter(folder: Path, names: Collection[str]) -> None:
     """
     adapter = [name for name in ADAPTER_FILES if name in names]
     if adapter and holds_base(names):
-        both = f"--adapter {str(folder)!r}"
+        both = option(adapters=[str(folder)])
         raise SourceError(
             f"{folder}: holds a PEFT adapter ({', '.join(adapter)}) next to the base model: pass {both} to split both, "
-            f"{both} --merge-adapter to split the model with the adapter merged, or "
+            f"{both} {option(merge_adapter=True)} to split the model with the adapter merged, or "
             f"{ignore_options(adapter, set(names) - {*adapter})} to split the base model without it"
         )
     if adapter == [ADAPTER_CONFIG]:
@@ -159,8 +158,8 @@ def _refuse_adapters(folder: Path, unknown: Collection[str], files: FolderFiles,
     adapters = [name for name in folders if f"{name}/{ADAPTER_CONFIG}" in files.kept]
     if not adapters or any(name in ADAPTER_FILES for name in checkpoint):
         return
-    split = " ".join(f"--adapter {str(folder / name)!r}" for name in adapters)
-    left_out = " ".join(f"--ignore {shlex.quote(escape(name))}" for name in adapters)
+    split = option(adapters=[str(folder / name) for name in adapters])
+    left_out = option(ignore=[escape(name) for name in adapters])
     raise SourceError(
         f"{folder}: holds PEFT adapters in subfolders ({', '.join(adapters)}): pass {split} to split them with the "
         f"base model, or {left_out} to leave these folders out"
@@ -184,4 +183,4 @@ def check_link(path: Path, folder: Path, *, follow_links: bool) -> None:
         SourceError: if it is one and ``follow_links`` is False.
     """
     if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")
+        raise SourceError(f"{path}: is a link out of its folder: pass {option(follow_links=True)} to read it")

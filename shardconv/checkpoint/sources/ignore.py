@@ -1,12 +1,11 @@
 """Glob patterns of files to leave out of a source (``--ignore``)."""
 
-import shlex
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path, PurePosixPath
 
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -46,8 +45,8 @@ def ignored_files(
         matched = [name for name in names if matches(name, pattern)]
         if not matched:
             raise UsageError(
-                f"--ignore {pattern!r} matches no file in {folder}: pass a pattern relative to that folder, such as "
-                f"'*.gguf' or 'original/*'"
+                f"{option(ignore=[pattern])} matches no file in {folder}: pass a pattern relative to that folder, such "
+                "as '*.gguf' or 'original/*'"
             )
         found |= dict.fromkeys(matched, pattern)
     return found
@@ -72,4 +71,4 @@ def ignore_options(names: Collection[str], others: Collection[str]) -> str:
         is_shared = sum(matches(other, by_suffix) for other in names) > 1
         is_safe = not any(matches(other, by_suffix) for other in others)
         patterns.append(by_suffix if is_shared and is_safe else escape(name))
-    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
+    return option(ignore=patterns)

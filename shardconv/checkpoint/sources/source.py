@@ -36,7 +36,7 @@ from shardconv.files.weight_formats import (
     without_weights,
 )
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,16 @@ def open_source(
     ):
         source = external
     elif source_layout is not None:
-        raise UsageError(f"--from {source_layout}: only applies to folders (got the file {path}): remove it")
+        raise UsageError(
+            f"{option(source_layout=source_layout)}: only applies to folders (got the file {path}): remove it"
+        )
     elif path.is_dir():
         source = _open_folder(path, None, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif is_index(path.name):
         folder, name = path.parent, path.name
         source = _open_folder(folder, name, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif ignore:
-        raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the file {path}): remove it")
+        raise UsageError(f"{option(ignore=ignore[:1])}: only applies to folders (got the file {path}): remove it")
     elif path.name in ADAPTER_FILES:
         raise SourceError(f"{path}: belongs to a PEFT adapter: pass its folder {path.parent}")
     elif any(path.name.endswith(one.suffixes) for one in SOURCE_FORMATS):
@@ -194,7 +196,7 @@ def open_source(
 def _read_config(path: Path) -> dict[str, object]:
     """Read the config of the user's option."""
     if not os.path.lexists(path):
-        raise SourceError(f"--config {path}: does not exist{missing_hint(path, takes_url=False)}")
+        raise SourceError(f"{option(config=path)}: does not exist{missing_hint(path, takes_url=False)}")
     return read_json(path)
 
 

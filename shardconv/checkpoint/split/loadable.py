@@ -22,7 +22,7 @@ from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
 from shardconv.files.paths import absolute_path
 from shardconv.files.storage.table import remote_file, shown, versions
-from shardconv.support.errors import SplitCheckpointError, UsageError
+from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Loadable:
         names = ", ".join(absolute_path(folder).name for folder in found)
         source, adapter = (shlex.quote(shown(path)) for path in (self.path, found[0]))
         return (
-            f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} "
-            f"--tp {self.manifest.tp}, and pass --adapter NAME)"
+            f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} --tp "
+            f"{self.manifest.tp}, and pass --adapter NAME)"
         )
 
     @property
@@ -147,7 +147,7 @@ def open_loadable(path: Path, *, tp: int | None, options: PlanOptions) -> Loadab
     if not is_split(path):
         refuse_adapter_alone(path, tp)
     if tp is None or is_split(path):
-        manifest = read_manifest(path, remedy="or load it without splitting it: --tp N")
+        manifest = read_manifest(path, remedy=f"or load it without splitting it: {option(tp='N')}")
         _refuse_options(path, manifest, tp, options)
         return Loadable(path, manifest)
     source, _, request, (resolver, assumed), _ = plan_source(path, **options)
@@ -161,7 +161,7 @@ def _refuse_options(path: Path, manifest: Manifest, tp: int | None, options: Pla
     """Refuse options that a split checkpoint does not use."""
     if tp not in (None, manifest.tp):
         raise UsageError(
-            f"{path}: is split for {manifest.tp} ranks (got --tp {tp}): remove --tp, or make a checkpoint for {tp} "
-            f"ranks with shardconv reshard {path} --tp {tp}"
+            f"{path}: is split for {manifest.tp} ranks (got {option(tp=tp)}): remove {option('tp')}, or make a "
+            f"checkpoint for {tp} ranks with shardconv reshard {path} --tp {tp}"
         )
     refuse_changes(path, options)

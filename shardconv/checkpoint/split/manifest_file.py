@@ -48,7 +48,9 @@ def read_manifest(folder: Path, *, remedy: str = "") -> Manifest:
         ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SourceError, PlanError) as error:
+    except (SourceError, PlanError) as error:
+        raise SplitCheckpointError(f"{path}: cannot be used: {error.message}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
 
 
@@ -79,7 +81,7 @@ def _refuse_without_manifest(path: Path) -> None:
         refuse_rank_files(folder, names)
         refuse_sharded_state(folder, names)
     except SourceError as error:
-        raise SplitCheckpointError(str(error)) from error
+        raise SplitCheckpointError(error.message) from error
 
 
 def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:

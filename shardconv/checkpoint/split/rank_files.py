@@ -10,7 +10,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.checksums import checksum_file
 from shardconv.files.fileio import InputFiles
 from shardconv.files.paths import leads_out
-from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, option
 
 #: The remedy for a damaged rank file.
 AGAIN = "copy it again, or split the source again"
@@ -44,7 +44,7 @@ def read_ranks(
         inputs = InputFiles(paths, prefixes, layout.file_bytes, remedy="" if for_report else f": {AGAIN}")
     except SourceError as error:
         kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
-        raise kind(str(error)) from error
+        raise kind(error.message) from error
     labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=manifest.checksums,
@@ -75,8 +75,8 @@ def check_ranks(manifest: Manifest, folder: Path, ranks: Sequence[int]) -> None:
     if missing := [rank for rank in ranks if rank not in manifest.ranks]:
         raise SplitCheckpointError(
             f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of {manifest.tp}): split "
-            f"the source on this host with --tp {manifest.tp} --ranks {as_option(missing)}, or start the ranks on the "
-            f"hosts that have them"
+            f"the source on this host with {option(tp=manifest.tp)} {option(ranks=as_option(missing))}, or start the "
+            "ranks on the hosts that have them"
         )
 
 
@@ -98,7 +98,7 @@ def open_rank(manifest: Manifest, folder: Path, rank: int) -> InputFiles:
     try:
         return InputFiles(paths, layout.prefixes[files], layout.file_bytes[files])
     except SourceError as error:
-        raise SplitCheckpointError(str(error)) from error
+        raise SplitCheckpointError(error.message) from error
 
 
 def check_readable(manifest: Manifest, folders: Sequence[SplitFolder]) -> None:

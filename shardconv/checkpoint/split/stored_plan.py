@@ -82,7 +82,7 @@ def runnable_plan(manifest: Manifest, folder: Path, *, dequantize: bool = False)
     try:
         plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
     except PlanError as error:
-        raise SplitCheckpointError(f"{folder}: {reason}: {error}. {_remedy(folder)}") from error
+        raise SplitCheckpointError(f"{folder}: {reason}: {error.message}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
             resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)

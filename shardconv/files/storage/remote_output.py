@@ -22,14 +22,14 @@ from shardconv.files.storage.transfer import submit
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
 from shardconv.files.storage.write_requests import Key, Requests, exists, finish, read
-from shardconv.support.errors import OutputError, ShardconvError, SourceError
+from shardconv.support.errors import OutputError, ShardconvError, SourceError, option
 from shardconv.support.temporary import temporary_folder
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
 #: How often files of an aborted run are looked for and deleted: a request that was given up can still be carried out.
 _NUM_REMOVALS = 3
-_GONE = "was written by another process: choose another path with -o"
+_GONE = f"was written by another process: choose another path with {option('dst')}"
 
 
 class RemoteOutput:
@@ -135,7 +135,7 @@ class RemoteOutput:
                 return {location.file: file} if file.exists() else {}
             files = list_files(location, explain_write)
         except SourceError as error:
-            raise OutputError(str(error)) from None
+            raise OutputError(error.message) from None
         return {name: file for name, file in files.items() if name != self._lock_name}
 
     def _publish(self, order: Callable[[str], int], *, overwrite: bool) -> None:
