@@ -17,10 +17,10 @@ from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.distributed.agreement import run_on_first
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
-from shardconv.runtime.agreement import run_on_first
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.run_options import RunOptions

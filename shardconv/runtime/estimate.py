@@ -20,6 +20,7 @@ from shardconv.checkpoint.sources.remote import reads_remote
 from shardconv.checkpoint.sources.source import Source, standalone_config
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
+from shardconv.distributed.agreement import attempt
 from shardconv.files.header import Header, TensorInfo, num_bytes
 from shardconv.files.json_files import read_json
 from shardconv.files.paths import local_path
@@ -31,7 +32,6 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.resolver import Resolver
-from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
 from shardconv.support.errors import PlanError, RunError, ShardconvError

@@ -22,14 +22,14 @@ from shardconv.checkpoint.sources.remote import local_folder
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.manifest_json import to_json
 from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
+from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.files.header import TensorInfo
 from shardconv.files.paths import local_path
-from shardconv.files.storage.table import shown, versions
+from shardconv.files.storage.table import REMOTE_VERSIONS, shown, versions
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
 from shardconv.layers import ParallelModule
@@ -37,7 +37,6 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter
-from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_config import find_model_class

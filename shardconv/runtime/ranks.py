@@ -11,9 +11,9 @@ from shardconv.checkpoint.split.loadable import Loadable
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
-from shardconv.runtime.agreement import attempt, check_same, run_on_all
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.versions import versions
 from shardconv.support.errors import PlanError, WorldSizeError, option

@@ -17,11 +17,11 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
+from shardconv.distributed.agreement import gather, is_first_rank
 from shardconv.distributed.devices import device_module
 from shardconv.files.storage.table import shown
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
-from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
 from shardconv.runtime.comparison import compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
@@ -125,7 +125,7 @@ def run_rank(
     model = _load(path, options, progress)
     load_seconds = time.perf_counter() - began
     check_input(model)
-    prompts = broadcast_from_first([prompt for prompt in prompts if prompt.strip()])
+    prompts = gather([prompt for prompt in prompts if prompt.strip()])[0]
     is_default = not prompts and options.token_ids and options.check is not None
     prompts = [default_ids(model)] if is_default else prompts
     run = _encode(model, codec, prompts, options)
@@ -143,7 +143,7 @@ def run_rank(
         outputs=tuple(outputs.texts),
         load_seconds=load_seconds,
         load_bytes=manifest.rank_layout.rank_bytes[0],
-        memory_bytes=tuple(gather_from_all(_peak_memory(model.device))),
+        memory_bytes=tuple(gather(_peak_memory(model.device))),
         dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
         first_token_seconds=streamer.first_token_seconds,
         tokens_per_second=streamer.tokens_per_second(len(prompts)),

@@ -9,11 +9,11 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import torch.distributed as dist
@@ -23,8 +23,13 @@ from torch.distributed.rendezvous import rendezvous
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.staging import as_output_errors, joined_staging, parent_folders
 from shardconv.checkpoint.output.team import Rows, Team
-from shardconv.checkpoint.split.views import View, describe_views, remedy
-from shardconv.files.checksums import checksum
+from shardconv.checkpoint.output.write import auxiliary_checksums
+from shardconv.checkpoint.sources.sample import sample_checksum
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_json import to_json
+from shardconv.distributed.agreement import View, difference
+from shardconv.files.storage.table import REMOTE_VERSIONS, versions
 from shardconv.support.errors import PeerError, RunError, UsageError
 from shardconv.support.exits import Removal
 
@@ -71,18 +76,12 @@ class SplitTeam(Team):
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: Path, splits: Sequence[tuple[Source, Manifest]]) -> None:
         """See :class:`Team`."""
-        own = {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
-        every, hosts = zip(*self._exchange((own, gethostname())), strict=True)
-        if different := [name for name in own if any(one[name] != every[0][name] for one in every)]:
-            views = [
-                View(str([one[name] for name in different]), "", host) for one, host in zip(every, hosts, strict=True)
-            ]
-            raise RunError(
-                f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
-                f"{remedy(different, 'pass the same source and options to all processes')}"
-            )
+        views = [View(*view) for view in self._exchange(View.here(target, _facts(splits)))]
+        remedy = "pass the same source and options to all processes"
+        if (error := difference(target, views, "process", remedy)) is not None:
+            raise error
         self._members = self._find_members(target.absolute().parent)
 
     def _find_members(self, folder: Path) -> list[int]:
@@ -227,6 +226,16 @@ class SplitTeam(Team):
         except BaseException:
             self._fail()
             raise
+
+
+def _facts(splits: Sequence[tuple[Source, Manifest]]) -> dict[str, object]:
+    """Facts that are equal in all processes that split sources together: plural name to value."""
+    return {
+        "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
+        "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
+        "values of tensors": [sample_checksum(source) for source, _ in splits],
+        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
+    }
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def _as_argument(argument: str, value: object) -> str:
 
 def _literal(value: object) -> str:
     """A value in Python: placeholders and numbers as they are, anything else as a string."""
-    is_string = isinstance(value, str) and not value.isupper()
+    is_string = isinstance(value, str) and not (value.isupper() or value.isdecimal())
     return json.dumps(value, ensure_ascii=False) if is_string else str(value)
 
 

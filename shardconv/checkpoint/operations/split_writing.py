@@ -14,7 +14,7 @@ from shardconv.checkpoint.output.job import journal_of, settings_of
 from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.remote_output import is_remote
 from shardconv.checkpoint.output.staging import staging
-from shardconv.checkpoint.output.team import Team, facts
+from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.write import (
     Checksums,
     auxiliary_bytes,
@@ -75,7 +75,7 @@ class SplitWriting:
             Bytes of full tensors that an interrupted run had written.
         """
         team = self.team
-        team.meet(target, partial(facts, (source, manifest), *adapters.values()))
+        team.meet(target, [(source, manifest), *adapters.values()])
         manifest = manifest.with_ranks(team.folder_ranks(manifest.ranks))
         if not manifest.is_complete:
             manifest = replace(manifest, sample=sample_checksum(source))

@@ -1,35 +1,19 @@
 """The processes that write one split checkpoint: one, unless a launcher such as torchrun started several.
 
-Defines the facts that processes compare and the interface of a team. :mod:`shardconv.runtime.split_team` implements
+Defines the interface of a team. :mod:`shardconv.runtime.split_team` implements
 the team of several processes with torch.distributed; nothing here depends on torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.output.write import auxiliary_checksums
-from shardconv.checkpoint.sources.sample import sample_checksum
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_json import to_json
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
-from shardconv.files.storage.table import versions
 
 #: For each rank the checksum of each stripe.
 Rows = tuple[tuple[str, ...], ...]
-
-
-def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
-    """Facts that are equal in all processes that split sources together: plural name to value."""
-    return {
-        "checkpoints or options": [to_json(replace(manifest, source_name=""), "") for _, manifest in splits],
-        "auxiliary files": [auxiliary_checksums(source) for source, _ in splits],
-        "values of tensors": [sample_checksum(source) for source, _ in splits],
-        REMOTE_VERSIONS: [versions(source.paths) for source, _ in splits],
-    }
 
 
 class Team:
@@ -47,12 +31,12 @@ class Team:
     is_first = True
     is_leader = True
 
-    def meet(self, target: Path, facts: Callable[[], Mapping[str, object]]) -> None:
+    def meet(self, target: Path, splits: Sequence[tuple[Source, Manifest]]) -> None:
         """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
 
         Args:
             target: the folder that this process writes.
-            facts: computes the facts that are compared: plural name to a value that JSON can represent.
+            splits: what it is: source and manifest of the checkpoint, and of the adapters in it.
         """
 
     def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:

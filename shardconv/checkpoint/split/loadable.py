@@ -18,10 +18,9 @@ from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.manifest_json import to_json
 from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
 from shardconv.files.paths import absolute_path
-from shardconv.files.storage.table import remote_file, shown, versions
+from shardconv.files.storage.table import REMOTE_VERSIONS, remote_file, shown, versions
 from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 

@@ -21,6 +21,10 @@ def remote_file(path: Path) -> "RemoteFile | None":
     return files.get(path)
 
 
+#: The name of the versions among facts that ranks or processes compare: each opens remote files by itself.
+REMOTE_VERSIONS = "versions of remote files"
+
+
 def versions(paths: Iterable[Path]) -> dict[str, str]:
     """Name to size and version of the remote files among paths, which processes that read them compare.
 
