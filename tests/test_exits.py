@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from shardconv.checkpoint.output import staging
+from shardconv.cli import describe
 from shardconv.files.storage.mirror import mirror
-from shardconv.support.error_messages import describe
 from shardconv.support.exits import Terminated
 from shardconv.support.temporary import temporary_folder
 

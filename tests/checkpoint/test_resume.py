@@ -25,7 +25,7 @@ from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output import job as job_module
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.job_difference import difference
-from shardconv.commands import notes
+from shardconv.commands import shared
 from shardconv.support.errors import OutputError
 from tests.support.checkpoints import (
     contents,
@@ -753,8 +753,8 @@ def test_every_form(made, others, target, words):
     ids=lambda words: words[0],
 )
 def test_rate_is_that_of_the_bytes_that_are_copied(made, others, target, monkeypatch, words):
-    monkeypatch.setattr(notes, "rate", lambda num_bytes, _: f"at {num_bytes} B")
-    monkeypatch.setattr(notes, "size", lambda num_bytes: f"{num_bytes} B")
+    monkeypatch.setattr(shared, "rate", lambda num_bytes, _: f"at {num_bytes} B")
+    monkeypatch.setattr(shared, "size", lambda num_bytes: f"{num_bytes} B")
     arguments = [word.format(made=made, others=others) for word in words]
     job = Job(arguments, shardconv.split, Path(arguments[1]), {})
     outputs = [call(*arguments, "-o", target.parent.parent / target.name).out]

@@ -21,7 +21,7 @@ from shardconv.commands.run import show_report
 from shardconv.runtime.run import RunOptions, check_run, explain_errors, run_rank
 from shardconv.support.console import Console
 from shardconv.support.errors import RunError, ShardconvError, UsageError
-from shardconv.support.rank_failures import RENDEZVOUS
+from shardconv.support.launched import RENDEZVOUS
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python
