@@ -123,7 +123,7 @@ def convert_model(
         convert_with_request(model, config, request, axis)
     except ConfigError as error:
         remedy = "set it in the config of the model, or set it in [config] of a plan file"
-        raise ConfigError(error.args[0], remedy) from error
+        raise ConfigError(error.problem, remedy) from error
     extend_model_class(model, axis)
     return model
 

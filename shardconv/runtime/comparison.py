@@ -29,7 +29,7 @@ from shardconv.distributed.agreement import run_on_first
 from shardconv.files.header import Header
 from shardconv.files.paths import missing_hint
 from shardconv.files.storage.table import shown
-from shardconv.files.weight_formats import CONFIG_NAME, MERGED, PYTORCH, SAFETENSORS, SOURCE_FORMATS
+from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
@@ -188,11 +188,12 @@ def check_unsharded(folder: Path, path: Path, manifest: Manifest, *, dequantize:
         RunError: if transformers does not load the folder, or it is of another model.
     """
     _check_folder(folder)
-    if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+    if manifest.merged_adapter is not None:
         place = shown(path)
         raise UsageError(
-            f"{place}: {merged}, so that it differs from its source: remove --check, or check the merged model "
-            f"(shardconv merge {place} -o MERGED; shardconv run MERGED --tp {manifest.tp} --check MERGED)"
+            f"{place}: the adapter {manifest.merged_adapter} is merged into it, so that it differs from its source: "
+            f"remove --check, or check the merged model (shardconv merge {place} -o MERGED; shardconv run MERGED "
+            f"--tp {manifest.tp} --check MERGED)"
         )
     if not dequantize:
         _check_names(folder)

@@ -20,7 +20,6 @@ from shardconv.checkpoint.sources.dtype_conversion import Conversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
-from shardconv.files.weight_formats import MERGED
 from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
@@ -52,7 +51,8 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
         source,
         stored=_with_files(stored, of_adapter),
         transforms={**source.transforms, **merge.transforms()},
-        derived=(*source.derived, f"the adapter {adapter.source.name} {MERGED}"),
+        derived=(*source.derived, f"the adapter {adapter.source.name} is merged into it"),
+        merged_adapter=adapter.source.name,
     )
     resolution = planned.resolution
     return planned._replace(

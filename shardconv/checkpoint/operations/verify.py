@@ -32,7 +32,7 @@ from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.header import total_bytes
 from shardconv.files.paths import local_path
 from shardconv.files.storage.table import shown
-from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
+from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
 from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError, option
@@ -125,9 +125,12 @@ def verify(
     split = read_folders(folders) if len(folders) > 1 else _one_folder(folders[0])
     manifest, source = split.manifest, None
     if against is not None:
-        if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+        if manifest.merged_adapter is not None:
             found = " ".join(map(shown, folders))
-            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove {option('against')}")
+            raise UsageError(
+                f"{found}: the adapter {manifest.merged_adapter} is merged into it: merge {found} and compare its "
+                f"tensors, or remove {option('against')}"
+            )
         source = open_source(
             local_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,

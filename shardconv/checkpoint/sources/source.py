@@ -61,6 +61,7 @@ class Source:
             place of theirs, such as a config with another dtype.
         assumed: assumptions about the source, as sentences.
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        merged_adapter: name of the adapter that is merged into the weights; None without one.
         dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
         is_config_given: whether the user passed the config, in place of that of the folder.
     """
@@ -81,6 +82,7 @@ class Source:
     made_files: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+    merged_adapter: str | None = None
     dtype: str | None = None
     is_config_given: bool = False
 

@@ -85,6 +85,7 @@ _SCHEMA = {
         "config": (dict, None),
         "ignore": [str],
         "derived": [str],
+        "merged_adapter": (str, None),
         "dtype": (str, None),
         "sample": (str, None),
         "is_config_given": bool,
@@ -113,6 +114,7 @@ class SourceJson(TypedDict):
     config: dict[str, object] | None
     ignore: list[str]
     derived: list[str]
+    merged_adapter: str | None
     dtype: str | None
     sample: str | None
     is_config_given: NotRequired[bool]
@@ -174,7 +176,9 @@ def checked(data: Mapping[str, object]) -> ManifestJson:
             raise ValueError("its rules have a missing key or a wrong type") from error
     if isinstance(source := body.get("source"), dict):
         # before there were sources without safetensors files, conversions, and folders with some of the ranks
-        absent: dict[str, object] = {"derived": [], "dtype": None, "sample": None, "is_config_given": False}
+        absent: dict[str, object] = {
+            "derived": [], "merged_adapter": None, "dtype": None, "sample": None, "is_config_given": False,
+        }  # fmt: skip
         body = {**body, "source": {**absent, **source}}
     has_types = _fits(body, _SCHEMA) and _fits(body.get("adapters", []), [str])
     if not has_types or (body["plan"]["rules"] is None) is not (version < _WITH_RULES):
