@@ -61,6 +61,12 @@ def test_a_message_is_part_of_another():
     assert error.problem == "no head_dim"
 
 
+@pytest.mark.parametrize("name", ["\x1e", "\x1f", "\x1e1\x1f", "\x1e{\x1f", "\x1e[1, 2\x1f"])
+def test_control_characters_of_a_name_are_not_an_option(name):
+    error = UsageError(f"{name}: pass {option(tp=4)}")
+    assert (str(error), error.with_options()) == (f"{name}: pass tp=4", f"{name}: pass --tp 4")
+
+
 def test_the_same_error_in_both_forms(tmp_path):
     shardconv.split(DEMO, tmp_path / "x", tp=2)
     with pytest.raises(shardconv.ShardconvError, match=r"choose another path with dst, or pass overwrite=True$"):

@@ -21,11 +21,11 @@ option in it is data (:func:`option`): the command line shows ``--overwrite``, a
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable
 
 #: An option in the text of an exception, between two control characters: the JSON of its argument and value.
-_OPTION = re.compile("\x1e(.*?)\x1f")
-#: Arguments with options of another name, and flags that turn something off.
+_OPTION = re.compile("\x1e([^\x1e\x1f]*)\x1f")
+#: Arguments whose options have another name.
 _FLAGS = {"dst": "-o", "adapters": "--adapter", "engine": "--for", "source_layout": "--from"}
 
 
@@ -42,32 +42,32 @@ def option(name: str = "", /, **values: object) -> str:
     return f"\x1e{json.dumps([argument, value], ensure_ascii=False)}\x1f"
 
 
-def _with_options(text: str) -> str:
-    return _OPTION.sub(lambda match: " ".join(_as_option(*json.loads(match[1]))), text)
+def _rendered(text: str, form: Callable[[str, object], str]) -> str:
+    """A text with its options in some form; other text between the same control characters stays as it is."""
+
+    def render(match: re.Match[str]) -> str:
+        try:
+            argument, value = json.loads(match[1])
+        except (ValueError, TypeError):  # of a name in a file
+            return match[0]
+        return form(argument, value)
+
+    return _OPTION.sub(render, text)
 
 
-def _with_arguments(text: str) -> str:
-    return _OPTION.sub(lambda match: _as_argument(*json.loads(match[1])), text)
-
-
-def _as_option(argument: str, value: object) -> Iterator[str]:
-    flag = _FLAGS.get(argument) or f"--{argument.replace('_', '-')}"
-    if value is False:
-        yield f"--no-{argument.replace('_', '-')}"
-    elif value is None or value is True:
-        yield flag
-    else:
-        yield from (f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, list) else [value]))
+def _as_option(argument: str, value: object) -> str:
+    name = str(argument).replace("_", "-")
+    flag = _FLAGS.get(argument) or f"--{name}"
+    if value is None or isinstance(value, bool):
+        return f"--no-{name}" if value is False else flag
+    return " ".join(f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, list) else [value]))
 
 
 def _as_argument(argument: str, value: object) -> str:
     if value is None:
         return argument
-    return (
-        f"{argument}=[{', '.join(map(_literal, value))}]"
-        if isinstance(value, list)
-        else f"{argument}={_literal(value)}"
-    )
+    literal = f"[{', '.join(map(_literal, value))}]" if isinstance(value, list) else _literal(value)
+    return f"{argument}={literal}"
 
 
 def _literal(value: object) -> str:
@@ -103,11 +103,11 @@ class ShardconvError(Exception):
 
     def __str__(self) -> str:
         """The message with arguments of Python."""
-        return _with_arguments(self.message)
+        return _rendered(self.message, _as_argument)
 
     def with_options(self) -> str:
         """The message with options of the command line: for commands and reports."""
-        return _with_options(self.message)
+        return _rendered(self.message, _as_option)
 
 
 class UsageError(ShardconvError):
