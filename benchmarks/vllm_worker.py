@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.check import construct, one_rank
 
 
 def status_bytes(field: str) -> int:

@@ -1,9 +1,12 @@
 """The entry of the command line: the group of commands, and how the process exits."""
 
 import gc
+import json
 import os
+import signal
 import sys
 import time
+from contextlib import suppress
 from typing import NoReturn
 
 import click
@@ -12,17 +15,23 @@ from shardconv import __version__
 from shardconv.commands.merge import merge
 from shardconv.commands.pad import pad, unpad
 from shardconv.commands.plan import plan
-from shardconv.commands.prove_rank import prove_rank
+from shardconv.commands.prove import prove_rank
 from shardconv.commands.reshard import reshard
 from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
-from shardconv.support.console import discard_unwritten, open_streams, show_error
-from shardconv.support.error_messages import describe
-from shardconv.support.errors import PeerError, ShardconvError, command_line, is_connection_error
-from shardconv.support.exits import Terminated, default_signals, exit_at_once, ignore_signals, raise_on_signals
-from shardconv.support.parent import PARENT, exit_with_parent
-from shardconv.support.rank_failures import is_launched, write_failure
+from shardconv.support.console import discard_unwritten, echo, open_streams
+from shardconv.support.errors import PeerError, ShardconvError, is_connection_error
+from shardconv.support.exits import (
+    NOTHING_LEFT,
+    Terminated,
+    default_signals,
+    describe_signal,
+    exit_at_once,
+    ignore_signals,
+    raise_on_signals,
+)
+from shardconv.support.launched import PARENT, exit_with_parent, is_launched, write_failure
 
 #: Seconds in which torchrun ends a process that leaves its error to another one. Rank 0 may still be importing torch.
 _END_SECONDS = 60.0
@@ -81,8 +90,7 @@ def main() -> NoReturn:
     open_streams()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's linear algebra would start threads that nothing uses
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
-    with command_line():
-        code = _run()
+    code = _run()
     ignore_signals()
     sys.exit(code)
 
@@ -116,7 +124,7 @@ def _report(error: BaseException) -> int:
     unwritten = discard_unwritten()
     if isinstance(error, OSError) and error.filename is None:
         error.filename = next(iter(unwritten), None)
-    code = show_error(error, as_json="--json" in sys.argv)
+    code = _show_error(error, as_json="--json" in sys.argv)
     discard_unwritten()
     return code
 
@@ -145,3 +153,65 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether another process reports the cause, or the same error."""
     is_repeated = isinstance(error, ShardconvError) and error.is_repeated
     return is_repeated or isinstance(error, PeerError) or is_connection_error(error)
+
+
+def _show_error(error: BaseException, *, as_json: bool) -> int:
+    """Print the message of an exception, with ``as_json`` also as an object; returns its exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    message, code = describe(error)
+    with suppress(OSError):  # the error may be that a stream cannot be written
+        if as_json:
+            echo(json.dumps({"error": message, "exit_code": code}))
+    with suppress(OSError):
+        if message:
+            echo(f"shardconv: {message}", err=True)
+    return code
+
+
+#: Package to the extra of shardconv with which commands that import it run.
+_EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers": "transformers"}
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """The message of an exception, with its notes, and the exit code."""
+    if isinstance(error, click.Abort) and error.__cause__ is not None:
+        error = error.__cause__  # click raises Abort from KeyboardInterrupt and EOFError
+    if isinstance(error, KeyboardInterrupt):
+        return describe_signal(signal.SIGINT, _left(error))
+    if isinstance(error, Terminated):
+        return describe_signal(signal.SIGTERM, _left(error))
+    notes = "; ".join(getattr(error, "__notes__", []))
+    message, code = _describe(error)
+    return f"{message}; {notes}" if notes else message, code
+
+
+def _left(error: BaseException) -> str:
+    """The notes of a signal and of earlier ones that it replaced, on files that may be left behind."""
+    notes: dict[str, None] = {}
+    other: BaseException | None = error
+    while other is not None:
+        if isinstance(other, (KeyboardInterrupt, Terminated)):
+            notes |= dict.fromkeys(getattr(other, "__notes__", []))
+        other = other.__context__
+    return "; ".join(notes) or NOTHING_LEFT
+
+
+def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a table: the first match counts
+    """The message and the exit code of an exception other than a signal."""
+    if isinstance(error, click.UsageError):
+        usage = f"\n{error.ctx.get_usage()}" if error.ctx else ""
+        return error.format_message() + usage, error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, ShardconvError):
+        return error.with_options(), error.exit_code
+    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
+        return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
+    if isinstance(error, MemoryError):
+        return "there is not enough memory", 1
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}", 1
+    return f"internal error: {type(error).__name__}: {error} (--debug shows the traceback; please report it)", 1

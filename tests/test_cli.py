@@ -21,7 +21,7 @@ from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
 from shardconv.checkpoint.operations.reshard import ReshardReport
 from shardconv.checkpoint.operations.split import SplitReport
 from shardconv.checkpoint.operations.verify import VerifyReport
-from shardconv.support import exits, progress
+from shardconv.support import console, exits
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import ENVIRONMENT, call, finish, run, start
 from tests.support.matrix import cases, each_once
@@ -270,7 +270,7 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
     [
         ("split tiny --tp 5000", "--tp is wrong (got 5000"),
         ("split tiny --tp 2 --rules lama", "family 'lama' is unknown"),
-        ("split tiny --tp 2 --replicate lm_haed", "--replicate 'lm_haed' matches no tensor"),
+        ("split tiny --tp 2 --replicate lm_haed", "--replicate lm_haed matches no tensor"),
         ("split tiny --tp 2 --replicate [", "--replicate '['"),
         ("split tiny --tp 2 --experts expert", "does not have tensors of experts"),
         ("split tiny --tp 2 --from meta", "does not hold files of --from meta"),
@@ -388,7 +388,7 @@ def test_version():
 
 def test_progress_without_a_terminal(commands, monkeypatch):
     """Lines on stderr, at intervals."""
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     result = call(*commands["split"], "--json")
     lines = result.err.splitlines()
     assert lines
@@ -398,7 +398,7 @@ def test_progress_without_a_terminal(commands, monkeypatch):
 
 
 def test_no_progress_when_quiet(commands, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
     assert call(*commands["split"], "-q") == (0, "", "")
 
 
@@ -414,7 +414,7 @@ def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
 
     reader = threading.Thread(target=read)
     reader.start()
-    at_once = "import shardconv.support.progress; shardconv.support.progress.BAR_SECONDS = 0"
+    at_once = "import shardconv.support.console; shardconv.support.console.BAR_SECONDS = 0"
     done = run(*arguments, stderr=end, patch=at_once, env={"TERM": "xterm-256color", "COLUMNS": "80", **environment})
     os.close(end)
     reader.join()

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardconv.support.console import Console, show_error
+from shardconv.cli import _show_error
+from shardconv.support.console import Console
 from shardconv.support.errors import SourceError
 
 HOSTILE = "a\x1b[2Jb\u202ec\x9bd\u2028e"
@@ -30,7 +31,7 @@ def test_every_way_to_print_escapes(capsys):
     console.table(["Tensor"], [[HOSTILE]])
     console.warn([HOSTILE])
     console.note([HOSTILE])
-    assert show_error(SourceError(f"held by {HOSTILE}"), as_json=False) == 1
+    assert _show_error(SourceError(f"held by {HOSTILE}"), as_json=False) == 1
     found = capsys.readouterr()
     assert found.out.splitlines() == [ESCAPED, ESCAPED, "Tensor", ESCAPED]
     assert found.err.splitlines() == [ESCAPED, ESCAPED, f"shardconv: held by {ESCAPED}"]

@@ -6,7 +6,7 @@ import pytest
 
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.existing import NewCheckpoint
-from shardconv.support.error_messages import describe
+from shardconv.cli import describe
 from shardconv.support.exits import Terminated
 from shardconv.support.temporary import temporary_folder
 

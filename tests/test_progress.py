@@ -2,16 +2,16 @@
 
 import pytest
 
-from shardconv.support import progress
+from shardconv.support import console
+from shardconv.support.console import Lines
 from shardconv.support.formatting import time_left
-from shardconv.support.progress import Lines
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A list whose first element is the time."""
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     return now
 
 

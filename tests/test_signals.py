@@ -42,7 +42,7 @@ import os, signal, sys
 import shardconv.__main__
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def report(event, arguments):
-    if event == "import" and arguments[0] == "shardconv.support.parent":
+    if event == "import" and arguments[0] == "shardconv.support.launched":
         os.write(1, b"x")
 sys.addaudithook(report)
 shardconv.__main__.main()

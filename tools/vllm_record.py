@@ -23,7 +23,7 @@ import torch
 import xxhash
 from safetensors.numpy import save_file
 
-from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.check import construct, one_rank
 from tools.composition import Numbering, compose, describe, edit_of, numbers_of, pattern
 from tools.torchvision import declare_operators
 from tools.vllm_kernels import without_kernels

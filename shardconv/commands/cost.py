@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 import click
 
 from shardconv.commands.html import HtmlFile, plan_for_page
-from shardconv.commands.numbers import COUNT, Number
-from shardconv.commands.options import PlanFlags, SourcePath
+from shardconv.commands.options import COUNT, Number, PlanFlags, SourcePath
 from shardconv.commands.sections import COST, section
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError

@@ -101,4 +101,4 @@ def plan_for_page(
     try:
         return report_plan(src, tp=tp, **options), None
     except ShardconvError as error:
-        return None, str(error)
+        return None, error.with_options()

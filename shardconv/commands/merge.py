@@ -4,7 +4,6 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import dry_run_notes, resume_notes, written
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -15,9 +14,9 @@ from shardconv.commands.options import (
     write_options,
 )
 from shardconv.commands.sections import OneProcessCommand
-from shardconv.commands.source_progress import source_progress
+from shardconv.commands.shared import adapter_notes, closing_notes, source_progress, written
 from shardconv.support.console import Console
-from shardconv.support.formatting import counted, size
+from shardconv.support.formatting import size
 
 
 class _MergeFlags(WriteFlags):
@@ -61,14 +60,10 @@ def merge(
     origin = "; ".join(report.derived) or origin
     verb = written(report, report.num_bytes)
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
-    adapters = [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"] * bool(
-        report.adapters
-    )
     lines = [
         line,
-        *adapters,
+        *adapter_notes(report.adapters),
         *report.notes,
-        *resume_notes(report, resume=options["resume"]),
-        *dry_run_notes(report, overwrite=options["overwrite"]),
+        *closing_notes(report, options),
     ]
     console.report(report, lines, quiet_warnings=[line] if report.is_identical is None else [])

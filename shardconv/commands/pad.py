@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.check_source import CHECK_MODEL
-from shardconv.commands.notes import dry_run_notes, notes, padding_notes, resume_notes, written
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -19,6 +17,7 @@ from shardconv.commands.options import (
     write_options,
 )
 from shardconv.commands.sections import CHECKS, PLAN, OneProcessCommand, section
+from shardconv.commands.shared import CHECK_MODEL, closing_notes, notes, padding_notes, written
 from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import size
@@ -103,8 +102,7 @@ def pad(
             f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}; {verb}",
             *padding_notes(report.padding),
             f"config.json: {', '.join([*changes, *added])}",
-            *resume_notes(report, resume=options["resume"]),
-            *dry_run_notes(report, overwrite=options["overwrite"]),
+            *closing_notes(report, options),
             *report.notes,
             *notes((), report.left_out),
         ],
@@ -139,5 +137,5 @@ def unpad(
     line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
     console.report(
         report,
-        [line, *resume_notes(report, resume=options["resume"]), *dry_run_notes(report, overwrite=options["overwrite"])],
+        [line, *closing_notes(report, options)],
     )

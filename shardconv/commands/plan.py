@@ -2,7 +2,6 @@
 
 import gc
 import re
-import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,10 @@ import click
 from click.core import ParameterSource
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.commands.check_source import CHECK_MODEL, check_source
 from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
 from shardconv.commands.html import HtmlFile, html_options
-from shardconv.commands.notes import layout_note, model_notes, notes, padding_notes
-from shardconv.commands.numbers import COUNT
 from shardconv.commands.options import (
+    COUNT,
     FAMILY,
     SOURCE_PATH,
     PlanFlags,
@@ -28,7 +25,17 @@ from shardconv.commands.options import (
     output_options,
     plan_options,
 )
+from shardconv.commands.prove import show_proof
 from shardconv.commands.sections import CHECKS, PLAN, REPORT, Command, section
+from shardconv.commands.shared import (
+    CHECK_MODEL,
+    adapter_notes,
+    check_source,
+    layout_note,
+    model_notes,
+    notes,
+    padding_notes,
+)
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -37,7 +44,6 @@ from shardconv.support.formatting import counted, ranges, size, sizes
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
     from shardconv.plan.tp_sizes import BlockedTp
-    from shardconv.proof.report import ProofReport
 
 
 #: The largest tensor parallel size with padding in the output without --json, and how many are listed in any case.
@@ -170,7 +176,7 @@ def plan(
         console.document(text, tomllib.loads)
         return
     if prove:
-        _prove(src, console, tp=tp, check_model=check_model is not False, **options)
+        show_proof(src, console, tp=tp, check_model=check_model is not False, **options)
         return
     with console.progress("read headers", counts=True) as progress, header_progress(progress):
         report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
@@ -216,69 +222,6 @@ def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
     console.report(found, lines or [f"no family or model type contains {word!r}{similar}"])
 
 
-def _prove(
-    src: SourcePath,
-    console: Console,
-    *,
-    tp: int | None,
-    check_model: bool,
-    **options: Unpack[PlanFlags],
-) -> None:
-    """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
-    gc.enable()
-    with ImportPhase():
-        from shardconv.proof.prove import prove
-    with console.progress("prove", counts=True) as progress:
-        report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, progress=progress, **options)
-    gaps, verdict = _gaps(report), _verdict(report)
-    console.report(
-        report,
-        [*_proof_lines(report), *gaps, verdict],
-        quiet_warnings=gaps if report.is_proven else [*_proof_lines(report), *gaps, verdict],
-    )
-    if not report.is_proven:
-        sys.exit(3 if report.proofs else 1)
-
-
-def _proof_lines(report: "ProofReport") -> list[str]:
-    numel = f"{report.num_parameters:,} randomly initialized parameters"
-    lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
-    for proof in report.proofs:
-        tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
-        gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
-        found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
-        verdict = "right" if proof.is_right else "DIFFERENT" if found else "FAILED TO RUN"
-        lines.append(
-            f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
-        )
-    if report.num_grids:
-        verdict = "DIFFERENT" if report.grid_differences else "right"
-        kinds = counted(report.num_grids, "kind")
-        lines.append(
-            f"{kinds} of quantized weights: {verdict}: dequantized shards are shards of the dequantized weight"
-        )
-        lines += [f"DIFFERENT  {line}" for line in report.grid_differences]
-    return lines
-
-
-def _gaps(report: "ProofReport") -> list[str]:
-    """Limits of the proofs: sizes that were skipped, smaller heads, and tensors that are not covered."""
-    lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
-    lines += [report.note] if report.note else []
-    lines += [f"not tried: {text}" for text in report.skipped]
-    lines += [f"not covered, as the small model does not have this tensor: {name}" for name in report.unreached]
-    if {proof.tp for proof in report.proofs} - set(report.supported_tp):
-        lines.append(f"supported tp of {report.source} itself: {', '.join(map(str, report.supported_tp)) or 'none'}")
-    return lines
-
-
-def _verdict(report: "ProofReport") -> str:
-    tried = ", ".join(str(proof.tp) for proof in report.proofs)
-    if report.is_proven:
-        return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
-    return "not proven: do not split with this plan" if tried else "not proven: no tensor parallel size was tried"
-
-
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
@@ -292,9 +235,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     if report.num_quantized:
         stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
         lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
-    if report.adapters:
-        lines.append(f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}")
-    lines += found
+    lines += [*adapter_notes(report.adapters), *found]
     lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
     blocks: dict[tuple[str, str], list[BlockedTp]] = {}
     for blocked in report.blocked_tp:

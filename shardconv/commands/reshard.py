@@ -4,15 +4,6 @@ from typing import Unpack
 
 import click
 
-from shardconv.commands.notes import (
-    dry_run_notes,
-    engine_note,
-    layout_note,
-    padding_notes,
-    rank_files,
-    resume_notes,
-    written,
-)
 from shardconv.commands.options import (
     SOURCE_PATH,
     SourcePath,
@@ -29,7 +20,15 @@ from shardconv.commands.options import (
     write_options,
 )
 from shardconv.commands.sections import OneProcessCommand
-from shardconv.commands.source_progress import source_progress
+from shardconv.commands.shared import (
+    closing_notes,
+    engine_note,
+    layout_note,
+    padding_notes,
+    rank_files,
+    source_progress,
+    written,
+)
 from shardconv.support.console import Console
 from shardconv.support.formatting import counted, size
 
@@ -88,8 +87,7 @@ def reshard(
             f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
             *padding_notes(report.padding),
             *report.notes,
-            *resume_notes(report, resume=options["resume"]),
-            *dry_run_notes(report, overwrite=options["overwrite"]),
+            *closing_notes(report, options),
             *engine_note(report.layout),
         ],
     )

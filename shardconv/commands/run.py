@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from shardconv.commands.numbers import COUNT, Number
 from shardconv.commands.options import (
+    COUNT,
     PATH,
     SOURCE_PATH,
+    Number,
     SourcePath,
     collect_plan,
     common_options,
@@ -34,11 +35,12 @@ from shardconv.support.formatting import counted, size
 if TYPE_CHECKING:
     from shardconv.checkpoint.sources.planning import PlanOptions
     from shardconv.checkpoint.split.loadable import Loadable
-    from shardconv.runtime.run_options import RunOptions, RunReport
+    from shardconv.runtime.outputs import RunOptions
+    from shardconv.runtime.run import RunReport
 
 
 class _RunFlags(TypedDict):
-    """Values of the command's options that are passed to :class:`~shardconv.runtime.run_options.RunOptions`."""
+    """Values of the command's options that are passed to :class:`~shardconv.runtime.outputs.RunOptions`."""
 
     max_new_tokens: int
     temperature: float
@@ -197,7 +199,7 @@ def _run_options(
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """Return the prompts, if any are given, and the options; a check without prompt and tokenizer uses token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
-    from shardconv.runtime.run_options import RunOptions
+    from shardconv.runtime.outputs import RunOptions
 
     is_check_alone = not prompt and options["check"] is not None and not options["chat"]
     uses_token_ids = bool(token_ids) or (is_check_alone and not has_tokenizer(src if src.is_dir() else src.parent))

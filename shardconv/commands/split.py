@@ -7,18 +7,6 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from shardconv.commands.check_source import CHECK_MODEL, check_source
-from shardconv.commands.notes import (
-    dry_run_notes,
-    engine_note,
-    layout_note,
-    model_notes,
-    notes,
-    padding_notes,
-    rank_files,
-    resume_notes,
-    written,
-)
 from shardconv.commands.options import (
     PATH,
     SOURCE_PATH,
@@ -37,10 +25,23 @@ from shardconv.commands.options import (
     write_options,
 )
 from shardconv.commands.sections import ADAPTERS, CHECKS, OUTPUT, Command, section
-from shardconv.commands.source_progress import source_progress
+from shardconv.commands.shared import (
+    CHECK_MODEL,
+    adapter_notes,
+    check_source,
+    closing_notes,
+    engine_note,
+    layout_note,
+    model_notes,
+    notes,
+    padding_notes,
+    rank_files,
+    source_progress,
+    written,
+)
 from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
-from shardconv.support.formatting import counted, size
+from shardconv.support.formatting import size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.output.team import Team
@@ -129,14 +130,10 @@ def split(
         [
             f"{report.path}: {report.num_tensors} tensors, {size(report.source_bytes)}, family {report.family}",
             f"{rank_files(report)}{layout_note(report.layout)}; {verb}",
-            *(
-                [f"with {counted(len(report.adapters), 'adapter')}: {', '.join(report.adapters)}"]
-                * bool(report.adapters)
-            ),
+            *adapter_notes(report.adapters),
             *report.derived,
             *padding_notes(report.padding),
-            *resume_notes(report, resume=options["resume"]),
-            *dry_run_notes(report, overwrite=options["overwrite"]),
+            *closing_notes(report, options),
             *engine_note(report.layout),
             *warnings,
             *model_notes(checked),

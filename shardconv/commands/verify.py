@@ -9,9 +9,8 @@ import click
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.html import HtmlFile, html_options, plan_for_page
-from shardconv.commands.notes import layout_note, notes
-from shardconv.commands.numbers import COUNT
 from shardconv.commands.options import (
+    COUNT,
     SOURCE_PATH,
     SourcePath,
     follow_links_option,
@@ -20,7 +19,7 @@ from shardconv.commands.options import (
     output_options,
 )
 from shardconv.commands.sections import CHECKS, OneProcessCommand, section
-from shardconv.commands.source_progress import source_progress
+from shardconv.commands.shared import layout_note, notes, source_progress
 from shardconv.files.paths import local_path
 from shardconv.plan.engines import ENGINES
 from shardconv.support.console import Console

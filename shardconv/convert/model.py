@@ -37,7 +37,7 @@ from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
 from shardconv.policies.gradients import check_first_gradients
 from shardconv.policies.policy import Policy
-from shardconv.support.errors import ConfigError, PlanError, RunError
+from shardconv.support.errors import ConfigError, PlanError, RunError, option
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -127,7 +127,7 @@ def convert_model(
         convert_with_request(model, config, request, axis)
     except ConfigError as error:
         remedy = "set it in the config of the model, or set it in [config] of a plan file"
-        raise ConfigError(error.args[0], remedy) from error
+        raise ConfigError(error.problem, remedy) from error
     extend_model_class(model, axis)
     return model
 
@@ -260,8 +260,8 @@ def _resolver(
     if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: tensors may be sharded by their names, "
-            f"but the module overrides of such a model are unknown. Pass --rules FILE with a "
-            f"plan file, for a split checkpoint to shardconv split"
+            f"but the module overrides of such a model are unknown. Pass {option(rules='FILE')} with a plan file, for "
+            "a split checkpoint to shardconv split"
         )
     return resolver, None
 

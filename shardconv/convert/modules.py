@@ -16,7 +16,7 @@ from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.column_row_linear import num_replicas
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement, intervals
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: The value for each module and name of an attribute of it.
 Substitution = Mapping[tuple[nn.Module, str], object]
@@ -233,7 +233,9 @@ class ParallelExperts(AllReducedOutput):
             return
         names = inspect.signature(super(ParallelModule, self).forward).parameters  # of the module's own class
         if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 3:
-            raise PlanError(f"{self.name_in_model}: cannot keep whole experts on each rank: use --experts tensor")
+            raise PlanError(
+                f"{self.name_in_model}: cannot keep whole experts on each rank: use {option(experts='tensor')}"
+            )
         self.num_experts = sizes.pop() // self.axis.size
 
     def forward(self, *inputs: object, **options: object) -> object:

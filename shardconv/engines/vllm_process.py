@@ -1,4 +1,4 @@
-"""Construct vLLM's model of one rank in this process: see ``construct.py``. Imports vLLM."""
+"""Construct vLLM's model of one rank in this process: see ``check.py``. Imports vLLM."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from shardconv.engines.construct import EngineModel
+from shardconv.engines.check import EngineModel
 
 
 @contextmanager

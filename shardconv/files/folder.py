@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
+from shardconv.support.console import Progress
 from shardconv.support.errors import SourceError
-from shardconv.support.progress import Progress
 from shardconv.support.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ _NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,200}")
 _MAX_COPIED = 2**28
 #: Requests to a store at a time, of those that need little data each.
 NUM_REQUESTS = 16
+#: The name of :func:`remote_versions` among facts that ranks or processes compare.
+REMOTE_VERSIONS = "versions of remote files"
 #: See :func:`header_progress`.
 progress_of_headers: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
 

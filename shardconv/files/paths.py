@@ -12,7 +12,7 @@ from pathlib import Path
 from shardconv.files import storage
 from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.storage.url import LOCK_NAME, SCHEMES, is_url, parse, without_secrets
-from shardconv.support.errors import ShardconvError, SourceError, UsageError
+from shardconv.support.errors import ShardconvError, SourceError, UsageError, option
 
 #: A checkpoint that is read: its path, or the path or URL that a user passes.
 SourcePath = str | AnyPath
@@ -80,8 +80,8 @@ def unfinished(path: AnyPath) -> str:
     for folder in (absolute, *absolute.parents[:2]):
         if (match := _STAGING_NAME.fullmatch(folder.name)) and folder.is_dir():
             return (
-                f"holds the files of an unfinished run for {folder.parent / match['name']}: {_KILLED} "
-                f"run its command again with --resume, or remove {folder}"
+                f"holds the files of an unfinished run for {folder.parent / match['name']}: {_KILLED} run its command "
+                f"again with {option(resume=True)}, or remove {folder}"
             )
     return ""
 
@@ -105,7 +105,8 @@ def missing_hint(path: AnyPath, *, takes_url: bool = True) -> str:
         return ""
     if (partial := staging_folder(path)).exists():
         return (
-            f" (a run has not finished writing it): {_KILLED} run its command again with --resume, or remove {partial}"
+            f" (a run has not finished writing it): {_KILLED} run its command again with {option(resume=True)}, or "
+            f"remove {partial}"
         )
     if hint := _similar_hint(path) or _several_hint(path):
         return hint
@@ -169,4 +170,4 @@ def check_link(path: AnyPath, folder: AnyPath, *, follow_links: bool) -> None:
         SourceError: if it is one and ``follow_links`` is False.
     """
     if not follow_links and leads_out(path, folder):
-        raise SourceError(f"{path}: is a link out of its folder: pass --follow-links to read it")
+        raise SourceError(f"{path}: is a link out of its folder: pass {option(follow_links=True)} to read it")

@@ -16,8 +16,6 @@ from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-#: The end of the phrase for an adapter that is merged into the weights, in :attr:`Source.derived`.
-MERGED = "is merged into it"
 #: The files of a PEFT adapter, of which PEFT reads the first weights. transformers loads it if its config is next to a
 #: model.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -15,11 +15,11 @@ from shardconv.formats.settings import read_settings
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: A scale or zero point of keys or values.
 _SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_point)")
-_OTHER_SETTINGS = "pass --config FILE with the quantization_config of this checkpoint"
+_OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of this checkpoint"
 
 
 def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
@@ -36,7 +36,9 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
     if table is None:
         return dict(tensors)
     if not isinstance(table, Mapping):
-        raise PlanError(f"quantization_config is {table!r:.60} (expected a table): pass --config FILE with it")
+        raise PlanError(
+            f"quantization_config is {table!r:.60} (expected a table): pass {option(config='FILE')} with it"
+        )
     settings = read_settings(table)
     grids: dict[str, Grid] = {}
     equal: dict[LayerKey, dict[str, Grid]] = {}  # most layers have the shapes of others

@@ -25,7 +25,7 @@ from shardconv.plan.grid import (
     GridDim,
 )
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import PlanError, ShapeError
+from shardconv.support.errors import PlanError, ShapeError, option
 
 #: What the axes are called in messages, and the kinds of blocks.
 _AXES = {"out": "output", "in": "input"}
@@ -39,8 +39,8 @@ _KINDS = {
 
 #: What to do about a layer without one of its tensors.
 _COMPLETE = (
-    "copy all files of the checkpoint again, or pass --config FILE with its quantization_config if the layer has "
-    "another format"
+    f"copy all files of the checkpoint again, or pass {option(config='FILE')} with its quantization_config if the "
+    "layer has another format"
 )
 
 #: What the grids of a layer follow from: its format, dtype and shape of each tensor (None if a tensor is missing), and
@@ -269,7 +269,7 @@ class Layer:
         return ShapeError(
             f"{name} {problem}: quantization_config ({', '.join([self.scheme.format.name, *self._settings()])}) "
             f"does not fit the tensors",
-            "pass --config FILE with that of this checkpoint",
+            f"pass {option(config='FILE')} with that of this checkpoint",
         )
 
     def _settings(self) -> Iterator[str]:

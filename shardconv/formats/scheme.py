@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from time import monotonic
 
 from shardconv.formats.format import Format
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: Elements and entries of a block.
 Block = tuple[int, int]
@@ -19,7 +19,7 @@ Block = tuple[int, int]
 _MAX_REPETITIONS, _MAX_NAME = 5, 128
 #: Seconds for all matches of a checkpoint.
 MAX_SECONDS = 60
-_SIMPLER = "write the names of the layers, or pass --config FILE with simpler patterns"
+_SIMPLER = f"write the names of the layers, or pass {option(config='FILE')} with simpler patterns"
 #: A repetition of an element of a pattern, with the parenthesis that may be before it.
 _REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
 
@@ -118,7 +118,7 @@ def matches(target: str, layer: str, deadline: float) -> bool:
         if monotonic() > deadline:
             raise PlanError(
                 f"quantization_config: its patterns take more than {MAX_SECONDS} seconds to match ({target!r:.60}): "
-                f"pass --config FILE with simpler patterns"
+                f"pass {option(config='FILE')} with simpler patterns"
             )
         return found
     if "*" in target:  # ModelOpt's patterns

@@ -13,7 +13,7 @@ from shardconv.formats.format import WORD_BITS, formats
 from shardconv.formats.scheme import Block, Scheme, Settings, check_pattern
 from shardconv.formats.torchao import FORMATS, read_metadata
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_KEY
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 _Value = TypeVar("_Value", int, str)
 #: Keys of the format in the settings of different methods, of which the first counts, and of the bits of a weight.
@@ -35,7 +35,8 @@ def read_settings(table: Mapping[str, object]) -> Settings:
         reason = _REFUSED.get(method.lower(), "its format is unknown")
         raise PlanError(
             f"quantization {method!r:.60} is not supported, as {reason} (expected quant_method {', '.join(_READERS)}): "
-            f"split the unquantized checkpoint, or ignore a file with settings that do not apply (--ignore FILE)"
+            "split the unquantized checkpoint, or ignore a file with settings that do not apply "
+            f"({option(ignore=['FILE'])})"
         )
     ignored = [name for key in _IGNORED for name in _list_of_names(table, key)]
     patterns = tuple(name for name in ignored if name.startswith("re:") or "*" in name)
@@ -70,7 +71,7 @@ def _awq(table: Mapping[str, object]) -> Iterator[Scheme]:
 def _compressed_tensors(table: Mapping[str, object]) -> Iterator[Scheme]:
     groups = table.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise PlanError("compressed-tensors: config_groups is missing: pass --config FILE with it")
+        raise PlanError(f"compressed-tensors: config_groups is missing: pass {option(config='FILE')} with it")
     if (sparsity := _format_of(table, "sparsity_config")) != "dense":
         raise PlanError(
             f"compressed-tensors: sparsity_config with format {sparsity!r:.40} is not supported: only values that are "
@@ -267,8 +268,8 @@ def _list_of_names(table: Mapping[str, object], key: str) -> list[str]:
 
 def _invalid(key: str, value: object, expected: str) -> PlanError:
     return PlanError(
-        f"quantization_config: {key} is {value!r:.60} (expected {expected}): pass --config FILE with the "
-        f"quantization_config of this checkpoint"
+        f"quantization_config: {key} is {value!r:.60} (expected {expected}): pass {option(config='FILE')} with the "
+        "quantization_config of this checkpoint"
     )
 
 

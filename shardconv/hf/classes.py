@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.package import import_transformers
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def model_class(config: Mapping[str, object], folder: AnyPath | None = None, *, 
     if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
         raise RunError(
             f"{folder}: its model is code in the checkpoint ({', '.join(code)}): read the code, and if you trust it, "
-            f"use --trust-remote-code"
+            f"use {option(trust_remote_code=True)}"
         )
     return _class_of_transformers(config, folder)
 
@@ -78,7 +78,7 @@ def _unknown(config: Mapping[str, object], folder: AnyPath | None) -> RunError:
     """The error if transformers does not have the class or the model type."""
     remedy = "correct it; for a split checkpoint, correct that of the source, and split it again"
     if folder is None:
-        remedy = "pass one that does with --config FILE"
+        remedy = f"pass one that does with {option(config='FILE')}"
     return RunError(
         f"{_prefix(folder)}config.json does not name a model class of transformers {import_transformers().__version__} "
         f"(got model_type {config.get('model_type')!r} and architectures {config.get('architectures')!r}, expected for "

@@ -20,7 +20,7 @@ from shardconv.hf.package import import_transformers
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.runtime_classes import new_class
 from shardconv.plan.unused import known_unused
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 
 GENERATION_CONFIG_NAME = "generation_config.json"
 #: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
@@ -147,10 +147,10 @@ def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Se
     for what, names in found.items():
         if names:
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
-            option = " If the model does not need them, pass --unused PATTERN." if names is left else ""
+            remedy = f" If the model does not need them, pass {option(unused=['PATTERN'])}." if names is left else ""
             raise RunError(
                 f"{path}: {what} ({len(names)}): {shown}. The outputs could be wrong: correct config.json or the "
-                f"tensors of the source, and split it again.{option}"
+                f"tensors of the source, and split it again.{remedy}"
             )
 
 

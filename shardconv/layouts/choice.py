@@ -11,7 +11,7 @@ from shardconv.layouts.quantized import Quantized, joined_by_grids, with_vectors
 from shardconv.layouts.relation import file_tensors, parse_patterns
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.formatting import parse_size
 
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
@@ -85,7 +85,7 @@ def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLa
     try:
         return replace(layout, max_file_bytes=parse_size(str(max_size)))
     except ValueError as error:
-        raise UsageError(f"--max-file-size {error}: correct it") from error
+        raise UsageError(f"{option('max_file_size')} {error}: correct it") from error
 
 
 def _check_refused(name: str, groups: Iterable[GroupTable], tensors: Mapping[str, TensorSpec]) -> None:

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from shardconv.plan.grid import PLAIN
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 from shardconv.support.structs import Data
 
 #: ``struct`` formats of constants, by dtype. BF16 is the upper half of F32.
@@ -258,9 +258,9 @@ def _check_offsets(names: Iterable[str], plan: Plan) -> None:
         if placement.is_padded or any(len(ranges) > 1 for ranges in placement.ranks):
             raise PlanError(
                 f"{name}: is sharded as {placement.describe()}, but torch.distributed.checkpoint reads one interval "
-                f"per rank, without padding. Replicate it (--replicate {name}), or use the native layout (--layout "
-                f"native); for a checkpoint in torch's format, load the model and save "
-                f"shardconv.tensor.as_dtensor(model)"
+                f"per rank, without padding. Replicate it ({option(replicate=[name])}), or use the native layout "
+                f"({option(layout='native')}); for a checkpoint in torch's format, load the model and save "
+                "shardconv.tensor.as_dtensor(model)"
             )
 
 
@@ -270,7 +270,10 @@ def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str
 
 
 #: The remedy for a checkpoint that an engine's layout does not support.
-REMEDY = "use the native layout (--for vllm instead of --layout vllm), and serve it with --load-format shardconv"
+REMEDY = (
+    f"use the native layout ({option(engine='vllm')} instead of {option(layout='vllm')}), and serve it with "
+    "--load-format shardconv"
+)
 
 #: Layouts with the names of the source tensors; DCP adds the offsets of the shards for torch.distributed.checkpoint.
 NATIVE = FileLayout("native", "rank-{padded_rank}-of-{tp}.safetensors")

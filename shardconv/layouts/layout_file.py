@@ -26,7 +26,7 @@ from shardconv.layouts.relation import (
     parse_patterns,
     parse_rules,
 )
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 FOLDER = Path(__file__).parent
 
@@ -182,7 +182,9 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         if not self.types:
             return tuple(self.groups.values())
         if model_type is None:
-            raise PlanError(f"layout {self.key} needs a config.json with a model_type: add one (--config), or {REMEDY}")
+            raise PlanError(
+                f"layout {self.key} needs a config.json with a model_type: add one ({option('config')}), or {REMEDY}"
+            )
         if not isinstance(model_type, str) or model_type not in self.types:
             similar = ", ".join(get_close_matches(str(model_type), self.types, cutoff=0))
             raise PlanError(

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from shardconv.support.errors import ConfigError, PlanError
+from shardconv.support.errors import ConfigError, PlanError, option
 
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -18,7 +18,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 #: What to do about a field of a checkpoint's config.
-_REMEDY = "pass --config FILE with it"
+_REMEDY = f"pass {option(config='FILE')} with it"
 #: In an expression, the index of the stage of a tensor or module: ``field[stage]``.
 STAGE = "stage"
 

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 #: A tensor of any library.
 Tensor = TypeVar("Tensor")
@@ -51,7 +51,9 @@ def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
         if len(shape) > 1 and name not in singles and _PACKED.match(name)
     }
     if not experts:
-        raise UsageError("--experts expert: the checkpoint does not have tensors of experts: remove the option")
+        raise UsageError(
+            f"{option(experts='expert')}: the checkpoint does not have tensors of experts: remove the option"
+        )
     return experts
 
 

@@ -7,7 +7,7 @@ from math import gcd
 from shardconv.plan.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.errors import PlanError, UsageError, option
 
 #: The largest head size in common use. If tp is a power of two, a boundary between heads of this size is also one
 #: between heads of 32, 64, 80, 96, 128, 192 or any other size that is not divisible by a higher power of two. Where the
@@ -26,8 +26,7 @@ def with_heads(
     With several towers, head counts and size of the config or of one tower do not apply to all, and are not used.
 
     Returns:
-        The config; a sentence on how the head size is inferred or assumed; and the same sentence if it is assumed,
-        else "".
+        The config; a sentence on how the head size is inferred or assumed; and the assumption, or "".
     """
     sentence = uncertain = ""
     cause, remedy = "no config.json", "--head-dim or --config"
@@ -36,14 +35,14 @@ def with_heads(
         cause = f"it may differ between {' and '.join(towers)}"
         remedy = "--head-dim, or --rules FILE"
     if head_dim is not None and head_dim < 1:
-        raise UsageError(f"--head-dim is {head_dim} (expected at least 1)")
+        raise UsageError(f"{option('head_dim')} is {head_dim} (expected at least 1)")
     if head_dim is None and len(towers) < 2 and (inferred := _head_dim_by_shape(tensors)):
         head_dim, source = inferred
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
     elif head_dim is None and (rows := _projected_rows(tensors)):
         head_dim = gcd(_ASSUMED_HEAD_DIM, *rows)
-        uncertain = f"head_dim is unknown ({cause}): assuming it is at most {head_dim}. Pass {remedy}."
-        sentence = uncertain
+        uncertain = f"head_dim is unknown ({cause}): assuming it is at most {head_dim}"
+        sentence = f"{uncertain}. Pass {remedy}."
     if head_dim is None:
         return dict(config or {}), "", ""
     heads = {
@@ -101,5 +100,5 @@ def check_pairs(tensors: Mapping[str, TensorSpec], by_names: Container[str]) -> 
             if other is not None and other.shape[-1:] != spec.shape[-2:-1]:
                 raise PlanError(
                     f"{name} of shape {list(spec.shape)}: its output features are not the input features of {partner} "
-                    f"of shape {list(other.shape)}, so the names do not determine the sharding: pass --rules"
+                    f"of shape {list(other.shape)}, so the names do not determine the sharding: pass {option('rules')}"
                 )

@@ -12,7 +12,7 @@ from shardconv.plan.config_fields import Fields, fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import PaddedRule
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: The config field of the vocabulary size.
 VOCABULARY = "vocab_size"
@@ -80,7 +80,7 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
     if added and not may_add:
         raise PlanError(
             f"config.json does not have {added[0]}, and engines may not read it: add it, or compare the padded tensors "
-            f"with transformers' model (remove --no-check-model)"
+            f"with transformers' model (remove {option(check_model=False)})"
         )
     applied = tuple(_apply(change) for change in (*changes.values(), *explicit))
     for padded in padded_rules:

@@ -260,7 +260,7 @@ def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, Unit
         try:
             heads, refusal = _heads(linked, model_rules)
         except PlanError as error:  # a missing field is not an error if the rules that need it match no tensor
-            refusal = str(error)
+            refusal = error.message
     align = _ALIGN if heads is None and not refusal and _is_width(linked.names, model_rules) else 1
     return {name: UnitPadding(heads, align, linked.block, name in linked.of_group, refusal) for name in linked.names}
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import prod
 
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import ConfigError
+from shardconv.support.errors import ConfigError, option
 
 #: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
 SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")
@@ -73,11 +73,11 @@ def _refusal(name: str, spec: TensorSpec, *, has_settings: bool) -> tuple[str, s
         return (
             f"{tensor}: only quantized checkpoints have such a tensor, and it is not part of the format that "
             f"quantization_config describes",
-            "pass --config FILE with the settings of this checkpoint",
+            f"pass {option(config='FILE')} with the settings of this checkpoint",
         )
     files = ", ".join(SETTINGS_FILES)
     return (
         f"{tensor}: only quantized checkpoints have such a tensor, and no quantization_config describes it "
         f"(config.json, {files})",
-        "pass --config FILE with the quantization_config of this checkpoint, or split the unquantized one",
+        f"pass {option(config='FILE')} with the quantization_config of this checkpoint, or split the unquantized one",
     )

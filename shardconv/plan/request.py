@@ -25,7 +25,7 @@ from shardconv.plan.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.plan.transformers_plan import transformers_family
-from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
 
@@ -61,8 +61,8 @@ class PlanRequest(Data, frozen=True):
             force_setattr(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
             raise UsageError(
-                f"--pad is not supported with the boundaries of {self.engine}, which reads sizes from config.json: "
-                f"pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
+                f"{option(pad=True)} is not supported with the boundaries of {self.engine}, which reads sizes from "
+                "config.json: pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
 
 
@@ -145,7 +145,7 @@ def _check_families(user: Family) -> None:
             if name:
                 load_family(name)
         except UsageError as error:
-            raise PlanError(f"{user.origin}: {key}: {error.args[0]}") from error
+            raise PlanError(f"{user.origin}: {key}: {error.problem}") from error
 
 
 def _assumptions(
@@ -235,7 +235,7 @@ def _replicate_rule(name: str) -> Rule:
     try:
         return Rule(name, "replicate", origin=REPLICATE_OPTION, by_user=True)
     except ValueError as error:
-        raise UsageError(f"--replicate {name!r}: {error}") from error
+        raise UsageError(f"{option(replicate=[name])}: {error}") from error
 
 
 def family_of(config: Mapping[str, object], name: str = "") -> Family:

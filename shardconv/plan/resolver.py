@@ -31,7 +31,7 @@ from shardconv.plan.tp_sizes import (
     PaddingReport,
     TpSizes,
 )
-from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.formatting import ranges
 
 
@@ -74,7 +74,7 @@ class Resolver:
             if not rule.optional and rule not in self._used_rules:
                 if rule.origin == REPLICATE_OPTION:
                     raise UsageError(
-                        f"{REPLICATE_OPTION} {rule.pattern!r} matches no tensor of {where}: correct or remove it"
+                        f"{option(replicate=[rule.pattern])} matches no tensor of {where}: correct or remove it"
                     )
                 raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
             if rule.mount and rule.mount not in used:
@@ -105,7 +105,7 @@ class Resolver:
         if pad == self.rules.pad:
             return self
         if pad and (refusal := self.rules.padding_refusal):
-            raise PlanError(f"--pad is not supported for this model: {refusal}")
+            raise PlanError(f"{option(pad=True)} is not supported for this model: {refusal}")
         if pad not in self._with_padding:
             self._with_padding[pad] = copy(self)
             self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - of the same class
@@ -158,7 +158,9 @@ class Resolver:
             UsageError: if ``tp`` is not an integer from 1 to :data:`MAX_TP`.
         """
         if type(tp) is not int or not 1 <= tp <= MAX_TP:
-            raise UsageError(f"--tp is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it")
+            raise UsageError(
+                f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
+            )
         try:
             plans = {group: planner.plan(tp) for group, planner in self._planners.items()}
         except BlockedError as error:
@@ -227,10 +229,12 @@ class Resolver:
         sizes = [size for size in CANDIDATE_TPS if resolver.blocked(size) is None]
         expected = f" (expected one of {ranges(sizes)})" if sizes else f", as is every size up to {CANDIDATE_TPS[-1]},"
         padded = None if self.rules.pad else self.padded_size(tp)
-        pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
-        experts = "--experts expert to distribute whole experts" if self._supports_whole_experts(tp) else ""
+        pad = f"{option(pad=True)} to pad with zeros ({padded.describe()})" if padded is not None else ""
+        experts = f"{option(experts='expert')} to distribute whole experts" if self._supports_whole_experts(tp) else ""
         remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", experts, pad]))
-        unsupported = f"--tp {tp} is unsupported{expected} because of {error}"
+        unsupported = f"{option(tp=tp)} is unsupported{expected} because of {error}"
         if error.is_unsure:
-            return PlanError(f"{self.rules.uncertain} With this assumption, {unsupported}")
-        return PlanError(f"{unsupported}{f'. Pass {remedy}' if remedy else ''}")
+            return PlanError(
+                f"{self.rules.uncertain}. With this assumption, {unsupported}", f"pass {option('head_dim')}"
+            )
+        return PlanError(unsupported, f"pass {remedy}") if remedy else PlanError(unsupported)

@@ -16,6 +16,7 @@ from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family,
 from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
 from shardconv.plan.module_override import ModuleRule
 from shardconv.plan.rule import Rule
+from shardconv.support.errors import option
 from shardconv.support.structs import Data
 
 
@@ -26,7 +27,7 @@ class RuleSet(Data, frozen=True, eq=False):
         family: name of the family whose rules are used.
         models: the rules of the model, followed by those of each submodel.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
-        uncertain: why the head size is assumed, and how to specify it; "" if it is known. If it is assumed, boundaries
+        uncertain: why the head size is assumed; "" if it is known. If it is assumed, boundaries
             have to be valid for smaller head sizes, too.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
         engine: name of the engine whose rules are included; None for shardconv's own runtime.
@@ -62,7 +63,7 @@ class RuleSet(Data, frozen=True, eq=False):
     def padding_refusal(self) -> str:
         """The reason why padding is not supported for the model; "" if it is supported."""
         if self.uncertain:
-            return self.uncertain
+            return f"{self.uncertain}: pass {option('head_dim')}"
         if self.family in (NAMES_FAMILY, TRANSFORMERS):
             return "no family is known for this model, so outputs with padding may differ"
         return ""

@@ -17,7 +17,7 @@ from shardconv.plan.model_rules import ModelRules, UsedRules
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: Names of tensors that hold several projections: never sharded without a rule that gives their segments.
 FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|packed)", re.IGNORECASE)
@@ -169,8 +169,8 @@ def sharded_dim_of(rule: Rule, leaf: str, shape: tuple[int, ...], name: str) -> 
 def _check_expert(group: TensorGroup) -> None:
     if group.expert is not None and group.rule.by_user:
         raise PlanError(
-            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and --experts expert distributes full "
-            f"experts over ranks: remove one of the two"
+            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and {option(experts='expert')} distributes "
+            "full experts over ranks: remove one of the two"
         )
 
 
@@ -223,6 +223,6 @@ def _no_rule_message(
     if unused:
         return f"{problem}; rule {unused[0].pattern!r} of {unused[0].origin} matches no tensor: correct its pattern"
     return (
-        f"{problem}: pass --rules with a family or a plan file that has a rule for it, or --replicate "
-        f"{pattern_for(name)!r} to replicate it"
+        f"{problem}: pass {option('rules')} with a family or a plan file that has a rule for it, or "
+        f"{option(replicate=[pattern_for(name)])} to replicate it"
     )

@@ -22,7 +22,7 @@ from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
 from shardconv.plan.units import IndivisibleError, Unit, shard_dim
-from shardconv.support.errors import PlanError, ShapeError
+from shardconv.support.errors import PlanError, ShapeError, option
 
 #: Config fields about attention heads, which are assumed without a config.
 HEAD_FIELDS = frozenset({"num_attention_heads", "num_key_value_heads", "head_dim"})
@@ -124,7 +124,7 @@ class GroupPlanner:
         except PlanError as error:
             if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
                 raise
-            raise PlanError(f"{error}. No family is known for this model: pass --rules") from error
+            raise PlanError(f"{error.message}. No family is known for this model", f"pass {option('rules')}") from error
         edits = None if grid is None else grid.edits(matrix_placement)
         reason = Reason(rule.origin, rule.pattern, self._fields_read())
         return TensorPlan(placement, rule.style, rule.units, reason, grid, edits)
@@ -188,14 +188,15 @@ class GroupPlanner:
         if rule.size is not None and shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
                 f"{group.matrix}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
-                f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as --rules"
+                f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as "
+                f"{option('rules')}"
             )
         if (dim := group.dim) is None:
             return Placement.replicated(tp)
         if len(shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
             raise PlanError(
                 f"{group.matrix} of shape {list(shape)}: its name does not determine which dim to shard: pass "
-                f"--rules with a family, or with a plan file that has a rule for it"
+                f"{option('rules')} with a family, or with a plan file that has a rule for it"
             )
         names, units, chunks = self._units(shape[dim])
         groups = self._fields.evaluate(rule.groups)
@@ -215,11 +216,12 @@ class GroupPlanner:
         stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
         of_group = f"; counts of segments are those of one of the {groups} groups" if groups > 1 else ""
         cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
+        config = option("config")
         raise ShapeError(
             f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
             f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}",
-            f"pass {'--config or ' * bool(read or stored)}other --rules (now {group.rule.origin}, rule "
-            f"{group.rule.pattern!r})",
+            f"pass {f'{config} or ' * bool(read or stored)}other {option('rules')} (now {group.rule.origin}, "
+            f"rule {group.rule.pattern!r})",
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:

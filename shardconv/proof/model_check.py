@@ -19,7 +19,7 @@ from shardconv.hf.package import isolated
 from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.unused import known_unused
-from shardconv.support.errors import PlanError, RunError, SourceError
+from shardconv.support.errors import PlanError, RunError, SourceError, option
 
 #: How many tensors of each kind a message names.
 _SHOWN = 3
@@ -116,8 +116,8 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
     if not found.is_right:
         raise SourceError(
             f"{path}: its tensors are not those of {found.model} by its config ({found.differences()}): give the "
-            f"config.json of this checkpoint with --config FILE, or download the checkpoint again; to shard the "
-            f"tensors as they are, omit --check-model (for a proof: --no-check-model)"
+            f"config.json of this checkpoint with {option(config='FILE')}, or download the checkpoint again; to shard "
+            f"the tensors as they are, omit {option(check_model=True)} (for a proof: {option(check_model=False)})"
         )
     return found
 
@@ -131,13 +131,13 @@ def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
         PlanError: if not.
     """
     remedy = (
-        "use shardconv split --pad, whose rank files keep the true sizes, or --no-check-model for an engine that "
-        "accepts this config"
+        f"use shardconv split --pad, whose rank files keep the true sizes, or {option(check_model=False)} for an "
+        "engine that accepts this config"
     )
     try:
         found = check_model(config, specs)
     except RunError as error:
-        raise PlanError(f"the config of the padded checkpoint: {error}: {remedy}") from error
+        raise PlanError(f"the config of the padded checkpoint: {error.message}: {remedy}") from error
     if not found.is_right:
         raise PlanError(
             f"the config of the padded checkpoint: {found.model} does not have the padded tensors by it "

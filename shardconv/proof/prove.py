@@ -24,7 +24,7 @@ from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import prove_all
 from shardconv.proof.report import Proof, ProofReport
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
-from shardconv.support.errors import PlanError, RunError
+from shardconv.support.errors import PlanError, RunError, option
 from shardconv.support.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
@@ -135,7 +135,7 @@ def require_config(source: Source) -> Mapping[str, object]:
     if source.config is None:
         raise RunError(
             f"{source.path}: a proof builds a small model from config.json, and this source does not have one: pass "
-            f"--config FILE"
+            f"{option(config='FILE')}"
         )
     return source.config
 
@@ -158,7 +158,7 @@ def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dic
         try:
             plans[tp] = resolver.plan(tp)
         except PlanError as error:
-            reasons[tp] = str(error)
+            reasons[tp] = error.with_options()
     return plans, reasons
 
 

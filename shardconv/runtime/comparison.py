@@ -1,31 +1,40 @@
-"""Comparison of a run with the unsharded model, in float32."""
+"""Comparison of a run with the unsharded model of a source: its checks before tensors are read, and in float32."""
 
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
 from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.engine.copy import Reader, Scratch, Span, StripeState
 from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
+from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_file import is_split
+from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.distributed.agreement import run_on_first
+from shardconv.files.containers.safetensors import Header
 from shardconv.files.folder import AnyPath
+from shardconv.files.paths import missing_hint
+from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
-from shardconv.runtime.agreement import run_on_first
-from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, output_values, refuse_nan, without_padding
+from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, RunOptions, output_values, refuse_nan, without_padding
 from shardconv.runtime.quantized_shards import Dequantizer
-from shardconv.runtime.run_options import RunOptions
-from shardconv.runtime.source_tensors import load_source
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, SourceError, UsageError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
@@ -117,7 +126,9 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
         with _without_kernel_warning():
             peft = import_module("peft")
     except ImportError as error:
-        raise RunError("--check with --adapter compares with PEFT, which is not installed: pip install peft") from error
+        raise RunError(
+            f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
+        ) from error
     with temporary_folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
         merged = place / "adapter"
@@ -157,3 +168,124 @@ def _first_difference(one: Tensor, other: Tensor) -> int:
     """Return the first position where tokens [prompts, tokens] differ, or where the shorter ones end."""
     width = min(one.shape[1], other.shape[1])
     return int((one[:, :width] == other[:, :width]).all(0).long().cumprod(0).sum())
+
+
+_REMEDY = "pass the source that was split"
+
+
+def check_unsharded(folder: AnyPath, path: AnyPath, manifest: Manifest, *, dequantize: bool) -> None:
+    """Check that a folder may have the unsharded model of a checkpoint.
+
+    Args:
+        folder: of ``--check``.
+        path: of the checkpoint, for messages.
+        manifest: of the checkpoint.
+        dequantize: whether the model is dequantized.
+
+    Raises:
+        UsageError: if an adapter was merged into the checkpoint, so that no source is its unsharded model.
+        RunError: if transformers does not load the folder, or it is of another model.
+    """
+    _check_folder(folder)
+    if manifest.merged_adapter is not None:
+        place = str(path)
+        raise UsageError(
+            f"{place}: the adapter {manifest.merged_adapter} is merged into it, so that it differs from its source: "
+            f"remove --check, or check the merged model (shardconv merge {place} -o MERGED; shardconv run MERGED "
+            f"--tp {manifest.tp} --check MERGED)"
+        )
+    if not dequantize:
+        _check_names(folder)
+    with suppress(SourceError):  # transformers loads folders that shardconv refuses to split, and reports its errors
+        _check_tensors(open_source(folder, optional_ignore=manifest.ignore), manifest, dequantize=dequantize)
+
+
+def _check_folder(folder: AnyPath) -> None:
+    """Check that the folder may have an unsharded checkpoint."""
+    if not folder.exists():
+        raise RunError(f"--check {folder}: does not exist{missing_hint(folder, takes_url=False)}")
+    if not folder.is_dir():
+        raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model)")
+    if is_split(folder):
+        raise RunError(
+            f"--check {folder}: is a split checkpoint (expected the unsharded model): pass the source that it was "
+            f"split from, or merge it first (shardconv merge {folder} -o DIR)"
+        )
+    if (layout := detect_layout(folder, [path.name for path in folder.iterdir()])) is not None:
+        raise RunError(
+            f"--check {folder}: holds rank files of another tool ({layout.key}), which transformers does not load: "
+            f"merge them first (shardconv merge {folder} -o DIR), and pass --check DIR"
+        )
+    if not (folder / CONFIG_NAME).is_file():
+        raise RunError(f"--check {folder}: does not have a config.json: pass the folder of the unsharded model")
+
+
+def _check_names(folder: AnyPath) -> None:
+    """Check that PyTorch files in the folder have names with which transformers loads them."""
+    names = {path.name for path in folder.iterdir()}
+    found = {name for one in SOURCE_FORMATS for name in (one.single, f"{one.single}.index.json")}
+    others = sorted(filter(PYTORCH.has, names))
+    if others and not names & found:
+        raise RunError(
+            f"--check {folder}: holds {others[0]}, which transformers does not load (expected {PYTORCH.single} or "
+            f"{SAFETENSORS.single}): pass the result of shardconv split {folder} --tp 1 -o DIR, and shardconv merge DIR"
+        )
+
+
+def _check_tensors(source: Source, manifest: Manifest, *, dequantize: bool) -> None:
+    """Check that tensors have the names and shapes of those that were split; dtypes do not matter in float32.
+
+    A model does not use every tensor of its files, and transformers renames some, so other names alone are accepted
+    if the shapes are equal. Padded checkpoints have other shapes than their source, and dequantized models other
+    tensors than a quantized one.
+    """
+    is_padded = PADDING_NAME in manifest.auxiliary_files or PADDING_NAME in source.auxiliary_files
+    if is_padded or (dequantize and not _is_quantized(source)):
+        return
+    own, other = manifest.source_tensors, source.specs
+    specs = {name: spec._replace(dtype=other[name].dtype) if name in other else spec for name, spec in own.items()}
+    is_renamed = sorted(spec.shape for spec in own.values()) == sorted(spec.shape for spec in other.values())
+    if is_other_model(specs, source) and not is_renamed:
+        raise RunError(f"--check {tensor_differences(specs, source)[0]}: {_REMEDY}")
+    if changed := [name for name, spec in own.items() if name in other and spec.shape != other[name].shape]:
+        raise RunError(f"--check {source.path}: is another model ({_describe(changed, manifest, source)}): {_REMEDY}")
+
+
+def _describe(changed: list[str], manifest: Manifest, source: Source) -> str:
+    """The first tensor with another shape, and the number of others."""
+    name, more = changed[0], f", and {len(changed) - 1} more" * (len(changed) > 1)
+    found, expected = list(source.specs[name].shape), list(manifest.source_tensors[name].shape)
+    return f"{name}: got shape {found}, expected {expected}{more}"
+
+
+def _is_quantized(source: Source) -> bool:
+    """Whether a source has quantized tensors."""
+    return any(spec.grid for spec in with_grids(source.specs, config_with_quantization(source)).values())
+
+
+def load_source(source: Source) -> dict[str, Tensor]:
+    """Load the tensors of a source into memory.
+
+    Raises:
+        SourceError: if a file was changed since the source was opened.
+    """
+    reader, files = open_tensors(source, source.specs, None)
+    numbers = {name: number for number, name in enumerate(source.specs)}
+    tensors: dict[str, Tensor] = {}
+    with files:
+        for file in source.files:
+            tensors |= load(_file_bytes(file.header, reader, numbers))
+        files.check_unchanged()
+    return tensors
+
+
+def _file_bytes(header: Header, reader: Reader, numbers: dict[str, int]) -> bytes:
+    """The safetensors file with this header."""
+    content = bytearray(header.file_bytes)
+    content[: header.data_offset] = header.prefix
+    data, scratch = memoryview(content)[header.data_offset :], Scratch(len(content))
+    for name, info in header.tensors.items():
+        if info.num_bytes:
+            span = Span(numbers[name], 0, info.num_bytes)
+            reader.gather(StripeState(0), span, data[info.start : info.stop], scratch)
+    return bytes(content)

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardconv.runtime.collective_meter import Call
 from shardconv.runtime.dry_run import Usage
+from shardconv.runtime.meters import Call
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
 

@@ -12,7 +12,7 @@ from shardconv.distributed.devices import Device, device_module, device_types, l
 from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
 from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import RunError, UsageError
+from shardconv.support.errors import RunError, UsageError, option
 from shardconv.support.formatting import counted, size
 
 Progress = Callable[[int, int], None]
@@ -34,15 +34,17 @@ def rank_device(device: Device) -> torch.device:
     requested = next(iter(counts)) if device is None else str(device)
     device_type, _, index = requested.partition(":")
     if not _is_known(device_type):
-        raise UsageError(f"device {requested!r} is unknown (expected cpu, cuda or xpu): use --device cpu")
+        raise UsageError(f"device {requested!r} is unknown (expected cpu, cuda or xpu): use {option(device='cpu')}")
     if device_type not in counts:
-        raise UsageError(f"device {requested} cannot be used here (expected {' or '.join(counts)}): use --device cpu")
+        raise UsageError(
+            f"device {requested} cannot be used here (expected {' or '.join(counts)}): use {option(device='cpu')}"
+        )
     count = counts[device_type]
     found = counted(count, f"{device_type} device")
     if index and (not index.isdecimal() or int(index) >= count):
-        raise UsageError(f"device {requested} does not exist (found {found}): use --device {device_type}")
+        raise UsageError(f"device {requested} does not exist (found {found}): use {option(device=device_type)}")
     if device_type not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
-        raise UsageError(f"{ranks} ranks cannot share {found}: use --tp {count}, or --device cpu")
+        raise UsageError(f"{ranks} ranks cannot share {found}: use {option(tp=count)}, or {option(device='cpu')}")
     return torch.device(requested) if index else local_device(device_type)
 
 
@@ -110,7 +112,7 @@ def _is_float(tensor: TensorInfo | TensorSpec) -> bool:
 
 
 def _more(tp: int) -> str:
-    return f"--tp {2 * tp}, for a split checkpoint shardconv reshard DIR --tp {2 * tp}"
+    return f"{option(tp=2 * tp)}, for a split checkpoint shardconv reshard DIR --tp {2 * tp}"
 
 
 def _refuse_more(needed: int, room: int, device: torch.device, ranks: int, remedy: str) -> None:

@@ -20,8 +20,7 @@ from shardconv.hf.classes import model_class
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
-from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
-from shardconv.runtime.memory_meter import LiveBytes, held_tensors
+from shardconv.runtime.meters import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 from shardconv.support.errors import RunError
 
 #: The names of caches in outputs, and of the arguments for them.

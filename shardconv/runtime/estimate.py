@@ -18,6 +18,7 @@ from shardconv.checkpoint.sources.quantization_files import config_with_quantiza
 from shardconv.checkpoint.sources.source import Source, standalone_config
 from shardconv.checkpoint.sources.source_files import SourceFile
 from shardconv.convert.model import DTYPE_NAMES
+from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, local_path, open_path
@@ -29,7 +30,6 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.resolver import Resolver
-from shardconv.runtime.agreement import attempt
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
 from shardconv.support.errors import PlanError, RunError, ShardconvError
@@ -135,7 +135,7 @@ def _size_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
     if list(sizes) == [1]:
         _, error = attempt(partial(resolver.plan, 2))
         if error is not None:
-            yield str(error)
+            yield error.with_options()
     unpadded = resolver.padded(0)
     costs = {size: resolver.padding(size).memory for size in sizes if unpadded.blocked(size) is not None}
     if costs:
@@ -167,7 +167,7 @@ def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, 
     except PlanError as error:
         notes.append(
             f"the config asks for quantized weights ({kind}), and unquantized ones are counted, as the config alone "
-            f"does not determine the others: they are smaller, and may support fewer tp sizes ({error})"
+            f"does not determine the others: they are smaller, and may support fewer tp sizes ({error.with_options()})"
         )
         return _source(path, _unquantized(config), specs), (f"{written}, {dtype}", *notes)
     by_config = f"linear layers and experts as quantized by the config ({kind}), the others {dtype}"
@@ -246,7 +246,7 @@ def _cost(
 
 
 def _first_line(error: ShardconvError) -> str:
-    return str(error).strip().splitlines()[0]
+    return error.with_options().strip().splitlines()[0]
 
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:

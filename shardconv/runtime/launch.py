@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcs
 
 from shardconv.distributed.devices import backends_for
 from shardconv.support.errors import RunError, UsageError
-from shardconv.support.parent import PARENT
-from shardconv.support.rank_failures import RENDEZVOUS, read_failures
+from shardconv.support.launched import PARENT, RENDEZVOUS, read_failures
 from shardconv.support.temporary import temporary_folder
 
 _TERMINATE_SECONDS = 10

@@ -5,7 +5,7 @@ memory; the conversion takes place after the model is built and before its tenso
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -19,13 +19,13 @@ from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
+from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.files.containers.safetensors import TensorInfo
-from shardconv.files.folder import AnyPath, remote_versions
+from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.classes import ModelClass
 from shardconv.hf.weights import load_shards
@@ -34,7 +34,6 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter
-from shardconv.runtime.agreement import check_same, run_on_all
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_config import find_model_class
@@ -115,22 +114,24 @@ def load(
         check_builder(model)
     find = partial(_open, path, tp, options)
     checkpoint, found_device, axis = connect_ranks(find, device, group)
-    place = checkpoint.path
-    manifest = checkpoint.manifest
+    place, manifest = checkpoint.path, checkpoint.manifest
     plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
-    dequantizer = (
-        run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype)) if dequantize else None
-    )
-    if not dequantize and (model is None or dtype is not None):  # a module of the caller may take the stored values
+    dequantizer = applied = None
+    if dequantize:
+        dequantizer = run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype))
+    elif model is None or dtype is not None:  # a module of the caller may take the stored values
         run_on_all(axis, partial(refuse_quantized, manifest, place))
-    applied = None if adapter is None else _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
+    if adapter is not None:
+        applied = _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
     loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
-    total = manifest.rank_layout.rank_bytes[manifest.ranks.index(axis.rank)]
-    reads = verify or checkpoint.source is not None
-    steps = _split_progress(progress, reads + dequantize + loading.is_moved, total)
+    steps = loading.steps(progress, verify=verify)
     tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
-    build = partial(build_by_caller, model) if model is not None else _class_builder(loading, unused, trust_remote_code)
-    loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps[-1] if loading.is_moved else None))
+    if model is None:
+        kind = run_on_all(axis, partial(find_model_class, checkpoint, is_trusted=trust_remote_code))
+        build = partial(loading.build_of, kind, unused)
+    else:
+        build = partial(loading.build_from, model)
+    loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps.get("move")))
     if plan.assumed and axis.rank == 0:
         warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
@@ -153,23 +154,13 @@ def _open_adapter(
     return run_on_all(axis, partial(RankAdapter.read, opened, axis.rank, dtype, verify=verify))
 
 
-def _split_progress(progress: Progress | None, count: int, total: int) -> list[Progress | None]:
-    """Return a callback per step; each reports an equal part of ``count`` times ``total`` bytes."""
-    if progress is None:
-        return [None] * count
-    return [partial(_report_step, progress, (step, count), total) for step in range(count)]
+#: Step of :func:`load` to the callback for its progress; a step that is not taken, or not reported, is not there.
+_Steps = Mapping[str, Progress]
 
 
-def _report_step(progress: Progress, step: tuple[int, int], total: int, done: int, of_step: int) -> None:
-    """Report ``done`` of the bytes ``of_step`` as a part of a step of ``total`` bytes."""
-    at, count = step
+def _report_step(progress: Progress, at: int, count: int, total: int, done: int, of_step: int) -> None:
+    """Report ``done`` of the bytes ``of_step`` as a part of step ``at`` of ``count`` steps of ``total`` bytes each."""
     progress(at * total + (done * total // of_step if of_step else total), count * total)
-
-
-#: Converts a model in place, and returns it.
-_Convert = Callable[[nn.Module], nn.Module]
-#: Builds a model, converts it, and loads tensors into it.
-_Build = Callable[[_Convert, dict[str, Tensor], torch.dtype | None], nn.Module]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,35 +183,36 @@ class _Loading:
     device: torch.device
     dtype: torch.dtype | None
     dequantizer: Dequantizer | None
-    adapter: RankAdapter | None = None
+    adapter: RankAdapter | None
 
-    @property
-    def is_moved(self) -> bool:
-        """Whether values are copied to a device."""
-        return self.device.type != "cpu"
-
-    def read_tensors(self, steps: Sequence[Progress | None], *, verify: bool) -> dict[str, Tensor]:
-        """Verify the rank's file if asked, and return the tensors that the model has in memory.
+    def steps(self, progress: Progress | None, *, verify: bool) -> _Steps:
+        """The steps whose progress is reported, each as an equal part of the whole.
 
         Args:
-            steps: a callback per step: of verification, if asked, or reading of a source, and of dequantization.
-            verify: whether to verify the file of a split checkpoint.
+            progress: of :func:`load`.
+            verify: whether the rank's file is verified. Otherwise it is mapped, and only a source is read.
         """
-        manifest, rank, dequantizer = self.checkpoint.manifest, self.axis.rank, self.dequantizer
-        is_source = self.checkpoint.source is not None
-        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
-        values, dtype = (
-            (stored, self.dtype) if dequantizer is None else (dequantizer.weights.values(), dequantizer.dtype)
-        )
-        copied, fetched = self.checkpoint.copied_bytes(rank), self.checkpoint.fetched_bytes(rank)
-        if dequantizer is not None:
-            copied = sum(num_bytes(value, dtype) for value in values)
-        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
-        reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps[0] if verify else None)
-        tensors = read_tensors(reader, steps[0] if is_source else None)
-        if dequantizer is not None:
-            tensors = dequantizer.dequantize(tensors, steps[verify or is_source])
-        is_dequantized = dequantizer is not None
+        if progress is None:
+            return {}
+        manifest = self.checkpoint.manifest
+        total = manifest.rank_layout.rank_bytes[manifest.ranks.index(self.axis.rank)]
+        taken = {
+            "read": verify or self.checkpoint.source is not None,
+            "dequantize": self.dequantizer is not None,
+            "move": self.device.type != "cpu",
+        }
+        names = [name for name, is_taken in taken.items() if is_taken]
+        return {name: partial(_report_step, progress, at, len(names), total) for at, name in enumerate(names)}
+
+    def read_tensors(self, steps: _Steps, *, verify: bool) -> dict[str, Tensor]:
+        """Verify the rank's file if asked, and return the tensors that the model has in memory."""
+        manifest, rank = self.checkpoint.manifest, self.axis.rank
+        self._check_room()
+        reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps.get("read"))
+        tensors = read_tensors(reader, None if self.checkpoint.source is None else steps.get("read"))
+        if self.dequantizer is not None:
+            tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
+        is_dequantized = self.dequantizer is not None
         for name, placement in placements_in_memory(manifest, self.plan, dequantize=is_dequantized).items():
             tensors[name] = take_shard(tensors[name], placement, rank)
         if self.adapter is not None:
@@ -229,35 +221,39 @@ class _Loading:
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
 
-    def fill(self, build: _Build, tensors: dict[str, Tensor], progress: Progress | None) -> nn.Module:
-        """Build the model, load the tensors into it, and move it to the device."""
-        model = build(self._convert, tensors, self.dtype)
+    def _check_room(self) -> None:
+        """Check that the values fit, before they are read."""
+        manifest, rank = self.checkpoint.manifest, self.axis.rank
+        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
+        values, dtype, copied = stored, self.dtype, self.checkpoint.copied_bytes(rank)
+        if self.dequantizer is not None:
+            values, dtype = self.dequantizer.weights.values(), self.dequantizer.dtype
+            copied = sum(num_bytes(value, dtype) for value in values)
+        fetched = self.checkpoint.fetched_bytes(rank)
+        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
+
+    def fill(
+        self, build: Callable[[dict[str, Tensor]], nn.Module], tensors: dict[str, Tensor], progress: Progress | None
+    ) -> nn.Module:
+        """Build the model with the tensors, and move it to the device."""
+        model = build(tensors)
         if self.adapter is not None:
             self.adapter.attach(model, self.axis)
-        if self.is_moved:
+        if self.device.type != "cpu":
             move(model, self.device, progress)
+        return model
+
+    def build_from(self, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+        """Build the module of the caller, convert it, and load the tensors into it."""
+        return build_by_caller(make, self._convert, tensors, self.dtype)
+
+    def build_of(self, kind: ModelClass, unused: Sequence[str], tensors: dict[str, Tensor]) -> nn.Module:
+        """Build a model of a class of transformers, convert it, and load the tensors into it."""
+        folder = self.checkpoint.folder
+        model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
+        extend_model_class(model, self.axis)
         return model
 
     def _convert(self, model: nn.Module) -> nn.Module:
         config = self.checkpoint.manifest.config or {}
         return convert_with_request(model, config, self.plan, self.axis, has_values=False)
-
-
-def _class_builder(loading: _Loading, unused: Sequence[str], is_trusted: bool) -> _Build:
-    """Return the function that builds, converts and fills the model that the config names."""
-    find = partial(find_model_class, loading.checkpoint, is_trusted=is_trusted)
-    kind = run_on_all(loading.axis, find)
-    return partial(_build_by_config, kind, loading, unused)
-
-
-def _build_by_config(
-    kind: ModelClass,
-    loading: _Loading,
-    unused: Sequence[str],
-    convert: _Convert,
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype | None,
-) -> nn.Module:
-    model: nn.Module = load_shards(kind, tensors, convert, loading.checkpoint.folder, dtype=dtype, unused=unused)
-    extend_model_class(model, loading.axis)
-    return model

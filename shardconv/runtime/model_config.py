@@ -8,7 +8,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
-from shardconv.support.errors import RunError, SplitCheckpointError
+from shardconv.support.errors import RunError, SplitCheckpointError, option
 
 
 def check_config(folder: AnyPath, expected: Mapping[str, object] | None) -> None:
@@ -53,8 +53,8 @@ def check_own_config(checkpoint: Loadable) -> None:
         check_config(checkpoint.path, checkpoint.manifest.config)
     elif checkpoint.source.config is None:
         raise RunError(
-            f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with --config "
-            f"FILE, or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
+            f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with "
+            f"{option(config='FILE')}, or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
         )
 
 

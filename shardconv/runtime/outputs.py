@@ -1,23 +1,63 @@
-"""Outputs of a model for prompts: generated text, filled masks, or embeddings, whichever the model computes."""
+"""Options and outputs of a run: generated text, filled masks, or embeddings, whichever the model computes."""
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from shardconv.checkpoint.sources.planning import PlanOptions
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.convert.protocols import ModelOutput, Streamer, Tokenizer
 from shardconv.runtime.prompts import Codec, no_text_model
-from shardconv.runtime.run_options import RunOptions
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import RunError, one_line, option
 
 #: The number of tokens that are reported for a mask.
 _NUM_CANDIDATES = 5
 
 #: The inputs of a model, by name.
 Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run.
+
+    Attributes:
+        max_new_tokens: maximum number of tokens to generate per prompt.
+        temperature: 0 for greedy decoding, else the divisor of the logits of sampled tokens.
+        seed: seed of sampled tokens.
+        device: such as ``cpu`` or ``cuda``; None for the accelerator where there is one.
+        chat: apply the model's chat template to the prompts.
+        check: an unsharded checkpoint to compare with, in float32; None for no comparison.
+        dtype: dtype of the model, such as ``bf16``; None as it is stored.
+        verify: check each rank's file against its checksums first.
+        dequantize: load quantized layers as unquantized ones.
+        unused: patterns of tensors that the model need not use.
+        trust_remote_code: run code of the checkpoint for its model or tokenizer.
+        tp: tensor parallel size of a source; None for a split checkpoint.
+        plan: how a source is read and planned.
+        token_ids: prompts and outputs are token ids, such as ``1 2 3``. With ``check``, there is a default prompt.
+        adapter: a split adapter to apply, or its name among the adapters of the checkpoint; None for none.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    device: str | None = None
+    chat: bool = False
+    check: Path | None = None
+    dtype: str | None = None
+    verify: bool = True
+    dequantize: bool = False
+    unused: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    token_ids: bool = False
+    tp: int | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +202,7 @@ def refuse_nan(values: Tensor) -> None:
     if values.isnan().any():
         raise RunError(
             "the outputs of the model are NaN: a tensor of the checkpoint holds NaN, or its dtype overflows. Compare "
-            "with the source by shardconv verify --against SRC, or run in --dtype fp32"
+            f"with the source by shardconv verify --against SRC, or run in {option(dtype='fp32')}"
         )
 
 

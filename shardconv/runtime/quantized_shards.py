@@ -21,7 +21,7 @@ from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.runtime.dequantize import dequantize_all, is_readable
 from shardconv.runtime.device import num_bytes
-from shardconv.support.errors import RunError
+from shardconv.support.errors import RunError, option
 from shardconv.support.formatting import size
 
 #: Dtypes of weights, as safetensors names them.
@@ -124,7 +124,7 @@ def require_quantized(manifest: Manifest, folder: AnyPath) -> dict[str, TensorSp
     """
     specs = quantized_tensors(manifest)
     if not any(spec.grid for spec in specs.values()):
-        raise RunError(f"{folder}: is not quantized: remove --dequantize")
+        raise RunError(f"{folder}: is not quantized: remove {option(dequantize=True)}")
     return specs
 
 
@@ -141,8 +141,8 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
     name = str(dtype).removeprefix("torch.")
     needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.tp
     raise RunError(
-        f"{folder}: is quantized: pass --dequantize to load it as {name}, with "
-        f"about {size(needed)} per rank in place of {size(manifest.rank_layout.rank_bytes[0])}"
+        f"{folder}: is quantized: pass {option(dequantize=True)} to load it as {name}, with about {size(needed)} per "
+        f"rank in place of {size(manifest.rank_layout.rank_bytes[0])}"
     )
 
 

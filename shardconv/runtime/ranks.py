@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,11 @@ from shardconv.checkpoint.split.loadable import Loadable
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.stored_plan import resolver_of
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
+from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
-from shardconv.runtime.agreement import attempt, check_same, run_on_all
 from shardconv.runtime.device import rank_device
-from shardconv.runtime.versions import versions
-from shardconv.support.errors import PlanError, WorldSizeError
+from shardconv.support.errors import PlanError, WorldSizeError, option
 
 
 def connect_ranks(
@@ -46,11 +46,23 @@ def connect_ranks(
     axis = _axis(group, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
-    own = {f"versions of {package}": version for package, version in versions().items()}
+    own = {f"versions of {package}": version for package, version in _versions().items()}
     named = {"kinds of checkpoints": checkpoint.kind, "kinds of devices": found.type, **own}
     check_same(checkpoint.path, axis, facts, named)
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
     return checkpoint, found, axis.with_shared_memory() if found.type == "cpu" else axis
+
+
+def _versions() -> dict[str, str]:
+    """Package to version, or to "not installed", of those whose results have to be the same on all ranks."""
+    return {package: _version(package) for package in ("shardconv", "torch", "transformers")}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _raise(problem: Exception | None) -> None:
@@ -82,7 +94,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
         if checkpoint.source is None:
             other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
         else:
-            other, remedy = "would be loaded", f"pass --tp {size}"
+            other, remedy = "would be loaded", f"pass {option(tp=size)}"
         raise WorldSizeError(
             f"{path}: {other} for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.tp}{f', or {remedy}' if _is_supported(manifest, size) else ''}"

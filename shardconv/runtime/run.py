@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 import torch
 
@@ -16,16 +17,16 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.convert.converted_model import ConvertedModel
+from shardconv.distributed.agreement import gather, is_first_rank
 from shardconv.distributed.devices import device_module
 from shardconv.files.folder import AnyPath
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
-from shardconv.runtime.agreement import broadcast_from_first, gather_from_all, is_first_rank
-from shardconv.runtime.comparison import compare
+from shardconv.runtime.comparison import check_unsharded, compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
 from shardconv.runtime.model_config import check_own_config, find_model_class
-from shardconv.runtime.outputs import ModelRun, Outputs, TimingStreamer, compute_outputs
+from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimingStreamer, compute_outputs
 from shardconv.runtime.prompts import (
     Codec,
     IdCodec,
@@ -36,12 +37,54 @@ from shardconv.runtime.prompts import (
     parse_ids,
 )
 from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
-from shardconv.runtime.run_options import RunOptions, RunReport
-from shardconv.runtime.unsharded_source import check_unsharded
 from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
 
 #: Opens a progress display; see :func:`~shardconv.load`.
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """Outputs and figures of a run. Times are those of one rank.
+
+    Attributes:
+        path: the checkpoint.
+        tp: tensor parallel size.
+        device: device of this rank.
+        prompts: the prompts.
+        outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.
+        load_seconds: time to load the model.
+        load_bytes: size of the rank's file, or of the one that a split of the source would have.
+        memory_bytes: peak memory of each rank; on the device if it is an accelerator.
+        dequantized_bytes: size of this rank's tensors after quantized layers are dequantized; None if none are.
+        first_token_seconds: time from the prompt to the first token; None if nothing is generated.
+        tokens_per_second: tokens of all prompts per second, after the first token; None if nothing is generated.
+        differences: with ``check``, the differences from the unsharded model; empty if there are none.
+        error: with ``check``, the largest error of an output, relative to the largest output.
+        notes: notes on the checkpoint and the run.
+        adapter: the split adapter that was applied, also to the model of ``check``; None for none.
+    """
+
+    path: str
+    tp: int
+    device: str
+    prompts: tuple[str, ...]
+    outputs: tuple[str, ...]
+    load_seconds: float
+    load_bytes: int
+    memory_bytes: tuple[int, ...]
+    dequantized_bytes: int | None
+    first_token_seconds: float | None
+    tokens_per_second: float | None
+    differences: tuple[str, ...] | None
+    error: float | None
+    notes: tuple[str, ...]
+    adapter: str | None = None
+
+    @property
+    def has_continuations(self) -> bool:
+        """Whether the model generates tokens, rather than filling masks or encoding."""
+        return self.first_token_seconds is not None
 
 
 def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions, rank: int | None = None) -> int:
@@ -124,7 +167,7 @@ def run_rank(
     model = _load(path, options, progress)
     load_seconds = time.perf_counter() - began
     check_input(model)
-    prompts = broadcast_from_first([prompt for prompt in prompts if prompt.strip()])
+    prompts = gather([prompt for prompt in prompts if prompt.strip()])[0]
     is_default = not prompts and options.token_ids and options.check is not None
     prompts = [default_ids(model)] if is_default else prompts
     run = _encode(model, codec, prompts, options)
@@ -142,7 +185,7 @@ def run_rank(
         outputs=tuple(outputs.texts),
         load_seconds=load_seconds,
         load_bytes=manifest.rank_layout.rank_bytes[0],
-        memory_bytes=tuple(gather_from_all(_peak_memory(model.device))),
+        memory_bytes=tuple(gather(_peak_memory(model.device))),
         dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
         first_token_seconds=streamer.first_token_seconds,
         tokens_per_second=streamer.tokens_per_second(len(prompts)),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import torch.distributed as dist
@@ -24,8 +23,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.destination import NewFolder, joined_folder
 from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
 from shardconv.checkpoint.output.team import Rows, Team
-from shardconv.checkpoint.split.views import View, describe_views, remedy
-from shardconv.files.checksums import checksum
+from shardconv.distributed.agreement import View, difference
 from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, UsageError
 from shardconv.support.exits import Removal
@@ -75,16 +73,10 @@ class SplitTeam(Team):
 
     def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
         """See :class:`Team`."""
-        own = {name: checksum(json.dumps(fact, sort_keys=True).encode()) for name, fact in facts().items()}
-        every, hosts = zip(*self._exchange((own, gethostname())), strict=True)
-        if different := [name for name in own if any(one[name] != every[0][name] for one in every)]:
-            views = [
-                View(str([one[name] for name in different]), "", host) for one, host in zip(every, hosts, strict=True)
-            ]
-            raise RunError(
-                f"{target}: {' and '.join(different)} differ between processes ({describe_views(views, 'process')}): "
-                f"{remedy(different, 'pass the same source and options to all processes')}"
-            )
+        views = [View(*view) for view in self._exchange(View.here(target, facts()))]
+        remedy = "pass the same source and options to all processes"
+        if (error := difference(target, views, "process", remedy)) is not None:
+            raise error
         assert isinstance(target, Path)  # URLs are written by one process
         self._members = self._find_members(target.absolute().parent)
 

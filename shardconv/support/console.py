@@ -1,7 +1,7 @@
 """Output: results on stdout, everything else on stderr. No other module prints.
 
-Owns the text and the ``--json`` form of reports, and opens the display of progress. Imports rich only for tables.
-Reports are dataclasses.
+Owns the text and the ``--json`` form of reports, and progress of long operations: a bar on a terminal, lines elsewhere,
+with rate and time left. Imports rich only for tables and bars. Reports are dataclasses.
 """
 
 import json
@@ -9,24 +9,26 @@ import os
 import shutil
 import sys
 import textwrap
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
 
 import click
 
-from shardconv.support.error_messages import describe
-from shardconv.support.formatting import json_text, visible
-from shardconv.support.progress import Bars, Display, Lines, Progress
+from shardconv.support.formatting import json_text, size, time_left, visible
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 #: Characters without a shape that text for people may have: breaks, and the joiners of scripts and emoji.
 _KEPT = "\n\t\u200c\u200d"
 
 
-def _echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Print text for people: text of a checkpoint cannot control the terminal, or change its direction."""
     click.echo(visible(text, keep=_KEPT), err=err, nl=nl)
 
@@ -54,6 +56,107 @@ def discard_unwritten() -> list[str]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             names.append(name)
     return names
+
+
+#: Seconds before the first bar, and between two lines.
+BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
+#: Characters of a bar; with the amounts it fits 80 columns.
+_BAR_WIDTH = 20
+
+Progress = Callable[[int, int], None]
+
+
+class Display(ABC):
+    """Shows the progress of activities, which follow each other."""
+
+    def __init__(self) -> None:
+        self._began = self._last_call = time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Show nothing before the first call of an activity."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave what is shown."""
+        return
+
+    def activity(self, what: str, *, counts: bool) -> Progress:
+        """The callback of an activity. Its time begins with the last call of the activity before it.
+
+        Args:
+            what: its name.
+            counts: whether amounts are counts instead of bytes.
+        """
+        began: float | None = None
+
+        def report(done: int, total: int) -> None:
+            nonlocal began
+            began = self._last_call if began is None else began
+            self._last_call = time.monotonic()
+            self._show(what, done, total, _amounts(done, total, self._last_call - began, counts=counts))
+
+        return report
+
+    @abstractmethod
+    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
+        """Show that an activity has done a part of the total, which ``amounts`` describes."""
+
+
+class Lines(Display):
+    """Prints a line for the current activity at intervals."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+        self._shown = self._began
+
+    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
+        del done, total
+        if self._last_call - self._shown >= LINE_SECONDS:
+            self._shown = self._last_call
+            self._write(f"{what}: {amounts}")
+
+
+class Bars(Display):
+    """A bar for the current activity, on the terminal of stderr."""
+
+    _bars: "RichProgress | None" = None
+    _current: "tuple[str, TaskID] | None" = None
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        if self._bars is not None:
+            self._bars.stop()
+
+    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
+        if self._last_call - self._began < BAR_SECONDS:
+            return
+        bars = self._bars = self._bars or _start_bars()
+        if self._current is None or self._current[0] != what:
+            if self._current is not None:
+                bars.remove_task(self._current[1])
+            self._current = what, bars.add_task(what, amounts="")
+        bars.update(self._current[1], completed=done, total=total, amounts=amounts)
+
+
+def _start_bars() -> "RichProgress":
+    from rich.console import Console
+    from rich.progress import BarColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = ("{task.description}", BarColumn(_BAR_WIDTH), "{task.fields[amounts]}")
+    bars = RichProgress(*columns, console=Console(stderr=True), transient=True)
+    bars.start()
+    return bars
+
+
+def _amounts(done: int, total: int, seconds: float, *, counts: bool) -> str:
+    """What is done, and once it is something the rate and the time left."""
+    text = f"{done} of {total}" if counts else f"{size(done)} of {size(total)}"
+    if not done or not seconds:
+        return text
+    rate = "" if counts else f", {size(done / seconds)}/s"
+    return f"{text}{rate}, {time_left((total - done) * seconds / done)} left"
 
 
 class Console:
@@ -89,19 +192,19 @@ class Console:
             click.echo(json_text(report))
             return
         if shown := quiet_lines if self._quiet else lines:
-            _echo("\n".join(shown))
+            echo("\n".join(shown))
         if self._quiet:
             self.warn(quiet_warnings)
 
     def warn(self, lines: Sequence[str]) -> None:
         """Print warnings on stderr, also with ``quiet``."""
         if lines:
-            _echo("\n".join(lines), err=True)
+            echo("\n".join(lines), err=True)
 
     def stream(self, text: str) -> None:
         """Print a piece of a result at once, unless the output is JSON."""
         if not self._as_json:
-            _echo(text, nl=False)
+            echo(text, nl=False)
             sys.stdout.flush()
 
     def document(self, text: str, parse: Callable[[str], object]) -> None:
@@ -114,7 +217,7 @@ class Console:
     def note(self, lines: Sequence[str]) -> None:
         """Print measurements and other notes on stderr, except with ``quiet``."""
         if not self._quiet and lines:
-            _echo("\n".join(lines), err=True)
+            echo("\n".join(lines), err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
@@ -177,18 +280,3 @@ def _entries(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) 
         yield from textwrap.wrap(name, width)
         named = ", ".join(f"{column} {cell}" for column, cell in zip(columns[1:], cells, strict=True))
         yield from textwrap.wrap(named, width, initial_indent="  ", subsequent_indent="  ")
-
-
-def show_error(error: BaseException, *, as_json: bool) -> int:
-    """Print the message of an exception, with ``as_json`` also as an object; returns its exit code."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return error.exit_code
-    message, code = describe(error)
-    with suppress(OSError):  # the error may be that a stream cannot be written
-        if as_json:
-            click.echo(json.dumps({"error": message, "exit_code": code}))
-    with suppress(OSError):
-        if message:
-            _echo(f"shardconv: {message}", err=True)
-    return code

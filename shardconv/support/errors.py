@@ -13,43 +13,75 @@
         ├── PeerError             1   another rank failed and reported why
         └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank
 
-A message is one text: what is wrong, in which file, tensor and rank, what was got and expected, and how to fix it. It
-names options as the command line has them; in Python, exceptions show arguments instead (``option_names.py``).
+A message is one text: what is wrong, in which file, tensor and rank, what was got and expected, and how to fix it. An
+option in it is data (:func:`option`): the command line shows ``--overwrite``, and Python ``overwrite=True``.
 :class:`PlanWarning` is the only warning: a model is loaded with a plan that is based on assumptions.
 """
 
+import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from collections.abc import Callable
 
-from shardconv.support.option_names import in_python
-
-#: Whether this process is the command line.
-_is_command_line = False
-
-
-@contextmanager
-def command_line() -> Iterator[None]:
-    """Show options instead of arguments in messages, while this process is the command line."""
-    global _is_command_line  # noqa: PLW0603 - a fact about the process, which threads and nested messages share
-    before, _is_command_line = _is_command_line, True
-    try:
-        yield
-    finally:
-        _is_command_line = before
+#: An option in the text of an exception, between two control characters: the JSON of its argument and value.
+_OPTION = re.compile("\x1e([^\x1e\x1f]*)\x1f")
+#: Arguments whose options have another name.
+_FLAGS = {"dst": "-o", "adapters": "--adapter", "engine": "--for", "source_layout": "--from"}
 
 
-class _NamesOptions(Exception):  # noqa: N818 - the base of errors and of a warning
-    """Its message names options of the command line."""
+def option(name: str = "", /, **values: object) -> str:
+    """An option of a command in the message of an exception: ``--tp 4`` on the command line, ``tp=4`` in Python.
 
-    def __str__(self) -> str:
-        """The message, in Python with arguments in place of options. It is the arguments, joined by colons."""
-        text = ": ".join(map(str, self.args))
-        return text if _is_command_line else in_python(text)
+    Args:
+        name: the argument of the Python functions, without a value.
+        values: or the argument with its value: a list for an option that is repeated, True or False for a flag, and
+            upper case for a placeholder.
+    """
+    argument, value = next(iter(values.items()), (name, None))
+    value = value if isinstance(value, (bool, int, list, tuple, type(None))) else str(value)
+    return f"\x1e{json.dumps([argument, value], ensure_ascii=False)}\x1f"
 
 
-class ShardconvError(_NamesOptions):
+def _rendered(text: str, form: Callable[[str, object], str]) -> str:
+    """A text with its options in some form; other text between the same control characters stays as it is."""
+
+    def render(match: re.Match[str]) -> str:
+        try:
+            argument, value = json.loads(match[1])
+        except (ValueError, TypeError):  # of a name in a file
+            return match[0]
+        return form(argument, value)
+
+    return _OPTION.sub(render, text)
+
+
+def _as_option(argument: str, value: object) -> str:
+    name = str(argument).replace("_", "-")
+    flag = _FLAGS.get(argument) or f"--{name}"
+    if value is None or isinstance(value, bool):
+        return f"--no-{name}" if value is False else flag
+    return " ".join(f"{flag} {shlex.quote(str(one))}" for one in (value if isinstance(value, list) else [value]))
+
+
+def _as_argument(argument: str, value: object) -> str:
+    if value is None:
+        return argument
+    literal = f"[{', '.join(map(_literal, value))}]" if isinstance(value, list) else _literal(value)
+    return f"{argument}={literal}"
+
+
+def _literal(value: object) -> str:
+    """A value in Python: placeholders and numbers as they are, anything else as a string."""
+    is_string = isinstance(value, str) and not (value.isupper() or value.isdecimal())
+    return json.dumps(value, ensure_ascii=False) if is_string else str(value)
+
+
+class ShardconvError(Exception):
     """Base class of all errors that shardconv raises on purpose.
+
+    Args:
+        problem: what is wrong, or the whole message.
+        remedy: how to fix it, where another function may know a better way.
 
     Attributes:
         exit_code: of a command that fails with it.
@@ -58,6 +90,24 @@ class ShardconvError(_NamesOptions):
 
     exit_code = 1
     is_repeated = False
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, for the message of another exception."""
+        return str(self.args[0])
+
+    @property
+    def message(self) -> str:
+        """The whole message, for that of another exception."""
+        return ": ".join(map(str, self.args))
+
+    def __str__(self) -> str:
+        """The message with arguments of Python."""
+        return _rendered(self.message, _as_argument)
+
+    def with_options(self) -> str:
+        """The message with options of the command line: for commands and reports."""
+        return _rendered(self.message, _as_option)
 
 
 class UsageError(ShardconvError):
@@ -98,7 +148,7 @@ class RunError(ShardconvError):
     """A model cannot be run: wrong number of processes, or it cannot be built or loaded."""
 
 
-class PlanWarning(_NamesOptions, UserWarning):
+class PlanWarning(UserWarning):
     """A model is loaded with a plan that is based on assumptions or on user rules instead of a family."""
 
 
@@ -122,4 +172,5 @@ def is_connection_error(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """An error of another library in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = error.message if isinstance(error, ShardconvError) else str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())}"

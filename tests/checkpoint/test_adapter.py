@@ -150,7 +150,7 @@ def test_merged_folder_is_split_again_with_its_adapters(together, tmp_path):
     shardconv.merge(split, merged)
     refused = call("split", merged, "--tp", 2, "-o", tmp_path / "again")
     folders = [merged / "adapters" / name for name in sorted(one.name for one in adapters)]
-    options = " ".join(f"--adapter {str(folder)!r}" for folder in folders)
+    options = " ".join(f"--adapter {folder}" for folder in folders)
     assert f"pass {options} to split them with the base model" in refused.err
     assert call("split", merged, *shlex.split(options), "--tp", 2, "-o", tmp_path / "again").code == 0
     assert shards_of(tmp_path / "again", 2)[1].keys() == shards_of(split, 2)[1].keys()

@@ -14,7 +14,7 @@ import shardconv
 from shardconv.checkpoint.sources import duplicates
 from shardconv.checkpoint.sources.folder_files import matches
 from shardconv.checkpoint.sources.source import open_source
-from shardconv.support.errors import SourceError, UsageError, command_line
+from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 from tests.support.command import Result, call
 
@@ -49,8 +49,7 @@ def put_adapter(folder: Path) -> None:
 def refusal(path: Path, **options) -> str:
     with pytest.raises(SourceError) as caught:
         open_source(path, **options)
-    with command_line():
-        return str(caught.value)
+    return caught.value.with_options()
 
 
 def ignore_options(message: str) -> list[str]:
@@ -291,7 +290,7 @@ def test_adapter_next_to_a_base_model(folder, tmp_path):
     put_adapter(folder)
     message = refusal(folder)
     assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
-    assert f"pass --adapter {str(folder)!r} to split both" in message
+    assert f"pass --adapter {folder} to split both" in message
     patterns = ignore_options(message)
     source = open_source(folder, ignore=tuple(patterns))
     assert sorted(source.left_out) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -24,7 +24,7 @@ from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output import job as job_module
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.job import difference
-from shardconv.commands import notes
+from shardconv.commands import shared
 from shardconv.support.errors import OutputError
 from tests.support.checkpoints import (
     contents,
@@ -325,14 +325,14 @@ OTHER_OPTIONS = [
     *of("split reshard", "", "--max-file-size 20000", "did not have --max-file-size (got --max-file-size 20kB)"),
     *of("split reshard", "", "--for vllm", "did not have --for (got --for vllm)"),
     *of("split", "", "--dtype fp32", "did not have --dtype (got --dtype fp32)"),
-    *of("split", "", "--replicate lm_head", "did not have --replicate (got --replicate 'lm_head')"),
-    *of("split", "", "--rules llama", "did not have --rules (got --rules 'llama')"),
+    *of("split", "", "--replicate lm_head", "did not have --replicate (got --replicate lm_head)"),
+    *of("split", "", "--rules llama", "did not have --rules (got --rules llama)"),
     *of("split", "", "--ranks 1-3", "did not have --ranks (got --ranks 1-3)"),
     *of("split", "--dtype fp32", "", "had --dtype fp32 (got none)"),
     *of("split", "--dtype fp32", "--dtype bf16", "had --dtype fp32 (got --dtype bf16)"),
     *of("split", "--ranks 0-1", "--ranks 2-3", "had --ranks 0,1 (got --ranks 2,3)"),
-    *of("split", "--rules llama", "--rules olmo2", "had --rules 'llama' (got --rules 'olmo2')"),
-    *of("split", "--replicate lm_head --replicate *.norm", "", "had --replicate 'lm_head' --replicate '*.norm' (got"),
+    *of("split", "--rules llama", "--rules olmo2", "had --rules llama (got --rules olmo2)"),
+    *of("split", "--replicate lm_head --replicate *.norm", "", "had --replicate lm_head --replicate '*.norm' (got"),
     *of("split", "--max-file-size 20kB", "--max-file-size 1GB", "had --max-file-size 20kB (got --max-file-size 1GB)"),
     *of("split", "--head-dim 8", "", "had --head-dim 8 (got none)"),
 ]
@@ -703,8 +703,8 @@ def test_every_form(made, others, target, words):
     ids=lambda words: words[0],
 )
 def test_rate_is_that_of_the_bytes_that_are_copied(made, others, target, monkeypatch, words):
-    monkeypatch.setattr(notes, "rate", lambda num_bytes, _: f"at {num_bytes} B")
-    monkeypatch.setattr(notes, "size", lambda num_bytes: f"{num_bytes} B")
+    monkeypatch.setattr(shared, "rate", lambda num_bytes, _: f"at {num_bytes} B")
+    monkeypatch.setattr(shared, "size", lambda num_bytes: f"{num_bytes} B")
     arguments = [word.format(made=made, others=others) for word in words]
     job = Job(arguments, shardconv.split, Path(arguments[1]), {})
     outputs = [call(*arguments, "-o", target.parent.parent / target.name).out]

@@ -36,9 +36,9 @@ from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, sharded_fraction
 from shardconv.proof.report import Proof
 from shardconv.proof.small_models import REFERENCE, SMALL
+from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
-from shardconv.runtime.run_options import RunOptions
-from shardconv.support.errors import ShardconvError, command_line
+from shardconv.support.errors import ShardconvError
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
@@ -1187,7 +1187,6 @@ def ran(found: list[Any], source: Path) -> Found:
     return Found("\n".join(messages).strip(), "\n".join(found[0][2]), check)
 
 
-@command_line()
 def run_on_rank(
     _: Any, place: Path, against: Path | None, dequantize: bool
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
@@ -1197,7 +1196,7 @@ def run_on_rank(
         check_run(open_loadable(place, tp=None, options={}), [PROMPT], options)
         report = run_rank(place, [PROMPT], options, lambda _: None)
     except ShardconvError as problem:
-        return str(problem), (), ()
+        return problem.with_options(), (), ()
     return "\n".join(report.differences or ()), report.outputs, report.notes
 
 
@@ -1235,7 +1234,6 @@ def loaded(found: list[Any], source: Path) -> Found:
 IDS = torch.arange(3, 12).view(1, -1)
 
 
-@command_line()
 def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, torch.Tensor | None, list[str]]:
     """Returns the message of an error, the logits, and the warnings."""
     try:
@@ -1245,8 +1243,8 @@ def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, 
         with torch.inference_mode():
             return "", made(IDS).logits, [str(one.message) for one in warned]
     except (ShardconvError, RuntimeError) as problem:
-        own = "" if isinstance(problem, ShardconvError) else f"{type(problem).__name__}: "
-        return f"{own}{problem}", None, []
+        is_own = isinstance(problem, ShardconvError)
+        return problem.with_options() if is_own else f"{type(problem).__name__}: {problem}", None, []
 
 
 RUNNERS: Mapping[str, Callable[..., Found]] = dict(

@@ -20,7 +20,6 @@ import shardconv
 from shardconv.plan.family import NAMES_FAMILY
 from shardconv.plan.family_file import family_names, load_family
 from shardconv.support.errors import PlanError, UsageError
-from shardconv.support.option_names import in_python
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases, each_once
@@ -505,7 +504,7 @@ def bare(path: Path, *, heads: int, kv_heads: int, head_dim: int) -> Path:
     return path
 
 
-HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512. Pass --head-dim or --config."
+HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512."
 
 
 @pytest.fixture(scope="module")
@@ -518,9 +517,9 @@ def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(eigh
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(eight_kv_heads, tp=8)
     assert str(caught.value) == (
-        f"{in_python(HEAD_DIM_IS_UNKNOWN)} With this assumption, tp=8 is unsupported (expected one of 1, 2) because of "
+        f"{HEAD_DIM_IS_UNKNOWN} With this assumption, tp=8 is unsupported (expected one of 1, 2) because of "
         "model.layers.0.self_attn.k_proj.weight: 2 is not a multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 "
-        "assumed)"
+        "assumed): pass head_dim"
     )
 
 
@@ -530,7 +529,7 @@ def test_assumed_head_dim_divides_the_rows_of_keys(tmp_path):
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=8)
     assert str(caught.value).startswith(
-        "head_dim is unknown (no config.json): assuming it is at most 256. Pass head_dim or config. With this "
+        "head_dim is unknown (no config.json): assuming it is at most 256. With this "
         "assumption, tp=8 is unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is "
         "not a multiple of 8 "
         "(head_dim=256 assumed"
@@ -553,7 +552,7 @@ def test_error_without_a_config_does_not_propose_head_dim_if_it_would_not_help(t
     source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=8, head_dim=512)
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=64, replicate=("**.self_attn.*",))
-    assert "Pass head_dim" not in str(caught.value)
+    assert "head_dim" not in str(caught.value)
     assert "(expected one of 1-4, 6, 8, 12, 16, 24, 32, 48, 96)" in str(caught.value)  # head sizes do not matter
 
 
@@ -577,7 +576,7 @@ def test_without_a_config_boundaries_inside_the_largest_head_are_blocked(multipl
 
 def test_report_without_a_config_has_the_assumptions(multiple_of_three):
     head_dim, family = shardconv.report_plan(multiple_of_three).assumed[:2]
-    assert head_dim == HEAD_DIM_IS_UNKNOWN
+    assert head_dim == f"{HEAD_DIM_IS_UNKNOWN} Pass --head-dim or --config."
     assert family.startswith("a checkpoint without a config does not have a family: ")
 
 

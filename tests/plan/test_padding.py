@@ -650,7 +650,7 @@ def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
     """Where they are supported without padding, and from where they can be chosen: a split checkpoint has its plan."""
     source = Model("mixtral", {**GQA, **MOE, "intermediate_size": 90}).write(tmp_path / "source")
     remedy = "--experts expert to distribute whole experts, or --pad to pad with zeros"
-    assert f". Pass a supported size, or {remedy}" in call("plan", source, "--tp", 4).err
+    assert f": pass a supported size, or {remedy}" in call("plan", source, "--tp", 4).err
     assert shardconv.make_plan(source, tp=4, experts="expert").tp == 4
     shardconv.split(source, tmp_path / "split", tp=2)
     refused = call("reshard", tmp_path / "split", "--tp", 4, "-o", tmp_path / "four")
@@ -662,7 +662,7 @@ def test_split_without_the_option_reports_the_cost_of_padding(one_layer, costs, 
     refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1
     assert "--tp 3 is unsupported (expected one of 1, 2, 4, 8) because of " in refused.err
-    assert f". Pass a supported size, or --pad to pad with zeros ({costs[3]} more memory)" in refused.err
+    assert f": pass a supported size, or --pad to pad with zeros ({costs[3]} more memory)" in refused.err
 
 
 def test_split_prints_padded_sizes_and_their_cost(one_layer, costs, tmp_path):

@@ -16,8 +16,8 @@ import shardconv
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import _verdict
 from shardconv.runtime.comparison import _without_kernel_warning
+from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
-from shardconv.runtime.run_options import RunOptions
 from shardconv.support.errors import ShardconvError
 from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
 from tests.support.command import call

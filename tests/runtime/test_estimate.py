@@ -16,7 +16,7 @@ from shardconv.plan.request import PlanRequest
 from shardconv.runtime.cost_report import Collective, CostReport, TpCost, Traffic
 from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import estimate_cost
-from shardconv.runtime.memory_meter import LiveBytes
+from shardconv.runtime.meters import LiveBytes
 from shardconv.support.errors import PlanError, RunError, ShardconvError, SourceError
 from shardconv.support.formatting import duration, size
 from shardconv.tensor.cost import Link
@@ -364,7 +364,7 @@ def test_reason_where_only_one_rank_is_supported(tiny, tmp_path):
     assert [cost.tp for cost in report.costs] == [1]
     with pytest.raises(PlanError) as error:
         estimate_cost(folder, tps=[2])
-    assert report.notes[-1] == str(error.value)
+    assert report.notes[-1] == error.value.with_options()
     assert "\n--tp 2 is unsupported" in call("plan", folder, "--cost", "--seq", "1").out
 
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.distributed.operations import ALL_GATHER
 from shardconv.layouts.layout import NATIVE
-from shardconv.runtime.versions import versions
 from shardconv.support.errors import PeerError, UsageError, WorldSizeError
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
@@ -443,8 +442,9 @@ def test_parameter_without_a_tensor_is_an_error(ranks, home, tmp_path):
 def check_versions(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
-            found = {**versions(), "torch": "9.9"}
-            patch.setattr(sys.modules["shardconv.runtime.ranks"], "versions", lambda: found)
+            module = sys.modules["shardconv.runtime.ranks"]
+            found = {**module._versions(), "torch": "9.9"}
+            patch.setattr(module, "_versions", lambda: found)
         check_fails(axis, split, ["versions of torch differ between ranks .rank 0: 2", "rank 1: 9.9"])
 
 

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from shardconv.distributed import gather_from_tp, reduce_from_tp
 from shardconv.distributed.operations import REDUCE_SCATTER
 from shardconv.plan.request import PlanRequest
-from shardconv.runtime import memory_meter
-from shardconv.runtime.collective_meter import Call, CountedAxis, CountingGroup
+from shardconv.runtime import meters
 from shardconv.runtime.dry_run import MetaModel, dry_run
-from shardconv.runtime.memory_meter import LiveBytes, held_tensors
+from shardconv.runtime.meters import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 from tests.support.models import MODELS
 
 KB = 1024
@@ -49,7 +48,7 @@ def test_cached_shapes_equal_those_of_torch(monkeypatch):
         arguments = MetaModel(config, torch.bfloat16), PlanRequest()
         remembered = dry_run(*arguments, tp=2, batch=2, seq=9)
         with monkeypatch.context() as context:
-            context.setattr(memory_meter, "REUSED", frozenset[object]())
+            context.setattr(meters, "REUSED", frozenset[object]())
             assert dry_run(*arguments, tp=2, batch=2, seq=9) == remembered
 
 

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import show_report
+from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, explain_errors, run_rank
-from shardconv.runtime.run_options import RunOptions
 from shardconv.support.console import Console
 from shardconv.support.errors import RunError, ShardconvError, UsageError
-from shardconv.support.rank_failures import RENDEZVOUS
+from shardconv.support.launched import RENDEZVOUS
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
 from tests.support.forked import Popen, run, run_python

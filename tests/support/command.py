@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def call(*arguments: object) -> Result:
         sys.argv = argv
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Result(code, out.getvalue(), err.getvalue())
+    result = Result(code, out.getvalue(), err.getvalue())
+    assert not re.search(r"u\{1e\}|u001e", result.out + result.err), f"an option that is not rendered: {result}"
+    return result
 
 
 def start(*arguments: object, patch: str = "", popen=subprocess.Popen, **options) -> subprocess.Popen[str]:

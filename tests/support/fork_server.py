@@ -30,7 +30,7 @@ from typing import Any
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from shardconv.support.parent import PARENT
+from shardconv.support.launched import PARENT
 from tests.support.forked import MESSAGE_BYTES, ForkedPopen
 
 IMPORTED = (

@@ -26,7 +26,7 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, Resolution
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_set import RuleSet
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 
 
 class Adapter(NamedTuple):
@@ -89,7 +89,9 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
     else:
         source = open_source(path, follow_links=follow_links, ignore=ignore)
     if ADAPTER_CONFIG not in source.auxiliary_files:
-        raise UsageError(f"{path}: {ADAPTER_CONFIG} is left out, but is needed to split the adapter: change --ignore")
+        raise UsageError(
+            f"{path}: {ADAPTER_CONFIG} is left out, but is needed to split the adapter: change {option('ignore')}"
+        )
     return Adapter(source, read_settings(source.auxiliary_files[ADAPTER_CONFIG]))
 
 
@@ -116,7 +118,9 @@ def plan_adapter(
         )
     found = _base_of(base, options)
     if found.request.pad:
-        raise UsageError(f"{adapter.source.path}: --pad is not supported for adapters: split the base model without it")
+        raise UsageError(
+            f"{adapter.source.path}: {option(pad=True)} is not supported for adapters: split the base model without it"
+        )
     rules = found.rules.without_engine().with_optional_rules()
     tensors = fitted(adapter, rules, found.tensors)
     paths = (adapter.source.path, *adapter.source.paths, *adapter.source.auxiliary_files.values(), *found.paths)
@@ -152,7 +156,7 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         return _Base(logical_tensors(base.tensors), rules, base.request, assumed, base.paths)
     path = local_path(base)
     if not path.exists():
-        raise SourceError(f"--base {path}: does not exist{missing_hint(path, takes_url=False)}")
+        raise SourceError(f"{option(base=path)}: does not exist{missing_hint(path, takes_url=False)}")
     if is_split(path):
         refuse_changes(path, {**options, "follow_links": False})
         manifest = read_manifest(path)

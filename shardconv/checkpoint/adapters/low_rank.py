@@ -18,7 +18,7 @@ from shardconv.checkpoint.engine.arrays.rounding import convert, widen
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.sources.source_reader import ReadStored
 from shardconv.files.fileio import Bytes
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, option
 
 Array = NDArray[np.float32]
 
@@ -132,7 +132,7 @@ class RowTransform:
         problem = "is not a number" if np.isnan(value) else f"is too large for {self.result.dtype}"
         return SourceError(
             f"{self.result.name}: an element becomes {value:g}, which {problem}: split the adapter with the model, "
-            f"without --merge-adapter"
+            f"without {option(merge_adapter=True)}"
         )
 
 
@@ -234,6 +234,6 @@ def _ratio(magnitude: Array, squares: NDArray[np.float32]) -> Array:
     if not squares.all():
         raise SourceError(
             "DoRA divides by the norm of a weight that is zero: split the adapter with the model, without "
-            "--merge-adapter"
+            f"{option(merge_adapter=True)}"
         )
     return (magnitude / np.sqrt(squares)).astype(np.float32)

@@ -20,13 +20,12 @@ from shardconv.checkpoint.sources.dtype_conversion import Conversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
-from shardconv.files.weight_formats import MERGED
 from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 
 def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSource:
@@ -44,7 +43,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
     if layer := next((grid.logical_name(name) for name, grid in grids.items() if grid.role == VALUES), None):
         raise PlanError(
             f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
-            f"into quantized weights: split the model with --adapter, without --merge-adapter"
+            f"into quantized weights: split the model with {option('adapters')}, without {option(merge_adapter=True)}"
         )
     merge = _Merge(adapter, source, planned.resolution.resolver.rules)
     stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
@@ -52,7 +51,8 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
         source,
         stored=_with_files(stored, of_adapter),
         transforms={**source.transforms, **merge.transforms()},
-        derived=(*source.derived, f"the adapter {adapter.source.name} {MERGED}"),
+        derived=(*source.derived, f"the adapter {adapter.source.name} is merged into it"),
+        merged_adapter=adapter.source.name,
     )
     resolution = planned.resolution
     return planned._replace(

@@ -316,7 +316,7 @@ class CopyJob:
             except IntegrityError as error:
                 if self.on_problem is None:
                     raise
-                problems.append(str(error))
+                problems.append(error.message)
         if problems:
             raise IntegrityError("\n".join(problems))
 

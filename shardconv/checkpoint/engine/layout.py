@@ -19,7 +19,7 @@ from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 MANIFEST_NAME = "shardconv.json"
 #: Folder of the adapters in a split base model, each of which is a split checkpoint of its own.
@@ -192,7 +192,7 @@ def _lay_out_files(
     if (count := len(groups) * plan.tp) > _MAX_FILES:
         raise PlanError(
             f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
-            f"at most {_MAX_FILES} files): pass a larger --max-file-size"
+            f"at most {_MAX_FILES} files): pass a larger {option('max_file_size')}"
         )
     constants = [layout.constants, *([()] * (len(groups) - 1))]
     return {rank: list(map(partial(lay_out, rank), groups, constants)) for rank in ranks} if len(groups) > 1 else files

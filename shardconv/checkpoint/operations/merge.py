@@ -22,7 +22,7 @@ from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     is_folder = _is_folder(destination)
     if adapters and not is_folder:
         raise UsageError(
-            f"{destination}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change -o"
+            f"{destination}: is one file (expected a folder, also for the adapters {', '.join(adapters)}): change "
+            f"{option('dst')}"
         )
     headers = _headers(manifest, one_file=not is_folder)
     equals_source = not manifest.derived and list(headers.values()) == [header for _, header in manifest.source_files]
@@ -161,7 +162,7 @@ def _is_folder(destination: Destination) -> bool:
     if is_weights(target.name):
         raise UsageError(
             f"{destination}: has the suffix of a weight file that merge does not write (got {target.suffix}, expected "
-            f".safetensors for one file, or a folder): change -o"
+            f".safetensors for one file, or a folder): change {option('dst')}"
         )
     return True
 

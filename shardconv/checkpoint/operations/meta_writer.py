@@ -27,10 +27,10 @@ from shardconv.layouts.relation import find_source
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.tp_sizes import CANDIDATE_TPS
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_REMEDY = "use --layout native"
+_REMEDY = f"use {option(layout='native')}"
 
 
 @dataclass(frozen=True, slots=True)

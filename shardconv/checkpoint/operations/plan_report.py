@@ -20,7 +20,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,11 @@ def report_plan(
     """
     if is_split(path := open_path(src)):
         if dtype is not None:
-            raise UsageError(f"{path}: is a split checkpoint, which --dtype cannot convert: pass the source instead")
+            raise UsageError(
+                f"{path}: is a split checkpoint, which {option('dtype')} cannot convert: pass the source instead"
+            )
         if base is not None:
-            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove --base")
+            raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
         return _report_stored(path, tp, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
     source, specs, _, (resolver, assumed), _ = planned
@@ -152,7 +154,7 @@ def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> Pla
     manifest = read_manifest(folder)
     is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
     if pad and is_adapter:
-        raise UsageError(f"{folder}: is an adapter, for which --pad is not supported: remove it")
+        raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan, specs = manifest.plan, manifest.source_tensors
     stored = resolver_of(manifest, manifest.request.engine)
     resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))

@@ -28,7 +28,7 @@ from shardconv.layouts import LAYOUTS, META
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,8 @@ def _plan_reshard(
     """The manifest of the new split checkpoint, and its padding."""
     if pad and (ADAPTER_CONFIG in old.auxiliary_files or old.adapters):
         raise UsageError(
-            "--pad is not supported for adapters: remove it, and choose a size that divides (shardconv plan DIR)"
+            f"{option(pad=True)} is not supported for adapters: remove it, and choose a size that divides "
+            "(shardconv plan DIR)"
         )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
     request = structs.replace(old.request, engine=new_engine, pad=pad)

@@ -27,7 +27,7 @@ from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,9 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress, checksums=checksums
     )
     if resume and not checksums:
-        raise UsageError("--resume compares what is on the disk with checksums: remove --no-checksums")
+        raise UsageError(
+            f"{option(resume=True)} compares what is on the disk with checksums: remove {option(checksums=False)}"
+        )
     chosen = choose_ranks(ranks, tp)
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
@@ -184,7 +186,10 @@ def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
     if team.size == 1:
         return
     if resume:
-        raise UsageError(f"--resume continues the run of one process (got {team.size}): remove it, or use --ranks")
+        raise UsageError(
+            f"{option(resume=True)} continues the run of one process (got {team.size}): remove it, or use "
+            f"{option('ranks')}"
+        )
     if destination.is_remote:
         raise UsageError(f"{destination}: several processes write one URL (got {team.size}): start one process")
 
@@ -222,11 +227,16 @@ def _meta_output(
             f"{destination}: is a URL, and layout meta is only written to local folders: upload it afterwards"
         )
     if not is_whole:
-        raise UsageError("layout meta is written for all ranks by one process: remove --ranks, and start one process")
+        raise UsageError(
+            f"layout meta is written for all ranks by one process: remove {option('ranks')}, and start one process"
+        )
     if max_file_size is not None:
-        raise UsageError("layout meta has one file per rank: remove --max-file-size")
+        raise UsageError(f"layout meta has one file per rank: remove {option('max_file_size')}")
     if adapters:
-        raise UsageError("layout meta does not hold adapters: pass --merge-adapter, or split them alone (--base)")
+        raise UsageError(
+            f"layout meta does not hold adapters: pass {option(merge_adapter=True)}, or split them alone "
+            f"({option('base')})"
+        )
     source = planned.source
     check_meta(source, tp)
     plan = planned.plan(tp)

@@ -13,7 +13,7 @@ from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 
 class SplitSources(NamedTuple):
@@ -46,17 +46,22 @@ def plan_sources(
         PlanError: if no plan is known to be correct, or an adapter does not fit.
     """
     if merge_adapter and len(adapters) != 1:
-        raise UsageError(f"--merge-adapter merges one adapter (got {len(adapters)}): pass one --adapter")
+        raise UsageError(
+            f"{option(merge_adapter=True)} merges one adapter (got {len(adapters)}): pass one {option('adapters')}"
+        )
     if dtype is not None and (base is not None or (adapters and not merge_adapter)):
         raise UsageError(
-            "--dtype converts models, not adapters: pass --merge-adapter, or convert the model first (shardconv split "
-            f"SRC --tp 1 --dtype {dtype}, shardconv merge), or remove --dtype"
+            f"{option('dtype')} converts models, not adapters: pass {option(merge_adapter=True)}, or convert the model "
+            f"first (shardconv split SRC --tp 1 --dtype {dtype}, shardconv merge), or remove {option('dtype')}"
         )
     if base is not None:
         if adapters:
-            raise UsageError("--base splits an adapter alone, and --adapter one with its model: remove one of the two")
+            raise UsageError(
+                f"{option('base')} splits an adapter alone, and {option('adapters')} one with its model: remove one of "
+                "the two"
+            )
         if isinstance(src, Source):
-            raise UsageError(f"{src.path}: is not the folder of an adapter: remove --base")
+            raise UsageError(f"{src.path}: is not the folder of an adapter: remove {option('base')}")
         return SplitSources(_plan_alone(open_path(src), base, layout, options), {})
     follow_links = options.get("follow_links", False)
     opened = [open_adapter(local_path(one), follow_links=follow_links) for one in adapters]

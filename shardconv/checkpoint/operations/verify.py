@@ -29,10 +29,10 @@ from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.files.weight_formats import CONFIG_NAME, MERGED, is_weights
+from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
-from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError
+from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,12 @@ def verify(
     split = read_folders(folders) if len(folders) > 1 else as_folders(folders[0], read_manifest(folders[0]))
     manifest, source = split.manifest, None
     if other is not None:
-        if merged := next((phrase for phrase in manifest.derived if phrase.endswith(MERGED)), None):
+        if manifest.merged_adapter is not None:
             found = " ".join(map(str, folders))
-            raise UsageError(f"{found}: {merged}: merge {found} and compare its tensors, or remove --against")
+            raise UsageError(
+                f"{found}: the adapter {manifest.merged_adapter} is merged into it: merge {found} and compare its "
+                f"tensors, or remove {option('against')}"
+            )
         source = open_source(
             other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=source_layout,
@@ -160,9 +163,9 @@ def verify(
 
 def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
     """Refuse options of ``against`` without it."""
-    options = {"--ignore": ignore, "--follow-links": follow_links}
-    if against is None and (option := next((name for name, given in options.items() if given), None)):
-        raise UsageError(f"{option} requires --against: add --against SOURCE, or remove {option}")
+    given = option("ignore") if ignore else option(follow_links=True) if follow_links else ""
+    if given and against is None:
+        raise UsageError(f"{given} requires {option('against')}: add {option(against='SOURCE')}, or remove {given}")
 
 
 def _held(manifest: Manifest) -> tuple[int, ...]:
@@ -229,7 +232,7 @@ def _adapter_differences(name: str, split: SplitFolders, threads: int | None) ->
     try:
         found = verify([folder.path / ADAPTERS / name for folder in split.folders], threads=threads).differences
     except SplitCheckpointError as error:
-        found = (str(error),)
+        found = (error.with_options(),)
     return [f"adapter {name}: {difference}" for difference in found]
 
 
@@ -255,7 +258,7 @@ def _compare_ranks(
     try:
         reader, inputs = split.open(for_report=True)
     except IntegrityError as error:
-        return _RankFiles(Differences([str(error)], is_damaged=True))
+        return _RankFiles(Differences([error.with_options()], is_damaged=True))
     is_compared = source is not None and source.specs == manifest.source_tensors
     compared = source if is_compared else None
     with inputs:

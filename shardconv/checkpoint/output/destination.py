@@ -18,7 +18,7 @@ from shardconv.files.output_files import LocalOutputFiles, OutputFiles
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import Location, is_url, parse
 from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
-from shardconv.support.errors import OutputError, SourceError, UsageError
+from shardconv.support.errors import OutputError, SourceError, UsageError, option
 
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_output import RemoteOutput
@@ -127,12 +127,14 @@ class RemoteDestination(Destination):
         if reason := _READ_ONLY.get("http" if location.is_web else location.scheme):
             raise UsageError(f"{location}: cannot be written: {reason}")
         if location.file and not location.file.endswith(".safetensors"):
-            raise UsageError(f"{location}: is not a folder or a .safetensors file: choose another path with -o")
+            raise UsageError(
+                f"{location}: is not a folder or a .safetensors file: choose another path with {option('dst')}"
+            )
         self._location = location
         try:
             self._output: RemoteOutput = storage.remote_output.RemoteOutput(location)
         except SourceError as error:
-            raise OutputError(str(error)) from None
+            raise OutputError(error.message) from None
 
     def __str__(self) -> str:
         return self._location.to(self._location.file or "").rstrip("/")
@@ -154,7 +156,8 @@ class RemoteDestination(Destination):
         del journal
         if new.is_folder and self._location.file:
             raise UsageError(
-                f"{self._location}: ends with .safetensors (expected a folder): choose another path with -o"
+                f"{self._location}: ends with .safetensors (expected a folder): choose another path with "
+                f"{option('dst')}"
             )
         with (
             as_output_errors(str(self)),
@@ -223,7 +226,7 @@ def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> D
         return LocalDestination(local_path(dst))
     location = parse(os.fspath(dst))
     if resume:
-        raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove --resume")
+        raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove {option(resume=True)}")
     return RemoteDestination(location)
 
 

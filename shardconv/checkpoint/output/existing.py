@@ -12,7 +12,7 @@ from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.weight_formats import RANK_FILE
-from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
+from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError, option
 
 _IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
 _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
@@ -56,13 +56,15 @@ def check_replaceable(path: AnyPath, new: NewCheckpoint) -> None:
     is_folder = path.is_dir() and not path.is_symlink()
     if is_folder != new.is_folder:
         got, expected = ("folder", "file") if is_folder else ("link" if path.is_symlink() else "file", "folder")
-        raise OutputError(f"{path}: exists (got a {got}, expected a {expected}): choose another path with -o")
+        raise OutputError(
+            f"{path}: exists (got a {got}, expected a {expected}): choose another path with {option('dst')}"
+        )
     if not new.overwrite:
         _refuse_other_ranks(path, new.ranks)
     if is_folder:
         _check_folder(path, new.other_files)
     if not new.overwrite:
-        raise OutputError(f"{path}: exists: choose another path with -o, or pass --overwrite")
+        raise OutputError(f"{path}: exists: choose another path with {option('dst')}, or pass {option(overwrite=True)}")
 
 
 def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
@@ -70,8 +72,9 @@ def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
     with suppress(SplitCheckpointError):
         if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
             raise OutputError(
-                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which --overwrite would remove): "
-                f"choose another folder with -o, as merge, reshard and verify take several folders with some ranks each"
+                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which {option(overwrite=True)} "
+                f"would remove): choose another folder with {option('dst')}, as merge, reshard and verify take several "
+                "folders with some ranks each"
             )
 
 
@@ -82,7 +85,7 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
     if not (is_split or is_merged or is_meta):
         raise OutputError(
-            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with -o"
+            f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with {option('dst')}"
         )
     if is_split:
         with suppress(SplitCheckpointError):
@@ -91,7 +94,8 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     for name in _files(folder):
         if name not in other_files and not weights.fullmatch(name):
             raise OutputError(
-                f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path with -o"
+                f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path "
+                f"with {option('dst')}"
             )
 
 
@@ -128,8 +132,8 @@ def check_disjoint(target: str, location: Path, sources: Iterable[AnyPath]) -> N
     for text in dict.fromkeys(str(path.resolve()) for path in sources):
         source = Path(text)
         if location == source:
-            raise UsageError(f"{target}: is the source: choose another path with -o")
+            raise UsageError(f"{target}: is the source: choose another path with {option('dst')}")
         if location.is_relative_to(source):
-            raise UsageError(f"{target}: is in the source {text}: choose another path with -o")
+            raise UsageError(f"{target}: is in the source {text}: choose another path with {option('dst')}")
         if source.is_relative_to(location):
-            raise UsageError(f"{target}: contains the source {text}: choose another path with -o")
+            raise UsageError(f"{target}: contains the source {text}: choose another path with {option('dst')}")

@@ -5,7 +5,7 @@ the first option or file that is another.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.source_reader import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath, RemotePath, file_state
 from shardconv.files.input_files import InputFiles
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 from shardconv.support.formatting import exact_size
 
 #: Everything that determines the bytes of the new files, by names for messages.
@@ -28,15 +28,15 @@ Job = dict[str, Any]
 _NUM_SAMPLED = 64
 #: Tensors from one that is sampled to the next: a prime, so that they are of all kinds.
 _STEP = 104_729
-#: Setting of a job to the option that it is from.
-_OPTIONS = {
-    "tp": "--tp", "ranks": "--ranks", "layout": "--layout", "dtype": "--dtype", "maximum file size": "--max-file-size",
-    "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
-    "experts": "--experts", "engine": "--for", "pad": "--pad",
+#: Setting of a job to the argument that it is from.
+_ARGUMENTS = {
+    "tp": "tp", "ranks": "ranks", "layout": "layout", "dtype": "dtype", "maximum file size": "max_file_size",
+    "family": "rules", "plan_file": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
+    "engine": "engine", "pad": "pad",
 }  # fmt: skip
 #: Command to the settings that are from its options; its other settings are those of its source.
 _CHOSEN = {
-    "split": {*_OPTIONS},
+    "split": {*_ARGUMENTS},
     "reshard": {"tp", "layout", "maximum file size", "engine", "pad"},
     "pad": {"pad"},
     "merge": set[str](),
@@ -101,8 +101,8 @@ def check_versions(paths: Iterable[AnyPath]) -> None:
     remote = (path for path in paths if isinstance(path, RemotePath) and path.is_file())
     if (path := next((path for path in remote if not path.file.has_version), None)) is not None:
         raise UsageError(
-            f"{path}: its server sends neither an ETag nor the time of the last change, so --resume cannot "
-            f"detect that it was replaced: remove --resume, or download it first"
+            f"{path}: its server sends neither an ETag nor the time of the last change, so {option(resume=True)} "
+            f"cannot detect that it was replaced: remove {option(resume=True)}, or download it first"
         )
 
 
@@ -157,29 +157,30 @@ def _of_options(new: Mapping[str, Any], old: Mapping[str, Any], chosen: Collecti
     name = next(name for name in new if new[name] != old.get(name))
     if name not in chosen:
         return _of_setting(name, new[name], old.get(name))
-    if _OPTIONS[name] != "--rules":
+    if _ARGUMENTS[name] != "rules":
         return _of_option(name, new[name], old.get(name))
     had, got = ((one["plan_file"] or [one["family"]])[0] for one in (old, new))
     if had == got:
-        return f"the plan file {got!r} of --rules is not as in the interrupted run"
+        return f"the plan file {got!r} of {option('rules')} is not as in the interrupted run"
     return _of_option("family", got, had)
 
 
 def _of_option(name: str, new: object, old: object) -> str:
-    had = f"had {_given(name, old)}" if old else f"did not have {_OPTIONS[name]}"
+    had = f"had {_given(name, old)}" if old else f"did not have {option(_ARGUMENTS[name])}"
     return f"the interrupted run {had} (got {_given(name, new) if new else 'none'})"
 
 
 def _given(name: str, value: Any) -> str:  # noqa: ANN401 - of any setting
     """An option with a value, as the user gives it."""
-    option = _OPTIONS[name]
     if name == "pad":
-        return option if value == 1 else f"--multiple-of tp={value}"
+        return option(pad=True) if value == 1 else f"--multiple-of tp={value}"
     if name == "maximum file size":
-        return f"{option} {exact_size(value)}"
-    if name in {"family", "replicate"}:
-        return " ".join(f"{option} {one!r:.{_MAX_SHOWN}}" for one in ([value] if isinstance(value, str) else value))
-    return f"{option} {value}"
+        return option(max_file_size=exact_size(value))
+    return option(**{_ARGUMENTS[name]: value if isinstance(value, int) else _shortened(value)})
+
+
+def _shortened(value: str | Sequence[str]) -> str | list[str]:
+    return value[:_MAX_SHOWN] if isinstance(value, str) else [one[:_MAX_SHOWN] for one in value]
 
 
 def _of_files(new: Mapping[str, str], old: Mapping[str, str]) -> str:

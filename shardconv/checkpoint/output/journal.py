@@ -20,11 +20,11 @@ from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.job import Job, difference
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles
-from shardconv.support.errors import OutputError
+from shardconv.support.errors import OutputError, option
 
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
-_START_OVER = "remove --resume to start over"
+_START_OVER = f"remove {option(resume=True)} to start over"
 
 
 class Journal:

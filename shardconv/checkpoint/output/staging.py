@@ -16,7 +16,7 @@ from pathlib import Path
 from shardconv.checkpoint.output.existing import NewCheckpoint, check_replaceable
 from shardconv.checkpoint.output.journal import JOURNAL_NAME, Journal
 from shardconv.files.paths import absolute_path, staging_folder
-from shardconv.support.errors import OutputError
+from shardconv.support.errors import OutputError, option
 from shardconv.support.exits import Removal, Terminated
 
 #: Names in the staging folder: the marker, the folder that is written, and the folder that it replaces.
@@ -187,7 +187,7 @@ def _take_lock(descriptor: int, partial: Path, path: Path, *, is_new: bool, is_r
                 partial.rmdir()
             raise OutputError(
                 f"{path}: cannot be resumed (this file system does not support locks, so that another run may be "
-                f"writing it): remove --resume, or write to another file system with -o"
+                f"writing it): remove {option(resume=True)}, or write to another file system with {option('dst')}"
             ) from error
         if not is_new:
             raise OutputError(
@@ -245,7 +245,7 @@ def check_room(path: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise OutputError(
             f"{path}: the disk has too little free space (got {free:,} bytes, expected {num_bytes:,}): free some "
-            f"space, or choose another path with -o"
+            f"space, or choose another path with {option('dst')}"
         )
 
 
@@ -261,7 +261,9 @@ def publish(result: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _IS_TAKEN:
             raise
-        raise OutputError(f"{path}: was created by another process: choose another path with -o") from error
+        raise OutputError(
+            f"{path}: was created by another process: choose another path with {option('dst')}"
+        ) from error
 
 
 def _move_file(result: Path, path: Path) -> None:

@@ -1,6 +1,6 @@
 """The processes that write one split checkpoint: one, unless a launcher such as torchrun started several.
 
-Defines the facts that processes compare and the interface of a team. :mod:`shardconv.runtime.split_team` implements
+Defines the interface of a team. :mod:`shardconv.runtime.split_team` implements
 the team of several processes with torch.distributed; nothing here depends on torch.
 """
 
@@ -17,8 +17,7 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_format import comparable
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
-from shardconv.files.folder import AnyPath, remote_versions
+from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 
 #: For each rank the checksum of each stripe.
 Rows = tuple[tuple[str, ...], ...]

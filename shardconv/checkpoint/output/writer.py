@@ -22,7 +22,7 @@ from shardconv.checkpoint.output.team import Team
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 
 #: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
 Checksums = tuple[tuple[str, ...], ...]
@@ -57,7 +57,10 @@ class WriteOptions:
 
     def __post_init__(self) -> None:
         if self.resume and self.dry_run:
-            raise UsageError("--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume")
+            raise UsageError(
+                f"{option(dry_run=True)} writes nothing, so it cannot resume: remove {option(dry_run=True)} or "
+                f"{option(resume=True)}"
+            )
 
     def inner(self) -> "WriteOptions":
         """The options for a checkpoint in the one that is written."""

@@ -29,7 +29,7 @@ from shardconv.files.fileio import Bytes
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.support.errors import PlanError, SourceError
+from shardconv.support.errors import PlanError, SourceError, option
 
 #: The keys of dtypes in configs.
 _CONFIG_KEYS = ("dtype", "torch_dtype")
@@ -82,7 +82,8 @@ def _refuse_quantized(source: Source, dtype: str) -> None:
         return
     raise PlanError(
         f"{name or source.path}: is quantized, and scales and packed values cannot be converted to {dtype}: split the "
-        f"unquantized checkpoint, or leave out --dtype and load the split checkpoint with --dequantize"
+        f"unquantized checkpoint, or leave out {option('dtype')} and load the split checkpoint with "
+        f"{option(dequantize=True)}"
     )
 
 
@@ -178,7 +179,7 @@ class Conversion:
                 raise SourceError(self._overflow(first + index, value)) from error
 
     def _overflow(self, index: int, value: float) -> str:
-        option = next(name for name, dtype in TARGET_DTYPES.items() if dtype == self.dtype)
-        wider = {"fp16": "--dtype bf16 or --dtype fp32", "bf16": "--dtype fp32"}.get(option)
-        remedy = f"pass {wider}" if wider else "leave out --dtype"
-        return f"{self.name}: element {index} is {value:g}, which is too large for {option}: {remedy}"
+        dtype = next(name for name, target in TARGET_DTYPES.items() if target == self.dtype)
+        wider = {"fp16": f"{option(dtype='bf16')} or {option(dtype='fp32')}", "bf16": option(dtype="fp32")}.get(dtype)
+        remedy = f"pass {wider}" if wider else f"leave out {option('dtype')}"
+        return f"{self.name}: element {index} is {value:g}, which is too large for {dtype}: {remedy}"

@@ -67,7 +67,7 @@ def _index(name: str, path: AnyPath) -> _Index | str:
     try:
         weight_map = read_json(path).get("weight_map")
     except SourceError as error:
-        return str(error).removeprefix(f"{path}: ")
+        return error.with_options().removeprefix(f"{path}: ")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         return "does not have a weight_map"
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
@@ -78,7 +78,7 @@ def _read_tensors(path: AnyPath) -> TorchFile | TorchProblem:
     try:
         tensors = read_header(path).tensors
     except SourceError as error:
-        return TorchProblem(str(error).removeprefix(f"{path}: "), "download it again")
+        return TorchProblem(error.with_options().removeprefix(f"{path}: "), "download it again")
     return TorchFile(tuple(TorchTensor(name, one.dtype, one.shape, (), one.start) for name, one in tensors.items()), ())
 
 

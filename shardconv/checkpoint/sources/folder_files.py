@@ -4,7 +4,6 @@ Weights are left out only if the model is known not to need them: the user exclu
 they are proven to be duplicates. All other weights are an error.
 """
 
-import shlex
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from glob import escape
@@ -16,7 +15,7 @@ from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, is_trainer_state, is_weights
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 
 #: Maximum number of files in a message.
 _MAX_NAMES = 5
@@ -78,10 +77,10 @@ def refuse_adapter(folder: AnyPath, names: Collection[str]) -> None:
     """
     adapter = [name for name in ADAPTER_FILES if name in names]
     if adapter and holds_base(names):
-        both = f"--adapter {str(folder)!r}"
+        both = option(adapters=[str(folder)])
         raise SourceError(
             f"{folder}: holds a PEFT adapter ({', '.join(adapter)}) next to the base model: pass {both} to split both, "
-            f"{both} --merge-adapter to split the model with the adapter merged, or "
+            f"{both} {option(merge_adapter=True)} to split the model with the adapter merged, or "
             f"{ignore_options(adapter, set(names) - {*adapter})} to split the base model without it"
         )
     if adapter == [ADAPTER_CONFIG]:
@@ -155,8 +154,8 @@ def _refuse_adapters(
     adapters = [name for name in folders if f"{name}/{ADAPTER_CONFIG}" in files.kept]
     if not adapters or any(name in ADAPTER_FILES for name in checkpoint):
         return
-    split = " ".join(f"--adapter {str(folder / name)!r}" for name in adapters)
-    left_out = " ".join(f"--ignore {shlex.quote(escape(name))}" for name in adapters)
+    split = option(adapters=[str(folder / name) for name in adapters])
+    left_out = option(ignore=[escape(name) for name in adapters])
     raise SourceError(
         f"{folder}: holds PEFT adapters in subfolders ({', '.join(adapters)}): pass {split} to split them with the "
         f"base model, or {left_out} to leave these folders out"
@@ -213,8 +212,8 @@ def ignored_files(
         matched = [name for name in names if matches(name, pattern)]
         if not matched:
             raise UsageError(
-                f"--ignore {pattern!r} matches no file in {folder}: pass a pattern relative to that folder, such as "
-                f"'*.gguf' or 'original/*'"
+                f"{option(ignore=[pattern])} matches no file in {folder}: pass a pattern relative to that folder, such "
+                "as '*.gguf' or 'original/*'"
             )
         found |= dict.fromkeys(matched, pattern)
     return found
@@ -239,4 +238,4 @@ def ignore_options(names: Collection[str], others: Collection[str]) -> str:
         is_shared = sum(matches(other, by_suffix) for other in names) > 1
         is_safe = not any(matches(other, by_suffix) for other in others)
         patterns.append(by_suffix if is_shared and is_safe else escape(name))
-    return " ".join(f"--ignore {shlex.quote(pattern)}" for pattern in patterns)
+    return option(ignore=patterns)

@@ -4,7 +4,6 @@ Most layouts have the dims that ranks shard. Rank files of an engine have those 
 shardconv would write the same files: the tensors of every rank must be those.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -33,8 +32,6 @@ _OTHER_MODEL = (
     "rank files are missing, or config.json belongs to another model: save the folder again, or use the checkpoint "
     "that the engine was started with"
 )
-#: The remedies in messages about plans, which only apply to sources.
-_ADVICE = re.compile(r"(\. |[:;] (or )?(pass|use|add|give|remove|name) ).*", re.DOTALL)
 
 
 def read_full_tensors(
@@ -70,7 +67,7 @@ def read_full_tensors(
     try:
         check_layers(tensors.specs, config)
     except PlanError as error:
-        raise SourceError(f"{folder}: {error}: {_AGAIN}") from error
+        raise SourceError(f"{folder}: {error.message}: {_AGAIN}") from error
     return tensors
 
 
@@ -90,7 +87,7 @@ def _add(
         full = full_tensor(options, [shard.spec.shape for shard in shards], config)
     except PlanError as error:
         raise SourceError(
-            f"{folder}: {name}: {error}: files of a rank are missing, or the config is that of another model"
+            f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another model"
         ) from error
     spec = TensorSpec(shards[0].spec.dtype, full.shape)
     tensors.specs[source] = spec
@@ -154,7 +151,7 @@ def _check_ranks(
         try:
             expected = num_ranks(one.rule.options, shard.spec.shape, config)
         except PlanError as error:
-            raise SourceError(f"{folder}: {name}: {error}: correct the config") from error
+            raise SourceError(f"{folder}: {name}: {error.message}: correct the config") from error
         if expected is not None:
             refuse_missing(folder, layout, [path.name for path in found.paths], range(len(found.ranks), expected))
             return
@@ -176,19 +173,17 @@ def _by_plan(folder: AnyPath, layout: LayoutFile, found: RankFiles, config: Mapp
         try:
             plan = resolver.plan(tp, assumed=assumed)
         except PlanError as error:
-            reason = _ADVICE.sub("", str(error))
             raise SourceError(
-                f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({reason}): "
+                f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({error.problem}): "
                 f"{_OTHER_MODEL}"
             ) from error
         check_pairs(plan, full)
         tensors = in_file_order(full)
         file_layout.check(tensors, plan)
     except PlanError as error:
-        reason = _ADVICE.sub("", str(error))
         raise SourceError(
-            f"{folder}: was saved by {layout.engine}, and its full tensors cannot be derived: {reason}. Only dense "
-            f"unquantized models are supported: for others, use the checkpoint that the engine was started with"
+            f"{folder}: was saved by {layout.engine}, and its full tensors cannot be derived: {error.problem}. Only "
+            f"dense unquantized models are supported: for others, use the checkpoint that the engine was started with"
         ) from error
     _check_tensors(folder, found, tensors, plan, file_layout)
     _check_constants(found, file_layout)

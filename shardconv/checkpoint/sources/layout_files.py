@@ -25,7 +25,7 @@ from shardconv.files.weight_formats import (
 from shardconv.layouts import SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, option
 from shardconv.support.formatting import counted
 
 _AGAIN = "copy the folder again"
@@ -92,7 +92,11 @@ def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
         if layout.beside is None or layout.beside in names:
             return layout
         if not any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names):
-            config = f"pass the model's config.json (--from {layout.key} --config FILE), " if layout.groups else ""
+            config = (
+                f"pass the model's config.json ({option(source_layout=layout.key)} {option(config='FILE')}), "
+                if layout.groups
+                else ""
+            )
             raise SourceError(
                 f"{folder}: holds {found[0]}, a rank file of {layout.title}, without {layout.beside}: copy "
                 f"{layout.beside} into the folder, {config}or pass the file alone if it is another checkpoint"
@@ -151,7 +155,7 @@ def _by_rank(folder: AnyPath, layout: LayoutFile, names: Sequence[str]) -> list[
     if len(suffixes) > 1 or len(counts) > 1 or ((NUMBERED_NAME.fullmatch(names[0]) is None) and _is_mixed(found)):
         raise SourceError(
             f"{folder}: holds rank files of several checkpoints ({', '.join(names[:_MAX_NAMES])}, ...): leave those of "
-            f"all but one out with --ignore"
+            f"all but one out with {option('ignore')}"
         )
     if not any(group.get("rank") for group in found.values()):
         parts = {int(group.get("part") or 1) for group in found.values()}

@@ -37,7 +37,7 @@ from shardconv.files.weight_formats import (
 from shardconv.layouts import SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 from shardconv.support.formatting import counted
 
 #: Name and metadata of the file that a merge writes.
@@ -110,7 +110,10 @@ def _layout(folder: AnyPath, names: Collection[str], asked: str | None) -> Layou
         raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
     layout = layout_file(asked)
     if not rank_files(layout, names):
-        raise UsageError(f"{folder}: does not hold files of --from {asked}: correct or remove --from")
+        raise UsageError(
+            f"{folder}: does not hold files of {option(source_layout=asked)}: correct or remove "
+            f"{option('source_layout')}"
+        )
     return layout
 
 
@@ -148,7 +151,7 @@ def _read_ranks(folder: _Folder) -> _Read:
         needed = PARAMS_NAME if layout.beside == PARAMS_NAME else CONFIG_NAME
         raise SourceError(
             f"{folder.path}: does not have {needed}, which has the sizes of the model: copy it into the folder, or "
-            f"pass the model's config.json (--config)"
+            f"pass the model's config.json ({option('config')})"
         )
     found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
     if layout.engine is not None:
@@ -195,7 +198,7 @@ def _left_out(
     if asked is None and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
             f"{folder}: holds weights or an adapter besides the files of {layout.title}: {', '.join(unknown[:5])}: "
-            f"pass {ignore_options(unknown, files.kept.keys() - {*unknown})}, or --from {layout.key} to use those "
-            f"files only"
+            f"pass {ignore_options(unknown, files.kept.keys() - {*unknown})}, or {option(source_layout=layout.key)} to "
+            "use those files only"
         )
     return files.left_out | dict.fromkeys(others, f"not a file of --from {layout.key}") | reasons

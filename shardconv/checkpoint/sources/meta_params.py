@@ -8,7 +8,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.units import round_up
-from shardconv.support.errors import PlanError, SourceError
+from shardconv.support.errors import PlanError, SourceError, option
 
 PARAMS_NAME = "params.json"
 #: Field of params.json, by field of config.json.
@@ -105,7 +105,7 @@ def known_config(
         try:
             sizes = head_sizes(stated)
         except PlanError as error:
-            raise SourceError(f"{folder}: {error}") from error
+            raise SourceError(f"{folder}: {error.message}") from error
         return {"num_key_value_heads": sizes.kv_heads, "head_dim": sizes.head_dim} | stated
     expected = config_of_params(folder / PARAMS_NAME, params)
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -229,7 +229,9 @@ def _integer(config: Mapping[str, object], field: str, default: int | None = Non
 
 
 def _inexpressible(field: str, got: object, expected: str) -> PlanError:
-    return PlanError(f"layout meta cannot express {field} = {got!r:.60} (expected {expected}): use --layout native")
+    return PlanError(
+        f"layout meta cannot express {field} = {got!r:.60} (expected {expected}): use {option(layout='native')}"
+    )
 
 
 def _check_expressible(config: Mapping[str, object]) -> None:
@@ -263,7 +265,9 @@ def _rope_params(config: Mapping[str, object]) -> dict[str, object]:
             params | {"use_scaled_rope": True} | ({} if factor == _LLAMA_31_FACTOR else {"rope_scaling_factor": factor})
         )
     if kind != "default":
-        raise PlanError(f"layout meta does not support rotary embeddings of type {kind!r:.40}: use --layout native")
+        raise PlanError(
+            f"layout meta does not support rotary embeddings of type {kind!r:.40}: use {option(layout='native')}"
+        )
     return params
 
 
@@ -282,6 +286,6 @@ def _rope_scaling(path: object, params: Mapping[str, object]) -> dict[str, objec
     if not isinstance(factor := params.get("rope_scaling_factor"), int | float):
         raise SourceError(
             f"{path}: has use_scaled_rope, but not its factor (8 in Llama 3.1, 32 in Llama 3.2): add "
-            f"rope_scaling_factor to it, or pass the model's config.json (--config)"
+            f"rope_scaling_factor to it, or pass the model's config.json ({option('config')})"
         )
     return {**_SCALED, "factor": float(factor)}

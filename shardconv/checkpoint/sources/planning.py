@@ -19,7 +19,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, Resolution, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
-from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError
+from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
 #: A path that a user passes.
 StrPath = str | Path
@@ -69,8 +69,7 @@ def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
     """
     given = [name for name, value in options.items() if (value or None) != (_DEFAULTS[name] or None)]
     if given:
-        flags = {"engine": "--for", "source_layout": "--from"}
-        named = ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in given)
+        named = ", ".join(option(name) for name in given)
         raise UsageError(
             f"{folder}: is a split checkpoint, which stores its plan: remove {named}, or pass the source that was split"
         )
@@ -128,7 +127,9 @@ def plan_source(
     """
     if isinstance(src, Source):
         if ignore:
-            raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the config {src.path}): remove it")
+            raise UsageError(
+                f"{option(ignore=ignore[:1])}: only applies to folders (got the config {src.path}): remove it"
+            )
         source = src
     else:
         config_path = None if config is None else local_path(config)
@@ -177,10 +178,10 @@ def check_shapes(source: Source) -> tuple[str, ...]:
         resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
     except ShapeError as error:
         raise SourceError(
-            f"{source.path}: {error.args[0]}: correct {CONFIG_NAME}, or remove it to merge without this comparison"
+            f"{source.path}: {error.problem}: correct {CONFIG_NAME}, or remove it to merge without this comparison"
         ) from error
     except PlanError as error:
-        return (f"shapes are not compared with the config: {error}",)
+        return (f"shapes are not compared with the config: {error.with_options()}",)
     return ()
 
 
@@ -192,8 +193,9 @@ def refuse_adapter(source: Source) -> None:
     """
     if any(file.name in ADAPTER_FILES for file in source.files):
         raise SourceError(
-            f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass --base BASE to "
-            f"shardconv plan or split, or split BASE with --adapter {str(source.path)!r}, also with --merge-adapter"
+            f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass "
+            f"{option(base='BASE')} to shardconv plan or split, or split BASE with "
+            f"{option(adapters=[str(source.path)])}, also with {option(merge_adapter=True)}"
         )
 
 
@@ -241,19 +243,21 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
     if (engine := engine_of(layout)) is None:
         return request
     default = PlanRequest()
-    changed = [option for name, option in _PLAN_OPTIONS.items() if getattr(request, name) != getattr(default, name)]
+    changed = [
+        option(shown) for name, shown in _PLAN_OPTIONS.items() if getattr(request, name) != getattr(default, name)
+    ]
     if changed:
         raise UsageError(
-            f"--layout {layout} requires the plan of {engine}, which {', '.join(changed)} changes: remove that, or "
-            f"use --layout native"
+            f"{option(layout=layout)} requires the plan of {engine}, which {', '.join(changed)} changes: remove that, "
+            f"or use {option(layout='native')}"
         )
     return replace(request, engine=engine)
 
 
 #: The fields of a request that change the plan, and their options.
 _PLAN_OPTIONS = {
-    "family": "--rules", "plan_file": "--rules", "replicate": "--replicate", "head_dim": "--head-dim",
-    "experts": "--experts", "pad": "--pad",
+    "family": "rules", "plan_file": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
+    "pad": "pad",
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ from shardconv.files.weight_formats import (
     without_weights,
 )
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Source:
             place of theirs, such as a config with another dtype.
         assumed: assumptions about the source, as sentences.
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        merged_adapter: name of the adapter that is merged into the weights; None without one.
         dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
         is_config_given: whether the user passed the config, in place of that of the folder.
     """
@@ -82,6 +83,7 @@ class Source:
     made_files: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+    merged_adapter: str | None = None
     dtype: str | None = None
     is_config_given: bool = False
 
@@ -169,14 +171,16 @@ def open_source(
     ):
         source = external
     elif source_layout is not None:
-        raise UsageError(f"--from {source_layout}: only applies to folders (got the file {path}): remove it")
+        raise UsageError(
+            f"{option(source_layout=source_layout)}: only applies to folders (got the file {path}): remove it"
+        )
     elif path.is_dir():
         source = _open_folder(path, None, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif is_index(path.name):
         folder, name = path.parent, path.name
         source = _open_folder(folder, name, follow_links=follow_links, ignore=ignore, optional_ignore=optional_ignore)
     elif ignore:
-        raise UsageError(f"--ignore {ignore[0]!r}: only applies to folders (got the file {path}): remove it")
+        raise UsageError(f"{option(ignore=ignore[:1])}: only applies to folders (got the file {path}): remove it")
     elif path.name in ADAPTER_FILES:
         raise SourceError(f"{path}: belongs to a PEFT adapter: pass its folder {path.parent}")
     elif any(path.name.endswith(one.suffixes) for one in SOURCE_FORMATS):
@@ -195,7 +199,7 @@ def open_source(
 def _read_config(path: Path) -> dict[str, object]:
     """Read the config of the user's option."""
     if not os.path.lexists(path):
-        raise SourceError(f"--config {path}: does not exist{missing_hint(path, takes_url=False)}")
+        raise SourceError(f"{option(config=path)}: does not exist{missing_hint(path, takes_url=False)}")
     return read_json(path)
 
 

@@ -31,7 +31,7 @@ from shardconv.files.weight_formats import (
     without_manifest,
     without_weights,
 )
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import SourceError, UsageError, option
 from shardconv.support.formatting import counted
 
 #: Maximum number of subfolders in a message.
@@ -145,7 +145,7 @@ def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: Wei
     if held := next(variants(found), None):
         raise SourceError(
             f"{folder}: holds {counted(len(held), 'variant')} of a checkpoint ({', '.join(held)}): pass one of these "
-            f"files instead of the folder, or leave out all files of the others with --ignore"
+            f"files instead of the folder, or leave out all files of the others with {option('ignore')}"
         )
 
 

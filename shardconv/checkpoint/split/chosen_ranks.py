@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import UsageError, option
 from shardconv.support.formatting import ranges
 
 #: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
@@ -27,19 +27,23 @@ def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
         return tuple(range(tp))
     spans = list(_parse(chosen, tp) if isinstance(chosen, str) else _numbers(chosen))
     if not spans:
-        raise UsageError("--ranks is empty: pass the ranks to write, such as 0-7, or leave it out to write all")
+        raise UsageError(
+            f"{option('ranks')} is empty: pass the ranks to write, such as 0-7, or leave it out to write all"
+        )
     if wrong := [bound for span in spans for bound in span if not 0 <= bound < tp]:
         raise _not_below(str(wrong[-1]), tp)
     ((rank, count),) = Counter(rank for first, last in spans for rank in range(first, last + 1)).most_common(1)
     if count > 1:
-        raise UsageError(f"--ranks has rank {rank} twice: correct it")
+        raise UsageError(f"{option('ranks')} has rank {rank} twice: correct it")
     return tuple(sorted(rank for first, last in spans for rank in range(first, last + 1)))
 
 
 def _not_below(rank: str, tp: int) -> UsageError:
     size = f"{len(rank)} digits, " if len(rank) > _MAX_DIGITS else ""
     shown = rank if len(rank) <= _MAX_SHOWN else f"{rank[:_MAX_SHOWN]}..."
-    return UsageError(f"--ranks has rank {shown} ({size}expected ranks from 0 to {tp - 1}, for --tp {tp}): correct it")
+    return UsageError(
+        f"{option('ranks')} has rank {shown} ({size}expected ranks from 0 to {tp - 1}, for {option(tp=tp)}): correct it"
+    )
 
 
 def _parse(text: str, tp: int) -> Iterator[tuple[int, int]]:
@@ -52,11 +56,14 @@ def _parse(text: str, tp: int) -> Iterator[tuple[int, int]]:
                 raise _not_below(end, tp)
         if not ends:
             raise UsageError(
-                f"--ranks is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): correct it"
+                f"{option('ranks')} is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): "
+                "correct it"
             )
         first, last = int(ends[0]), int(ends[-1])
         if first > last:
-            raise UsageError(f"--ranks has a reversed range (got {first}-{last}, expected {last}-{first}): correct it")
+            raise UsageError(
+                f"{option('ranks')} has a reversed range (got {first}-{last}, expected {last}-{first}): correct it"
+            )
         yield first, last
 
 

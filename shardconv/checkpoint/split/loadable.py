@@ -20,13 +20,12 @@ from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.manifest_format import comparable
 from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
-from shardconv.checkpoint.split.views import REMOTE_VERSIONS
 from shardconv.files.checksums import checksum_file
-from shardconv.files.folder import AnyPath, RemotePath, remote_versions
+from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_versions
 from shardconv.files.paths import folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
-from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError
+from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class Loadable:
         names = ", ".join(folder_name(folder) for folder in found)
         source, adapter = (shlex.quote(str(path)) for path in (self.path, found[0]))
         return (
-            f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} "
-            f"--tp {self.manifest.tp}, and pass --adapter NAME)"
+            f"adapters that are not applied: {names} (to apply one, shardconv split {source} --adapter {adapter} --tp "
+            f"{self.manifest.tp}, and pass --adapter NAME)"
         )
 
     @property
@@ -149,7 +148,7 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
     if not is_split(path):
         refuse_adapter_alone(path, tp)
     if tp is None or is_split(path):
-        manifest = read_manifest(path, remedy="or load it without splitting it: --tp N")
+        manifest = read_manifest(path, remedy=f"or load it without splitting it: {option(tp='N')}")
         _refuse_options(path, manifest, tp, options)
         return Loadable(path, manifest)
     source, _, request, (resolver, assumed), _ = plan_source(path, **options)
@@ -163,8 +162,8 @@ def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: 
     """Refuse options that a split checkpoint does not use."""
     if tp not in (None, manifest.tp):
         raise UsageError(
-            f"{path}: is split for {manifest.tp} ranks (got --tp {tp}): remove --tp, or make a checkpoint for {tp} "
-            f"ranks with shardconv reshard {path} --tp {tp}"
+            f"{path}: is split for {manifest.tp} ranks (got {option(tp=tp)}): remove {option('tp')}, or make a "
+            f"checkpoint for {tp} ranks with shardconv reshard {path} --tp {tp}"
         )
     refuse_changes(path, options)
 

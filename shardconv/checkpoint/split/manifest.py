@@ -57,6 +57,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         is_identified: whether rank files store the identity of the split checkpoint; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
         derived: why the source that a merge gives differs from the files that were split, one phrase each.
+        merged_adapter: name of the adapter that was merged into the weights; None without one.
         dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
         explicit_files: rank files that do not follow from ``layout``, or None.
@@ -83,6 +84,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     is_identified: bool = False
     ignore: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
+    merged_adapter: str | None = None
     dtype: str | None = None
     adapters: tuple[str, ...] = ()
     explicit_files: ExplicitFiles | None = None
@@ -123,6 +125,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             is_identified=checksums,
             ignore=source.ignore,
             derived=source.derived,
+            merged_adapter=source.merged_adapter,
             dtype=source.dtype,
             adapters=adapters,
             is_config_given=source.is_config_given,

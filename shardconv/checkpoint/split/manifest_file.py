@@ -50,7 +50,9 @@ def read_manifest(folder: AnyPath, *, remedy: str = "") -> Manifest:
         ) from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError, ShardconvError) as error:
+    except ShardconvError as error:
+        raise SplitCheckpointError(f"{path}: cannot be used: {error.message}") from error
+    except (ValueError, RecursionError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
     return manifest
 
@@ -76,7 +78,7 @@ def _refuse_without_manifest(path: AnyPath) -> None:
         refuse_rank_files(folder, names)
         refuse_sharded_state(folder, names)
     except SourceError as error:
-        raise SplitCheckpointError(str(error)) from error
+        raise SplitCheckpointError(error.message) from error
 
 
 def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:

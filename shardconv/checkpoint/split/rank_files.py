@@ -11,7 +11,7 @@ from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import leads_out
-from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, option
 
 #: The remedy for a damaged rank file.
 AGAIN = "copy it again, or split the source again"
@@ -50,7 +50,7 @@ def read_ranks(
         inputs = InputFiles(paths, prefixes, layout.file_bytes, remedy="" if for_report else f": {AGAIN}")
     except SourceError as error:
         kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
-        raise kind(str(error)) from error
+        raise kind(error.message) from error
     labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=checksums,
@@ -81,8 +81,8 @@ def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> No
     if missing := [rank for rank in ranks if rank not in manifest.ranks]:
         raise SplitCheckpointError(
             f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of {manifest.tp}): split "
-            f"the source on this host with --tp {manifest.tp} --ranks {as_option(missing)}, or start the ranks on the "
-            f"hosts that have them"
+            f"the source on this host with {option(tp=manifest.tp)} {option(ranks=as_option(missing))}, or start the "
+            "ranks on the hosts that have them"
         )
 
 

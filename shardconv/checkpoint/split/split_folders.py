@@ -20,7 +20,7 @@ from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, 
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.support.errors import SplitCheckpointError, UsageError
+from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 _SAMPLE = "sampled values"
 #: Properties of a source, and those of a split, which are the same in all folders of a split.
@@ -147,10 +147,13 @@ def refuse_layout(found: Sequence[AnyPath], source_layout: str | None) -> None:
         UsageError: if there is a layout.
     """
     if source_layout is not None and len(found) > 1:
-        raise UsageError(f"--from is for one folder (got {len(found)}): remove it, or pass one folder")
+        raise UsageError(
+            f"{option('source_layout')} is for one folder (got {len(found)}): remove it, or pass one folder"
+        )
     if source_layout is not None:
         raise UsageError(
-            f"{found[0]}: is a split checkpoint, and --from is for rank files of other tools: remove --from"
+            f"{found[0]}: is a split checkpoint, and {option('source_layout')} is for rank files of other tools: "
+            f"remove {option('source_layout')}"
         )
 
 

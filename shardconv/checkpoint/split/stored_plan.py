@@ -64,7 +64,7 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = Fal
     try:
         plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
     except PlanError as error:
-        raise SplitCheckpointError(f"{folder}: {_REASON}: {error}. {_remedy(folder)}") from error
+        raise SplitCheckpointError(f"{folder}: {_REASON}: {error.message}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
             resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import PlanError
+from shardconv.support.errors import PlanError, option
 
 #: The classes of storages of torch, by dtype of safetensors.
 _STORAGES = {
@@ -138,7 +138,7 @@ class TorchArchive:
 def _tensor(number: int, name: str, spec: TensorSpec) -> bytes:
     """The opcodes that build a tensor on a storage of its own, as torch.save writes them."""
     if spec.dtype not in _STORAGES:
-        raise PlanError(f"{name}: dtype {spec.dtype} cannot be stored in PyTorch files: use --layout native")
+        raise PlanError(f"{name}: dtype {spec.dtype} cannot be stored in PyTorch files: use {option(layout='native')}")
     strides = tuple(accumulate(reversed(spec.shape[1:]), lambda step, size: step * size, initial=1))[::-1]
     storage = (
         b"(" + _text("storage") + _name("torch", _STORAGES[spec.dtype]) + _text(str(number)) + _text("cpu")

@@ -25,7 +25,7 @@ from shardconv.files.storage.stores import list_files, open_store
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
 from shardconv.files.storage.write_requests import Key, Requests, create, exists, finish, read
-from shardconv.support.errors import OutputError, ShardconvError, SourceError
+from shardconv.support.errors import OutputError, ShardconvError, SourceError, option
 from shardconv.support.temporary import temporary_folder
 
 #: Bytes of the largest file that is sent in one request.
@@ -35,7 +35,7 @@ _NUM_REMOVALS = 3
 #: Seconds in which threads of the store's client finish after the last request: at its exit, Python would abort them.
 _END_SECONDS = 0.1
 _LOCK_FIELDS = {"host", "process", "started", "token"}
-_GONE = "was written by another process: choose another path with -o"
+_GONE = f"was written by another process: choose another path with {option('dst')}"
 
 
 class RemoteLock:
@@ -186,7 +186,7 @@ class RemoteOutput:
                 return {location.file: file} if file.exists() else {}
             files = list_files(location, explain_write)
         except SourceError as error:
-            raise OutputError(str(error)) from None
+            raise OutputError(error.message) from None
         return {name: file for name, file in files.items() if name != self._lock_name}
 
     def _publish(self, order: Callable[[str], int], *, overwrite: bool) -> None:

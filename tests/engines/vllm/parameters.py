@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.check import construct, one_rank
 
 Parameters = dict[str, torch.Tensor]
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv.engines.construct import construct, one_rank
+from shardconv.engines.check import construct, one_rank
 from tests.engines.vllm.small import write
 
 

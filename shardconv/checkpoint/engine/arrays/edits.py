@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from shardconv.checkpoint.engine.copy import Edits
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
+from shardconv.support.errors import option
 
 _DTYPES = {"I32": "<i4", "I64": "<i8", "U8": "<u1"}
 
-_DAMAGED = "the checkpoint is damaged, or it needs --config FILE with another quantization_config"
+_DAMAGED = f"the checkpoint is damaged, or it needs {option(config='FILE')} with another quantization_config"
 
 
 def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: int = 1) -> None:
@@ -77,8 +78,8 @@ def difference(data: Bytes, edits: Edits, offset: int) -> str:
         )
     return (
         f"{edits.name}: input feature {positions[at]} is in group {elements[at]} (expected {expected[at]}, from "
-        f"quantization_config): pass --config FILE with the quantization_config of this checkpoint. It has desc_act "
-        f"(GPTQ) or actorder (compressed-tensors) if groups are in the order of activations"
+        f"quantization_config): pass {option(config='FILE')} with the quantization_config of this checkpoint. It has "
+        "desc_act (GPTQ) or actorder (compressed-tensors) if groups are in the order of activations"
     )
 
 

@@ -1,7 +1,32 @@
-"""The error messages of ranks, which the process that started them reads. Imports nothing slow."""
+"""Ranks that :func:`~shardconv.runtime.launch.launch` started: they exit with it, and leave their errors for it.
+
+Imports nothing slow.
+"""
 
 import os
+import threading
+import time
 from pathlib import Path
+
+#: The environment variable with the id of the process that started this rank, set by
+#: :func:`~shardconv.runtime.launch.launch`.
+PARENT = "SHARDCONV_PARENT"
+_WATCH_SECONDS = 1.0
+
+
+def exit_with_parent() -> None:
+    """Exit when the process that started this rank does, which may already be the case. Does nothing elsewhere."""
+    if PARENT not in os.environ:
+        return
+    parent = int(os.environ.pop(PARENT))  # not for processes that this one starts
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
 
 #: The environment variable with the rendezvous of ranks that :func:`~shardconv.runtime.launch.launch` started: a file,
 #: in whose folder ranks write their messages.

@@ -1,9 +1,14 @@
-"""Lines of a report that several commands print."""
+"""Steps and lines of reports that several commands share."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
+from shardconv.commands.options import SourceFlags, SourcePath, WriteFlags
+from shardconv.support.console import Console, Progress
+from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
 
 if TYPE_CHECKING:
@@ -35,13 +40,6 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
     return [f"names and shapes are those of {check.model}{ignored}"]
 
 
-def dry_run_notes(report: "WriteReport", *, overwrite: bool) -> list[str]:
-    """Whether the destination of a dry run exists."""
-    if not (report.dry_run and report.destination_exists):
-        return []
-    return [f"{report.path} exists: {'it would be replaced' if overwrite else '--overwrite would be needed'}"]
-
-
 def written(report: "WriteReport", num_bytes: int) -> str:
     """The duration and the rate of what a run wrote; without them for a dry run.
 
@@ -52,10 +50,21 @@ def written(report: "WriteReport", num_bytes: int) -> str:
     return "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
 
 
-def resume_notes(report: "WriteReport", *, resume: bool) -> list[str]:
-    """How much an interrupted run had written, with ``--resume``."""
-    kept = f"resumed: {size(report.resumed_bytes)} were already written"
-    return [kept if report.resumed_bytes else "nothing to resume: all tensors were copied"] * resume
+def closing_notes(report: "WriteReport", options: WriteFlags) -> list[str]:
+    """How much an interrupted run had written, with ``--resume``; whether the destination of a dry run exists."""
+    lines = []
+    if options["resume"]:
+        kept = f"resumed: {size(report.resumed_bytes)} were already written"
+        lines.append(kept if report.resumed_bytes else "nothing to resume: all tensors were copied")
+    if report.dry_run and report.destination_exists:
+        effect = "it would be replaced" if options["overwrite"] else "--overwrite would be needed"
+        lines.append(f"{report.path} exists: {effect}")
+    return lines
+
+
+def adapter_notes(names: Collection[str]) -> list[str]:
+    """The adapters that are written with the model, if there are any."""
+    return [f"with {counted(len(names), 'adapter')}: {', '.join(names)}"] if names else []
 
 
 def padding_notes(padding: "PaddingReport") -> list[str]:
@@ -85,3 +94,42 @@ def rank_files(report: "SplitReport | ReshardReport") -> str:
 def layout_note(layout: str) -> str:
     """The layout of rank files, where it is not the native one."""
     return "" if layout == "native" else f", layout {layout}"
+
+
+if TYPE_CHECKING:
+    from shardconv.proof.model_check import ModelCheck
+
+#: The start of its help text.
+CHECK_MODEL = "Compare the names and shapes of tensors with the model class in transformers first."
+
+
+def check_source(src: SourcePath, options: SourceFlags) -> "ModelCheck":
+    """Compare a source with the model that its config names; ``options`` are the command's."""
+    gc.enable()
+    with ImportPhase():
+        from shardconv.proof.model_check import check_source as run
+    return run(
+        src,
+        config=options["config"],
+        follow_links=options["follow_links"],
+        ignore=options["ignore"],
+        source_layout=options["source_layout"],
+    )
+
+
+@contextmanager
+def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
+    """A callback for the progress of a command; the headers of remote files that it reads first have their own.
+
+    Args:
+        console: of the command.
+        what: name of the activity.
+    """
+    from shardconv.files.folder import header_progress
+
+    with (
+        console.progress("read headers", counts=True) as headers,
+        header_progress(headers),
+        console.progress(what) as progress,
+    ):
+        yield progress
