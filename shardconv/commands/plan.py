@@ -37,7 +37,7 @@ from shardconv.support.formatting import counted, ranges, size, sizes
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
     from shardconv.plan.tp_sizes import BlockedTp
-    from shardconv.proof.report import ProofReport
+    from shardconv.proof.prove import ProofReport
 
 
 #: The largest tensor parallel size with padding in the output without --json, and how many are listed in any case.
@@ -206,7 +206,7 @@ def _check_options(**outputs: bool) -> None:
 
 
 def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
-    from shardconv.plan.family_file import list_families
+    from shardconv.plan.families.loading import list_families
 
     if not is_alone:
         raise UsageError("--list-families does not read SRC: remove SRC")

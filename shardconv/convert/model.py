@@ -26,13 +26,13 @@ from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
+from shardconv.plan.rule_set import rules_for
 from shardconv.plan.rules import AUTO, Rules, request_of
-from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
 from shardconv.policies.gradients import check_first_gradients

@@ -28,11 +28,10 @@ from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.config_fields import fields_in, lookup
+from shardconv.plan.families.config_fields import fields_in, lookup
+from shardconv.plan.families.rule import ModuleRule, SliceRule
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import ModuleRule, SliceRule
-from shardconv.plan.placement import Placement
-from shardconv.plan.units import shard_dim
+from shardconv.plan.placement import Placement, shard_dim
 from shardconv.support.errors import PlanError
 
 

@@ -9,14 +9,12 @@ from typing import Annotated, Any
 from msgspec import Meta
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import Fields, fields_in, reads_stage
-from shardconv.plan.family import Family
-from shardconv.plan.matcher import name_regex
-from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.families.config_fields import Fields, fields_in, reads_stage
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.matcher import name_regex
+from shardconv.plan.families.rule import ModuleRule, Rule
 from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddings
-from shardconv.plan.placement import Interval, Placement
-from shardconv.plan.rule import Rule
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
 

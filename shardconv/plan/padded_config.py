@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from shardconv.plan.config_fields import Fields, fields_in, lookup
+from shardconv.plan.families.config_fields import Fields, fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.resolver import Resolver
 from shardconv.plan.tensor_placement import PaddedRule

@@ -13,8 +13,8 @@ from itertools import product
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.plan.rule import CHOICE, STYLES, Rule
-from shardconv.plan.units import Unit, round_up
+from shardconv.plan.families.rule import CHOICE, STYLES, Rule
+from shardconv.plan.placement import Unit, round_up
 from shardconv.support.errors import PlanError
 
 if TYPE_CHECKING:

@@ -10,21 +10,21 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
-from shardconv.plan.config_fields import fields_in
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
-from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
+from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
+from shardconv.plan.families.loading import expand_family, family_for, load_family, parse_plan_file
+from shardconv.plan.families.matcher import Matcher
+from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
+from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
-from shardconv.plan.matcher import Matcher
 from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule import REPLICATE_OPTION, Rule
-from shardconv.plan.submodels import rules_for
+from shardconv.plan.rule_set import rules_for
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.plan.transformers_plan import transformers_family
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data

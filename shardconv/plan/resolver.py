@@ -7,10 +7,9 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from shardconv.plan.matcher import pattern_for
-from shardconv.plan.placed_tensors import PlacedTensors, padding_share, rank_bytes
+from shardconv.plan.families.matcher import pattern_for
+from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.rule import REPLICATE_OPTION
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import (
     TensorGroup,
@@ -29,7 +28,10 @@ from shardconv.plan.tp_sizes import (
     PaddedTp,
     PaddedUnit,
     PaddingReport,
+    PlacedTensors,
     TpSizes,
+    padding_share,
+    rank_bytes,
 )
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.formatting import ranges

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.config_fields import Fields
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
-from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from shardconv.support.errors import PlanError, ShapeError
 
 #: Config fields about attention heads, which are assumed without a config.

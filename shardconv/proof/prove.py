@@ -6,7 +6,7 @@ the source that the small model does not have, which the proof does not cover.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from msgspec import structs
@@ -15,14 +15,13 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
-from shardconv.proof.ranks import prove_all
-from shardconv.proof.report import Proof, ProofReport
+from shardconv.proof.ranks import Proof, prove_all
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.support.errors import PlanError, RunError
 from shardconv.support.temporary import temporary_folder
@@ -31,6 +30,40 @@ from shardconv.support.temporary import temporary_folder
 PROOF_TPS = (2, 4)
 #: Further sizes to try if the plan supports them, which can be wrong if it splits inside heads.
 _BEYOND = (8,)
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """Report of ``shardconv plan --prove``.
+
+    Attributes:
+        source: the path.
+        family: the model family whose rules were used.
+        model: the class of the small model.
+        num_parameters: of the small model.
+        proofs: one for each tensor parallel size that was tried.
+        skipped: the tensor parallel sizes that were not tried, each with the reason.
+        note: the heads of the small model that are smaller than those of the source; "" if there are none.
+        supported_tp: the tensor parallel sizes that the source supports.
+        num_grids: kinds of quantized weights, of which dequantized shards were compared; 0 without quantization.
+        grid_differences: the tensors whose dequantized shards are not the shards of the dequantized weight.
+        unreached: names of tensors of the source that the small model does not have, and the proof does not cover; with
+            a star for each layer number.
+        is_proven: whether there is a proof, every proof is right, and all dequantized shards are.
+    """
+
+    source: str
+    family: str
+    model: str
+    num_parameters: int
+    proofs: tuple[Proof, ...]
+    skipped: tuple[str, ...]
+    note: str
+    supported_tp: tuple[int, ...]
+    num_grids: int
+    grid_differences: tuple[str, ...]
+    unreached: tuple[str, ...]
+    is_proven: bool
 
 
 def prove(

@@ -15,7 +15,8 @@ from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
 from shardconv.plan.resolver import Resolver
 from shardconv.proof.compare import write_reference
-from shardconv.support.errors import RunError
+from shardconv.support.errors import OutputError, RunError
+from shardconv.support.temporary import writing
 
 #: The largest number of heads of a small model; a proof starts one process per rank.
 MAX_HEADS = 64
@@ -50,6 +51,7 @@ def write_small_model(
 
     Raises:
         RunError: if no small model can be built and run.
+        OutputError: if it cannot be written.
     """
     counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
     attempts = [(count, is_real) for count in counts for is_real in (True, False)]
@@ -67,10 +69,11 @@ def write_small_model(
 
 def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
     """The model, after it and its results were saved."""
-    model.save_pretrained(folder / SMALL)
+    with writing(folder / SMALL):
+        model.save_pretrained(folder / SMALL)
     try:
         write_reference(type(model), folder / SMALL, folder / REFERENCE)
-    except OSError:
+    except (OSError, OutputError):
         raise
     except Exception as error:
         raise RunError(f"a small {type(model).__name__} failed to run: {type(error).__name__}: {error}") from error

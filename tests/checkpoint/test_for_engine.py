@@ -21,12 +21,10 @@ from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
 from shardconv.plan.engines import Engine
-from shardconv.plan.family_file import family_for
-from shardconv.plan.placement import Interval, Padding
+from shardconv.plan.families.loading import family_for
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.submodels import rules_for
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.rule_set import RuleSet, rules_for
 from shardconv.support.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call

@@ -18,15 +18,14 @@ import transformers
 
 import shardconv
 from shardconv.hf.inputs import example_inputs
-from shardconv.plan import family_file
-from shardconv.plan.family import Family
-from shardconv.plan.family_file import family_for, family_names, load_family
+from shardconv.plan.families import loading
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.loading import family_for, family_names, load_family
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.submodels import rules_for
-from shardconv.proof.outputs import float_tensors
+from shardconv.plan.rule_set import RuleSet, rules_for
+from shardconv.proof.compare import float_tensors
 from tests.support.checkpoints import DEMO, contents
 from tests.support.command import call
 from tests.support.manifests import change_manifest
@@ -40,15 +39,15 @@ from tools.model_matrix.trial import small
 def installed(folder):
     """Replace the installed families by those in a folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_file, "FOLDER", folder)
-        family_file.clear_cache()
+        patch.setattr(loading, "FOLDER", folder)
+        loading.clear_cache()
         yield
-    family_file.clear_cache()
+    loading.clear_cache()
 
 
 def changed_families(folder, model_type, text):
     """Write the installed families, and add rules for a model type before those of its family."""
-    shutil.copytree(family_file.FOLDER, folder)
+    shutil.copytree(loading.FOLDER, folder)
     family = family_for(model_type)
     for path in folder.glob("*.toml"):  # no other family has the type
         lists = re.compile(r"^model_types = \[[^]]*\]", re.MULTILINE)

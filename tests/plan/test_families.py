@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from transformers import DiaConfig, DiaForConditionalGeneration
 
 import shardconv
-from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.loading import family_names, load_family
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.option_names import in_python
 from tests.support.checkpoints import contents

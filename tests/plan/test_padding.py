@@ -19,19 +19,17 @@ from safetensors import safe_open
 from torch import nn
 
 import shardconv
-from shardconv.plan.family import Family
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.rule import ModuleRule, Rule, SliceRule, UnitRule
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import ModuleRule, SliceRule
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, layers_by_module, matched_modules, unit_paddings
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule import Rule, UnitRule
-from shardconv.plan.units import Unit, shard_dim
 from shardconv.proof.compare import write_reference
-from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.support.errors import IntegrityError, PlanError, UsageError
 from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents, llama_config, write_checkpoint

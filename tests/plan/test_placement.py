@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.placement import Interval, Padding, Placement
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
 
 DECODER = msgspec.json.Decoder(Placement)
 

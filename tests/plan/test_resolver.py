@@ -8,11 +8,11 @@ import pytest
 
 import shardconv
 from shardconv.files.containers.safetensors import num_bytes
-from shardconv.plan.family_file import load_family, parse_plan_file
+from shardconv.plan.families.loading import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.plan.resolver import Resolver
-from shardconv.plan.submodels import rules_for
+from shardconv.plan.rule_set import rules_for
 from shardconv.support.errors import PlanError
 from tests.support.checkpoints import safetensors_bytes, write_config, write_weights
 

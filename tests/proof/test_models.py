@@ -12,8 +12,8 @@ from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
-from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.loading import family_names, load_family
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
-from shardconv.plan.family import TRANSFORMERS, Family
-from shardconv.plan.family_file import expand_family, parse_plan_file
+from shardconv.plan.families.family import TRANSFORMERS, Family
+from shardconv.plan.families.loading import expand_family, parse_plan_file
+from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.transformers_plan import transformers_family
 from shardconv.proof.compare import Reference, largest_difference, write_reference
 from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
-from shardconv.support.errors import RunError, UsageError
+from shardconv.support.errors import OutputError, RunError, UsageError
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run
@@ -352,3 +352,13 @@ def test_padding_is_proven(tmp_path):
     assert report.is_proven
     assert {3, 5, 6} < set(report.supported_tp)
     assert not shardconv.prove(source, tps=(3,)).is_proven
+
+
+@pytest.mark.parametrize("file", ["small/model.safetensors", REFERENCE])
+def test_full_disk_is_one_message(tmp_path, file):
+    """/dev/full stands for a file on a disk without space."""
+    (tmp_path / "small").mkdir()
+    (tmp_path / file).symlink_to("/dev/full")
+    folder = re.escape(str((tmp_path / file).parent))
+    with pytest.raises(OutputError, match=f"^{folder}.*: cannot be written: .*: free space, or set TMPDIR"):
+        write_small_model(llama_config(layers=1), tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardconv.plan.family_file import load_family
+from shardconv.plan.families.loading import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
 #: Classes of attention modules (without their submodules), and of modules with a state of fixed size.

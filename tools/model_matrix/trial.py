@@ -25,8 +25,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, resolve
 from shardconv.proof.compare import Comparison, compare, write_reference
 from shardconv.proof.prove import PROOF_TPS
-from shardconv.proof.ranks import sharded_fraction
-from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, sharded_fraction
 from shardconv.proof.small_models import REFERENCE
 from shardconv.support.errors import PlanError
 from tests.support.disguised import NAME, disguised
@@ -190,7 +189,7 @@ def worst(found: list[Any]) -> Comparison | str:
     """Combine the results of all ranks: the first error, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
-    outputs, tokens, gradients, notes, caches = zip(*found, strict=True)
+    outputs, tokens, gradients, notes, caches, _ = zip(*found, strict=True)
     are_equal = None if set(tokens) == {None} else False not in tokens
     gradient = None if None in gradients else max(gradients)
     return Comparison(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
@@ -258,7 +257,7 @@ def try_type(
             verdicts.append("fails")
             notes.append(found)
             continue
-        output, tokens, gradient, note, cache = found
+        output, tokens, gradient, note, cache, _ = found
         caches.append(cache)
         is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
         verdicts.append("right" if is_right else "wrong")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-from shardconv.plan.rule import CHOICE
+from shardconv.plan.families.rule import CHOICE
 
 #: Last component of the names of tensors that a rule for their module applies to.
 _LEAVES = ("weight", "bias")

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
-from shardconv.plan.family_file import load_family
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import STYLES, Rule, UnitRule
+from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family
+from shardconv.plan.families.loading import load_family
+from shardconv.plan.families.rule import STYLES, ModuleRule, Rule, UnitRule
 
 _ORIGIN = f"family {TRANSFORMERS}"
 

@@ -6,10 +6,9 @@ docs/plan-files.md describes the format. Unknown keys are errors.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardconv.plan.config_fields import check_expression
-from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import Rule, UnitRule, check_pattern
+from shardconv.plan.families.config_fields import check_expression
+from shardconv.plan.families.family import Block, Family, Mount, Submodel, check_units
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data, parse_table
 

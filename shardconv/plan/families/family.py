@@ -1,6 +1,6 @@
 """A family: the rules, units and module overrides for the models of one architecture; and the blocks of families.
 
-Plain data, which family_format.py parses. tensor_groups.py applies the rules to tensors.
+Plain data, which parsing.py parses. tensor_groups.py applies the rules to tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import fields_in
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import Rule, UnitRule
+from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
 

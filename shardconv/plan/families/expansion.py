@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import fields_in
-from shardconv.plan.family import Block, Mount, fields_read
-from shardconv.plan.module_override import ModuleRule, SliceRule
-from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
+from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.family import Block, Mount, fields_read
+from shardconv.plan.families.rule import SIZE_NAMES, ModuleRule, Rule, SliceRule, UnitRule
 from shardconv.support.errors import PlanError
 
 #: The deepest nesting of blocks.
