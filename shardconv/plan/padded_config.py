@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardconv.plan.families.config_fields import Fields, fields_in, lookup
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.plan.tensor_placement import PaddedRule
 from shardconv.support.errors import PlanError
 
@@ -47,11 +47,11 @@ class _Change:
     value: int
 
 
-def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
-    """Set the fields of the configs of a resolver's models to the sizes of the tensors that it pads on one rank.
+def change_config(planner: Planner, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
+    """Set the fields of the configs of a planner's models to the sizes of the tensors that it pads on one rank.
 
     Args:
-        resolver: a resolver with padding, whose configs are changed in place.
+        planner: a planner with padding, whose configs are changed in place.
         names: names of all tensors.
         may_add: whether missing fields may be added, because a model built with the config is compared.
 
@@ -61,7 +61,7 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
     Raises:
         PlanError: if a config cannot express the padding.
     """
-    padded_rules = list(resolver.padded_rules(1))
+    padded_rules = list(planner.padded_rules(1))
     changes: dict[tuple[int, str], _Change] = {}
     for padded in padded_rules:
         _check_tensor(padded)
@@ -71,10 +71,10 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
             if first.value != change.value:
                 raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
     changes |= {(id(change.model_rules.config), change.field): change for change in _equal_counts([*changes.values()])}
-    for model_rules in resolver.rules.models:
+    for model_rules in planner.rules.models:
         _check_modules(model_rules, names)
     explicit = [
-        change for model_rules in resolver.rules.models for change in _explicit(model_rules, [*changes.values()])
+        change for model_rules in planner.rules.models for change in _explicit(model_rules, [*changes.values()])
     ]
     added = [change.field for change in explicit if lookup(change.model_rules.config or {}, change.field) is None]
     if added and not may_add:

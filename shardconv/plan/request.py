@@ -5,7 +5,7 @@ Without a config, head sizes are inferred from shapes. Reads no files: a plan fi
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import force_setattr, replace
@@ -21,9 +21,10 @@ from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule_set import rules_for
+from shardconv.plan.rule_set import RuleSet, rules_for
+from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.formatting import counted
@@ -66,15 +67,10 @@ class PlanRequest(Data, frozen=True):
             )
 
 
-class Resolution(NamedTuple):
-    """A resolver, and the assumptions and conclusions that it depends on, as sentences."""
-
-    resolver: Resolver
-    assumed: tuple[str, ...]
-
-
-def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, request: PlanRequest) -> Resolution:
-    """Find the rules for a checkpoint.
+def planner_for(
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, request: PlanRequest
+) -> Planner:
+    """The planner of a checkpoint, by the rules that are found for it.
 
     Args:
         tensors: name to dtype and shape.
@@ -103,14 +99,30 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules, has_experts_option=True)
+    planner = Planner(tensors, rules, has_experts_option=True)
     if user is not None:
-        base_rules = rules_for(base, config)
-        if blocks := resolver.replaced_blocks(base_rules):
-            resolver = Resolver(tensors, rules.without_overrides(blocks), has_experts_option=True)
-        if not is_by_name and (replaced := resolver.replaced(base_rules)):
-            assumed.append(_replacements(user.name, replaced))
-    return Resolution(resolver.padded(request.pad), tuple(assumed))
+        replaced = [*_replaced_rules(planner, rules_for(base, config))]
+        if blocks := _replaced_blocks(planner, replaced):
+            planner = Planner(tensors, rules.without_overrides(blocks), has_experts_option=True)
+        changed = {name: (new.style, old.style) for name, new, old in replaced if new.style != old.style}
+        if changed and not is_by_name:
+            assumed.append(_replacements(user.name, changed))
+    return planner.assuming(*assumed).padded(request.pad)
+
+
+def _replaced_rules(planner: Planner, base: RuleSet) -> Iterator[tuple[str, Rule, Rule]]:
+    """Yield the name of each tensor that a rule of the user and one of the base match, with both rules."""
+    ruled, matcher = matcher_of(base)
+    for name, group in planner.group_of.items():
+        if group.rule.by_user and (match := matcher.match(name)) is not None:
+            yield name, group.rule, ruled[match.pattern_index][0]
+
+
+def _replaced_blocks(planner: Planner, replaced: Iterable[tuple[str, Rule, Rule]]) -> frozenset[str]:
+    """The blocks of the base all of whose tensors are matched by blocks of the user."""
+    kept = {group.rule.block for group in planner.group_of.values() if not group.rule.by_user}
+    kept |= {old.block for _, new, old in replaced if not new.block}
+    return frozenset({old.block for _, _, old in replaced} - kept - {""})
 
 
 def _without_user_rule(names: Iterable[str], family: Family) -> frozenset[str]:
@@ -209,7 +221,7 @@ def _check_read(user: Family, family: Family) -> None:
 
 def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:
     """The sentence about tensors whose style in a plan file differs from that of the family."""
-    shown = [f"{name} ({new} instead of {old})" for name, (old, new) in list(replaced.items())[:3]]
+    shown = [f"{name} ({new} instead of {old})" for name, (new, old) in list(replaced.items())[:3]]
     more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
     return f"{plan_file} replaces rules of the family for {len(replaced)} tensors: {', '.join(shown)}{more}"
 

@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.tensor_placement import BlockedError
+from shardconv.support.errors import PlanError
+from shardconv.support.formatting import ranges
+
+if TYPE_CHECKING:
+    from shardconv.plan.planner import Planner
 
 #: The number of bits in the name of a dtype; BOOL has none, and is a byte.
 _BITS = re.compile(r"\d+")
@@ -162,3 +169,44 @@ NO_PADDING = PaddingReport()
 
 def _more_memory(fraction: float) -> str:
     return f"{fraction:.1%} more memory"
+
+
+def tp_sizes(planner: "Planner") -> TpSizes:
+    """Which of :data:`CANDIDATE_TPS` are supported, and what blocks the others."""
+    unpadded, supported, blocked = planner.padded(0), dict[int, int](), list[BlockedTp]()
+    for tp in CANDIDATE_TPS:
+        try:
+            supported[tp] = max(rank_bytes(unpadded.place(tp)), default=0)
+        except BlockedError as error:
+            blocked.append(BlockedTp(tp, error.tensor, error.reason))
+    padded = [one for found in blocked if (one := padded_size(planner, found.tp)) is not None]
+    return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))
+
+
+def padded_size(planner: "Planner", tp: int) -> PaddedTp | None:
+    """The cost of a tensor parallel size with padding; None if it is not supported with padding either."""
+    try:
+        return None if planner.rules.padding_refusal else PaddedTp(tp, padding_share(planner.padded().place(tp)))
+    except BlockedError:
+        return None
+
+
+def padding_report(planner: "Planner", tp: int) -> PaddingReport:
+    """The padding that the plan for ``tp`` ranks adds on request."""
+    units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in planner.padded_rules(tp)]
+    return PaddingReport(tuple(dict.fromkeys(units)), padding_share(planner.place(tp))) if units else NO_PADDING
+
+
+def unsupported_tp(planner: "Planner", tp: int, error: BlockedError) -> PlanError:
+    """The error for an unsupported tensor parallel size, with the supported ones and the cost of padding."""
+    rules = planner.rules
+    sizes = [size for size in CANDIDATE_TPS if planner.blocked(size) is None]
+    expected = f" (expected one of {ranges(sizes)})" if sizes else f", as is every size up to {CANDIDATE_TPS[-1]},"
+    padded = None if rules.pad else padded_size(planner, tp)
+    pad = f"--pad to pad with zeros ({padded.describe()})" if padded is not None else ""
+    experts = "--experts expert to distribute whole experts" if planner.supports_whole_experts(tp) else ""
+    remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", experts, pad]))
+    unsupported = f"--tp {tp} is unsupported{expected} because of {error}"
+    if error.is_unsure:
+        return PlanError(f"{rules.uncertain} With this assumption, {unsupported}")
+    return PlanError(f"{unsupported}{f'. Pass {remedy}' if remedy else ''}")

@@ -134,7 +134,7 @@ class Comparison(NamedTuple):
         note: why the gradients are not those of training or do not exist; "" if they are.
         cache: bytes of the cache after a forward pass, as a fraction of the unsharded model's; None if the model does
             not generate text or does not have a cache.
-        problem: why the sharded model failed to run; "" if it did not. Then there are no differences.
+        problem: why the sharded model failed to run; "" if it did not.
     """
 
     output: float

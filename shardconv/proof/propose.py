@@ -19,8 +19,8 @@ from shardconv.plan.families.parsing import parse_family, parse_module, parse_un
 from shardconv.plan.families.rule import ModuleRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.request import family_of
-from shardconv.plan.resolver import Resolver
 from shardconv.plan.rule_set import RuleSet, rules_for
 from shardconv.proof.plan_file import MountTable, UnitTable, to_toml
 from shardconv.proof.proposal import Proposal, propose_rules
@@ -129,7 +129,7 @@ def _effect(proposal: Proposal, specs: Mapping[str, TensorSpec], model: Pretrain
     """The plan of a proposal; None if there is none."""
     rules = rules_for(expanded(proposal), model.config.to_dict())
     try:
-        plan = Resolver(specs, rules).plan(_TP)
+        plan = Planner(specs, rules).plan(_TP)
         tensors = {name: (one.style, one.placement) for name, one in plan.tensors.items()}
         return _Effect(tensors, dict(_overrides(rules, model)))
     except PlanError:

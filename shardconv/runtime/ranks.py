@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.split.loadable import Loadable
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.stored_plan import resolver_of
+from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
@@ -91,7 +91,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
 
 def _is_supported(manifest: Manifest, tp: int) -> bool:
     try:
-        resolver_of(manifest, manifest.request.engine, pad=0).plan(tp)
+        stored_planner(manifest, manifest.request.engine, pad=0).plan(tp)
     except PlanError:
         return False
     return True

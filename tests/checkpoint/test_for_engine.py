@@ -182,10 +182,10 @@ def test_readers_return_the_shards(tp, engine, tmp_path):
     source = write_checkpoint(tmp_path / "source", parts=2, config=config)
     shardconv.split(source, tmp_path / "split", tp=tp, engine=engine)
     manifest = read_manifest(tmp_path / "split")
-    opened, _, _, (resolver, _), _ = plan_source(source, engine=engine)
+    opened, _, _, planner, _ = plan_source(source, engine=engine)
     for rank in range(tp):
         expected = load_file(manifest.rank_paths(tmp_path / "split")[rank])
-        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, resolver.plan(tp), rank)
+        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, planner.plan(tp), rank)
         for reader in readers:
             assert reader.tensors.keys() == expected.keys()
             for name, tensor in expected.items():

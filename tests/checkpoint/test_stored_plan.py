@@ -22,9 +22,10 @@ from shardconv.plan.families import loading
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.loading import family_for, family_names, load_family
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import RuleSet, rules_for
+from shardconv.plan.tp_sizes import tp_sizes
 from shardconv.proof.compare import float_tensors
 from tests.support.checkpoints import DEMO, contents
 from tests.support.command import call
@@ -201,11 +202,11 @@ def test_assumed_head_dim_is_stored():
     """For a file without a config, stored rules support the same tp sizes, and refuse others for the same reason."""
     shapes = {"q_proj": (4096, 64), "k_proj": (1024, 64), "v_proj": (1024, 64), "o_proj": (64, 4096)}
     specs = {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in shapes.items()}
-    resolver = resolve(specs, None, PlanRequest()).resolver
-    again = Resolver(specs, msgspec.json.decode(msgspec.json.encode(resolver.rules.stored()), type=RuleSet))
+    planner = planner_for(specs, None, PlanRequest())
+    again = Planner(specs, msgspec.json.decode(msgspec.json.encode(planner.rules.stored()), type=RuleSet))
     assert again.rules.uncertain
-    assert again.tp_sizes() == resolver.tp_sizes()
-    assert again.tp_sizes().supported == (1, 2)
+    assert tp_sizes(again) == tp_sizes(planner)
+    assert tp_sizes(again).supported == (1, 2)
 
 
 # --- shardconv plan of a split checkpoint ---------------------------------------------------------------------------

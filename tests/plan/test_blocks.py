@@ -12,8 +12,8 @@ from shardconv.plan.families.loading import expand_family, family_for, family_na
 from shardconv.plan.families.parsing import parse_block, parse_family, parse_module
 from shardconv.plan.families.rule import ModuleRule
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError
 
@@ -37,7 +37,7 @@ def family(data, base=None):
 def styles(specs, config, text):
     """The style of each tensor by a plan file."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
-    plan = resolve(tensors, config, PlanRequest(plan_file=("mine.toml", text))).resolver.plan(2)
+    plan = planner_for(tensors, config, PlanRequest(plan_file=("mine.toml", text))).plan(2)
     return {name: planned.style for name, planned in plan.tensors.items()}
 
 
@@ -74,12 +74,12 @@ def test_block_of_a_stored_plan_must_match_a_tensor():
     """Otherwise a model in memory with other names would be sharded by other rules."""
     specs = {f"model.layers.0.{name}": TensorSpec("F32", shape) for name, (shape, _) in LAYER.items()}
     request = PlanRequest(plan_file=("mine.toml", '[blocks]\n"model" = "decoder"\n'))
-    stored = resolve(specs, CONFIG, request).resolver.rules.stored()
+    stored = planner_for(specs, CONFIG, request).rules.stored()
     rules = msgspec.json.decode(msgspec.json.encode(stored), type=RuleSet)
-    assert Resolver(specs, rules).plan(2)
+    assert Planner(specs, rules).plan(2)
     others = {name.removeprefix("model."): spec for name, spec in specs.items()}
     with pytest.raises(PlanError, match="blocks 'model' = 'decoder': none of its rules applies"):
-        Resolver(others, rules, where="the model")
+        Planner(others, rules, where="the model")
 
 
 def test_fields_are_replaced_where_a_block_is_mounted():
@@ -110,7 +110,7 @@ def overrides(specs, text, config=CONFIG):
     """The attributes that a plan file over Llama sets on an attention module."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
     request = PlanRequest(plan_file=("mine.toml", text))
-    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.models
+    (scope,) = planner_for(tensors, config | {"model_type": "llama"}, request).rules.models
     found = [rule for regex, rule in scope.modules() if regex.fullmatch("model.layers.0.self_attn")]
     return {name for rule in found for name in rule.attributes}
 

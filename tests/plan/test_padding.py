@@ -26,8 +26,8 @@ from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, layers_by_module, matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.support.errors import IntegrityError, PlanError, UsageError
@@ -233,7 +233,7 @@ def test_units_of_unknown_order_are_not_padded():
     assert not model_rules.units("number", 3).is_padded
 
 
-def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
+def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Planner:
     """The rules of the family for attention and linear attention with these numbers of heads, with padding."""
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     rows = dict(zip(names, (query_heads, kv_heads, kv_heads, query_heads), strict=True))
@@ -242,16 +242,16 @@ def minimax(query_heads: int, kv_heads: int, pad: int = 1) -> Resolver:
     linear = {"qkv_proj": (12 * query_heads, 16), "out_proj": (16, 4 * query_heads)}
     specs |= {f"model.layers.0.self_attn.{name}.weight": TensorSpec("F32", shape) for name, shape in linear.items()}
     config = {"model_type": "minimax", "num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
-    return resolve(specs, {**config, "head_dim": 4, "hidden_size": 16}, PlanRequest(pad=pad)).resolver
+    return planner_for(specs, {**config, "head_dim": 4, "hidden_size": 16}, PlanRequest(pad=pad))
 
 
 @pytest.mark.parametrize(("heads", "tp"), [((6, 2), 4), ((64, 8), 24), ((64, 8), 6), ((12, 4), 8)])
 def test_slopes_of_minimax_have_the_order_of_its_heads(heads, tp):
     """Each rank has the slopes of its query heads."""
-    resolver = minimax(*heads)
-    placement = resolver.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
+    planner = minimax(*heads)
+    placement = planner.plan(tp).placement("model.layers.0.self_attn.out_proj.weight")
     assert placement.is_padded
-    slopes = resolver.rules.models[0].units("head", tp)
+    slopes = planner.rules.models[0].units("head", tp)
     for rank in range(tp):
         heads_of = [None if column is None else column // 4 for column in held(placement, rank)[::4]]
         assert held(slopes, rank) == heads_of

@@ -14,7 +14,7 @@ from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.loading import family_names, load_family
-from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.compare import write_reference
 from shardconv.proof.ranks import sharded_fraction
 from shardconv.proof.small_models import REFERENCE
@@ -73,7 +73,7 @@ def test_models_are_right_on_eight_ranks(tmp_path):
             made.save_pretrained(folder / "source")
             split(folder / "source", folder / "split", tp=8)
             opened = open_source(folder / "source")
-            plan = resolve(opened.specs, opened.config, PlanRequest()).resolver.plan(8)
+            plan = planner_for(opened.specs, opened.config, PlanRequest()).plan(8)
             assert any(planned.placement.has_replicas for planned in plan.tensors.values())
             assert sharded_fraction(opened.specs, plan) > 0.9
             assert compared(eight_ranks, "eight", type(made), folder, PlanRequest()) == "right"

@@ -22,7 +22,7 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.compare import Comparison, compare, write_reference
 from shardconv.proof.prove import PROOF_TPS
 from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, sharded_fraction
@@ -154,7 +154,7 @@ def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
 
 def plan_in_memory(model: Any, tp: int) -> Plan:
     """The plan of a model in memory."""
-    return resolve(specs_in_memory(model), model.config.to_dict(), PlanRequest()).resolver.plan(tp)
+    return planner_for(specs_in_memory(model), model.config.to_dict(), PlanRequest()).plan(tp)
 
 
 def default_sharded(architecture: Any) -> float | None:
@@ -246,8 +246,8 @@ def try_type(
         attention, reasons = attention_kinds(model, plan_in_memory(model, tp))
         if sharded is None:
             opened = open_source(source)
-            resolver = resolve(opened.specs, opened.config, PlanRequest()).resolver
-            sharded = sharded_fraction(opened.specs, resolver.plan(tp))
+            planner = planner_for(opened.specs, opened.config, PlanRequest())
+            sharded = sharded_fraction(opened.specs, planner.plan(tp))
             notes.append("measured on the small model")
         try:
             found = worst(run(LAYOUTS[tp], checking, type(model).__name__, source, place, PlanRequest(), reference))

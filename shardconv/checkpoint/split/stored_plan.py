@@ -9,7 +9,7 @@ from shardconv.plan.engines import engine_named
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, SplitCheckpointError
 
@@ -28,10 +28,10 @@ def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorS
     return logical_tensors(tensors) if dequantize else tensors
 
 
-def resolver_of(
+def stored_planner(
     manifest: Manifest, engine: str | None, *, pad: int | None = None, dequantize: bool = False
-) -> Resolver:
-    """The resolver of the stored rules, which makes the plan for any tensor parallel size.
+) -> Planner:
+    """The planner of the stored rules, which makes the plan for any tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
@@ -46,7 +46,7 @@ def resolver_of(
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
     tensors = loaded_tensors(manifest, dequantize=dequantize)
-    return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
+    return Planner(tensors, rules, assumed=manifest.plan.assumed).padded(manifest.request.pad if pad is None else pad)
 
 
 def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = False) -> Plan:
@@ -62,13 +62,13 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = Fal
     """
     stored = manifest.plan
     try:
-        plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
+        plan = stored_planner(manifest, manifest.request.engine).plan(manifest.tp)
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {_REASON}: {error}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
-            resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)
-            plan = resolver.plan(manifest.tp, assumed=stored.assumed)
+            planner = stored_planner(manifest, manifest.request.engine, dequantize=True)
+            plan = planner.plan(manifest.tp)
         return _relax_unused(plan)
     raise SplitCheckpointError(
         f"{folder}: {_REASON}: {name} was split as {_describe(stored, name)}, and would now be split as "
@@ -110,7 +110,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     """
     if plan.tp == 1:
         return {}
-    runtime_plan = Resolver(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
+    runtime_plan = Planner(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
     different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
     if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:
