@@ -349,7 +349,7 @@ def _units_by_module(plan: Plan, model_rules: ModelRules) -> dict[str, set[str]]
 
 def _sharded_counts(units: Iterable[str], model_rules: ModelRules, tp: int) -> dict[str, tuple[int, int]]:
     """Name to number of units without sharding and on a rank, where these differ."""
-    counts, rules = {}, model_rules.family.units or {}
+    counts, rules = {}, model_rules.family.units
     for unit in sorted(units):
         if unit in rules and rules[unit].count is not None:
             with suppress(IndivisibleError, PlanError):  # a rule pads

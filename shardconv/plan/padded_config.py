@@ -97,7 +97,7 @@ def _check_tensor(padded: PaddedRule) -> None:
 
 def _count(padded: PaddedRule) -> str | int | None:
     """The number of units as an expression; None if it follows from the size of the tensor."""
-    unit = (padded.model_rules.family.units or {}).get(padded.unit or "")
+    unit = padded.model_rules.family.units.get(padded.unit or "")
     if padded.unit is None and padded.rule.style == "embedding_rowwise":
         return VOCABULARY
     return None if unit is None else unit.count
@@ -112,7 +112,7 @@ def _field(padded: PaddedRule) -> str | None:
 def _equal_counts(changes: list[_Change]) -> Iterator[_Change]:
     """The numbers of KV heads that equal a changed number of query heads, and that no unit of a tensor has."""
     for change in changes:
-        config, units = change.model_rules.config or {}, change.model_rules.family.units or {}
+        config, units = change.model_rules.config or {}, change.model_rules.family.units
         counts = {units[name].count for name in change.model_rules.used_units()}
         is_own = _KV_HEADS in {field for count in counts if count is not None for field in fields_in(count)}
         if not is_own and "heads" in change.field and lookup(config, _KV_HEADS) == lookup(config, change.field):
@@ -132,7 +132,7 @@ def _check_count(padded: PaddedRule) -> None:
 
 def _check_modules(model_rules: ModelRules, names: Collection[str]) -> None:
     """Refuse padded units for which modules have values that depend on the number of units, such as ALiBi slopes."""
-    units = model_rules.family.units or {}
+    units = model_rules.family.units
     for regex, rule in model_rules.modules():
         padded = {
             name for name in rule.units() if units[name].count is not None and model_rules.units(name, 1).is_padded
@@ -151,8 +151,8 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
     new = {change.field: change.value for change in changes if change.model_rules.config is model_rules.config}
     if not new:
         return
-    defaults = model_rules.family.config or {}
-    sizes = {unit.size for name, unit in (model_rules.family.units or {}).items() if name in model_rules.used_units()}
+    defaults = model_rules.family.config
+    sizes = {unit.size for name, unit in model_rules.family.units.items() if name in model_rules.used_units()}
     sizes = {size for size in sizes if "rows" not in fields_in(size)}  # rows is a size of a tensor, not a config field
     fields = {name for size in sizes for name in fields_in(size)}
     config = model_rules.config or {}

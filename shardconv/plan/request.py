@@ -138,8 +138,8 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
     rules = tuple(family.rules[index] for index in sorted(matched))
     named = units_named(rules, family.modules)
-    units = {name: unit for name, unit in (family.units or {}).items() if name in named}
-    defaults, read = family.config or {}, set[str]()
+    units = {name: unit for name, unit in family.units.items() if name in named}
+    defaults, read = family.config, set[str]()
     pending = fields_read(replace(family, rules=rules, units=units, config={}))
     while pending:
         read.add(name := pending.pop())
@@ -150,7 +150,7 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
 
 def _check_families(user: Family) -> None:
     """Check that the families exist that a plan file names."""
-    submodels = {f"submodel {start!r}": submodel.family for start, submodel in (user.submodels or {}).items()}
+    submodels = {f"submodel {start!r}": submodel.family for start, submodel in user.submodels.items()}
     inherited = "" if user.inherits == TRANSFORMERS else user.inherits
     for key, name in {"inherits": inherited, **submodels}.items():
         try:
@@ -215,7 +215,7 @@ def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) ->
 
 def _check_read(user: Family, family: Family) -> None:
     """Check that rules read each config field for which a plan file has a default."""
-    if unread := sorted(set(user.config or {}) - fields_read(family)):
+    if unread := sorted(set(user.config) - fields_read(family)):
         raise PlanError(f"{user.origin}: [config] {unread[0]}: no rule reads this field: correct or remove it")
 
 

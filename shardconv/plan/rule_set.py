@@ -146,18 +146,18 @@ class RuleSet(Data, frozen=True, eq=False):
             PlanError: if a rule names a unit that does not exist.
         """
         for family in (model_rules.family for model_rules in self.models):
-            for expression in (family.config or {}).values():
+            for expression in family.config.values():
                 check_expression(expression)
-            check_units(family.units or {}, family.rules, family.modules)
+            check_units(family.units, family.rules, family.modules)
 
 
 def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
-    units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
+    units = {name: unit for name, unit in family.units.items() if name in units_named(rules, modules)}
     expressions = [*_expressions_of(rules, modules)]
     expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
-    defaults = family.config or {}
+    defaults = family.config
     names = _fields_read(expressions, defaults) | {"model_type"}
     kept = Family(
         family.name,
@@ -237,7 +237,7 @@ def model_rules_of(
     if depth > _MAX_DEPTH:
         raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
     yield ModelRules(family, config, at)
-    for start, submodel in (family.submodels or {}).items():
+    for start, submodel in family.submodels.items():
         if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
             raise PlanError(
                 f"submodel {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"

@@ -156,7 +156,7 @@ class GroupPlanner:
             return ShardedDim(dim, None)
         fields = self._group.fields()
         names = rule.segments or (rule.unit,)
-        units = [(self._group.model_rules.family.units or {})[unit] for unit in names if unit is not None]
+        units = [self._group.model_rules.family.units[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
             return ShardedDim(dim, fields.evaluate("vocab_size"))
         counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
@@ -248,7 +248,7 @@ class GroupPlanner:
                 pad=rule.pad,
                 multiple=self._rules.vocab_multiple if is_vocabulary else 1,
             )
-        unit = (self._group.model_rules.family.units or {})[unit_name]
+        unit = self._group.model_rules.family.units[unit_name]
         replicate = unit.replicate and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:

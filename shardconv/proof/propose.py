@@ -230,7 +230,7 @@ def _for_source(proposal: Proposal, source: Source, mounts: Container[str], base
 
 def _overriding(units: Mapping[str, UnitTable], family: Family) -> dict[str, UnitTable]:
     """The units, with ``override`` for those that the family defines differently."""
-    known = family.units or {}
+    known = family.units
     return {
         name: {**unit, "override": True} if known.get(name, own := parse_unit(name, unit)) != own else unit
         for name, unit in units.items()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from shardconv.plan.families.expansion import expand_blocks
-from shardconv.plan.families.family import PLAN_FILE, Block, Family, units_named
+from shardconv.plan.families.family import PLAN_FILE, Family, units_named
 from shardconv.plan.families.parsing import parse_block, parse_family
 from shardconv.support.errors import PlanError, UsageError
 
@@ -145,9 +145,9 @@ def expand_family(family: Family, base: Family) -> Family:
             without ``override``.
     """
     _check_units(family, base)
-    own = {name: replace(unit, override=False) for name, unit in (family.units or {}).items()}
-    units = {**(base.units or {}), **own}
-    inherited, config = base.config or {}, family.config or {}
+    own = {name: replace(unit, override=False) for name, unit in family.units.items()}
+    units = {**base.units, **own}
+    inherited, config = base.config, family.config
     expanded = expand_blocks(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
     _check_numbered(family, expanded.numbered | base.numbered)
     by_user = family.origin.startswith(PLAN_FILE)
@@ -167,8 +167,8 @@ def expand_family(family: Family, base: Family) -> Family:
 
 
 def _check_units(family: Family, base: Family) -> None:
-    for name, unit in (family.units or {}).items():
-        other = (base.units or {}).get(name, unit)
+    for name, unit in family.units.items():
+        other = base.units.get(name, unit)
         if not unit.override and other != unit:
             raise PlanError(
                 f"{family.origin}: unit {name!r} is {unit.describe()}, but {other.describe()} in family {base.name}, "
@@ -177,7 +177,7 @@ def _check_units(family: Family, base: Family) -> None:
 
 
 def _check_numbered(family: Family, numbered: AbstractSet[str]) -> None:
-    defined = set(family.units or {})
+    defined = set(family.units)
     if names := sorted((units_named(family.rules, family.modules) & numbered) - defined):
         raise PlanError(
             f"{family.origin}: the number in unit {names[0]!r} depends on the order of [blocks], which may change: "
@@ -191,7 +191,7 @@ def block_names() -> list[str]:
 
 
 @cache
-def load_block(name: str) -> Block:
+def load_block(name: str) -> Family:
     """The block of this name.
 
     Raises:

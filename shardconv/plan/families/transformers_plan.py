@@ -63,7 +63,7 @@ def transformers_family(model_type: str) -> Family | None:
     overrides = [ModuleRule(name, {}, {}, shared_output="qk_rope_head_dim") for name in latent]
     if any(name.endswith(".q_proj") and style == "colwise" for name, style in plan.items()):
         overrides.append(ModuleRule("**.self_attn", _HEAD_ATTRIBUTES, {}))
-    units = {**(names.units or {}), "element": UnitRule()}
+    units = {**names.units, "element": UnitRule()}
     return Family(TRANSFORMERS, config=names.config, units=units, rules=tuple(rules), modules=tuple(overrides))
 
 
