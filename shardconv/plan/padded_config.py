@@ -5,10 +5,11 @@ config only.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import reduce
 
-from shardconv.plan.families.config_fields import Fields, fields_in, lookup
+from shardconv.plan.families.config_fields import Fields, fields_in, lookup, with_field
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.planner import Planner
 from shardconv.plan.tensor_placement import PaddedRule
@@ -160,8 +161,9 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
         if name in defaults and lookup(config, name) is None and name not in new:
             yield _Change(model_rules, name, model_rules.fields().evaluate(name))
             new[name] = model_rules.fields().evaluate(name)
+    changed = reduce(lambda fields, item: with_field(fields, *item), new.items(), config)
     for size in sizes:
-        before, after = model_rules.fields().evaluate(size), Fields(_with_values(config, new), defaults).evaluate(size)
+        before, after = model_rules.fields().evaluate(size), Fields(changed, defaults).evaluate(size)
         if before != after:
             raise PlanError(
                 f"{size} would be {after} instead of {before} with the config of the padded checkpoint "
@@ -169,23 +171,9 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
             )
 
 
-def _with_values(config: Mapping[str, object], fields: Mapping[str, int]) -> dict[str, object]:
-    changed = dict(config)
-    for name, value in fields.items():
-        changed = _set(changed, name.split("."), value)
-    return changed
-
-
-def _set(config: Mapping[str, object], path: list[str], value: int) -> dict[str, object]:
-    """A copy of a config with a new value of a field, given by its path."""
-    first, *rest = path
-    nested = config.get(first)
-    return {**config, first: _set(nested if isinstance(nested, Mapping) else {}, rest, value) if rest else value}
-
-
 def _apply(change: _Change) -> ConfigChange:
     config = change.model_rules.config
     assert isinstance(config, dict)
     before = lookup(config, change.field)
-    config.update(_set(config, change.field.split("."), change.value))
+    config.update(with_field(config, change.field, change.value))
     return ConfigChange(change.field, before if isinstance(before, int) else None, change.value)

@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr, replace
 
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.config_fields import with_defaults
 from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
 from shardconv.plan.families.loading import expand_family, family_for, load_family, parse_plan_file
 from shardconv.plan.families.matcher import Matcher
@@ -99,6 +99,7 @@ def planner_for(
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
+    rules = rules.with_optional_rules() if request.may_miss else rules
     planner = Planner(tensors, rules, has_experts_option=True)
     if user is not None:
         replaced = [*_replaced_rules(planner, rules_for(base, config))]
@@ -139,13 +140,8 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     rules = tuple(family.rules[index] for index in sorted(matched))
     named = units_named(rules, family.modules)
     units = {name: unit for name, unit in family.units.items() if name in named}
-    defaults, read = family.config, set[str]()
-    pending = fields_read(replace(family, rules=rules, units=units, config={}))
-    while pending:
-        read.add(name := pending.pop())
-        if not isinstance(default := defaults.get(name, 0), bool):
-            pending |= fields_in(default) - read
-    return not HEAD_FIELDS.isdisjoint(read)
+    read = fields_read(replace(family, rules=rules, units=units, config={}))
+    return not HEAD_FIELDS.isdisjoint(with_defaults(read, family.config))
 
 
 def _check_families(user: Family) -> None:
@@ -205,11 +201,9 @@ def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) ->
     family = base
     if user is not None:
         family = expand_family(replace(user, name=base.name), base)
-        family = replace(family, rules=_with_optional(family.rules, request))
         _check_read(user, family)
     if request.replicate:
-        replicate_rules = _with_optional(map(_replicate_rule, request.replicate), request)
-        family = Family(family.name, rules=replicate_rules).with_base(family)
+        family = Family(family.name, rules=tuple(map(_replicate_rule, request.replicate))).with_base(family)
     return family
 
 
@@ -235,12 +229,6 @@ def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
             f"{duplicate} and {prefix}{duplicate} are the same tensor of the model, with and without the prefix "
             f"{prefix!r}: remove one of them from the checkpoint"
         )
-
-
-def _with_optional(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:
-    """The rules, of which those of the user are optional if the request allows rules that match nothing."""
-    may_miss = request.may_miss
-    return tuple(replace(rule, optional=True, mount="") if may_miss and rule.by_user else rule for rule in rules)
 
 
 def _replicate_rule(name: str) -> Rule:

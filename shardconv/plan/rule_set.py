@@ -5,7 +5,7 @@ The tensors of a submodel have a common prefix, and its config is nested in that
 A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Annotated, Self
 
 from msgspec import Meta
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.families.config_fields import check_expression, fields_in, lookup
+from shardconv.plan.families.config_fields import check_expression, lookup, select_fields, with_defaults
 from shardconv.plan.families.family import (
     NAMES_FAMILY,
     PLAN_FILE,
@@ -21,10 +21,11 @@ from shardconv.plan.families.family import (
     Family,
     Submodel,
     check_units,
+    fields_read,
     units_named,
 )
 from shardconv.plan.families.loading import family_for, load_family
-from shardconv.plan.families.rule import ModuleRule, Rule
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
@@ -95,44 +96,42 @@ class RuleSet(Data, frozen=True, eq=False):
             engine: the engine, or :data:`~shardconv.plan.engines.SHARDCONV`.
         """
 
-        def with_engine(model_rules: ModelRules) -> ModelRules:
-            rules = model_rules.family.rules
-            users, others = (tuple(rule for rule in rules if rule.by_user is by_user) for by_user in (True, False))
-            engine_rules = engine.rules((model_rules.config or {}).get("model_type"))
-            return replace(model_rules, family=replace(model_rules.family, rules=(*users, *engine_rules, *others)))
+        def with_engine(model_rules: ModelRules) -> Iterator[Rule]:
+            rules = [rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE)]
+            yield from (rule for rule in rules if rule.by_user)
+            yield from engine.rules((model_rules.config or {}).get("model_type"))
+            yield from (rule for rule in rules if not rule.by_user)
 
-        models = tuple(map(with_engine, self.without_engine().models))
         name = None if engine is SHARDCONV else engine.name
-        return replace(self, models=models, vocab_multiple=engine.vocab_multiple, engine=name)
+        return replace(self.with_rules(with_engine), vocab_multiple=engine.vocab_multiple, engine=name)
 
     def without_engine(self) -> Self:
-        """Return the rule set without the rules of an engine, for shardconv's own runtime."""
-
-        def without_rules(model_rules: ModelRules) -> ModelRules:
-            rules = tuple(rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE))
-            return replace(model_rules, family=replace(model_rules.family, rules=rules))
-
-        return replace(self, models=tuple(map(without_rules, self.models)), engine=None)
+        """Return the rule set without the rules of an engine, for shardconv's own runtime with the same padding."""
+        return replace(self.for_engine(SHARDCONV), vocab_multiple=self.vocab_multiple)
 
     def with_optional_rules(self) -> Self:
         """Return the rule set with rules of the user that may match nothing, for some of the model's tensors."""
-
-        def with_optional(model_rules: ModelRules) -> ModelRules:
-            rules = (
+        return self.with_rules(
+            lambda model_rules: (
                 replace(rule, optional=True, mount="") if rule.by_user else rule for rule in model_rules.family.rules
             )
-            return replace(model_rules, family=replace(model_rules.family, rules=tuple(rules)))
+        )
 
-        return replace(self, models=tuple(map(with_optional, self.models)))
+    def with_rules(self, rules_of: Callable[[ModelRules], Iterable[Rule]]) -> Self:
+        """Return the rule set with other rules of each model."""
+        return self._with_families(lambda one: replace(one.family, rules=tuple(rules_of(one))))
 
     def without_overrides(self, blocks: Container[str]) -> Self:
         """Return the rule set without the module overrides of ``blocks``."""
+        return self._with_families(
+            lambda one: replace(
+                one.family, modules=tuple(rule for rule in one.family.modules if rule.block not in blocks)
+            )
+        )
 
-        def without_modules(model_rules: ModelRules) -> ModelRules:
-            modules = tuple(rule for rule in model_rules.family.modules if rule.block not in blocks)
-            return replace(model_rules, family=replace(model_rules.family, modules=modules))
-
-        return replace(self, models=tuple(map(without_modules, self.models)))
+    def _with_families(self, family_of: Callable[[ModelRules], Family]) -> Self:
+        models = (replace(model_rules, family=family_of(model_rules)) for model_rules in self.models)
+        return replace(self, models=tuple(models))
 
     def stored(self) -> Self:
         """The rule set as a manifest stores it: the rules whose ``when`` holds, and what they read."""
@@ -155,54 +154,17 @@ def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
     units = {name: unit for name, unit in family.units.items() if name in units_named(rules, modules)}
-    expressions = [*_expressions_of(rules, modules)]
-    expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
-    defaults = family.config
-    names = _fields_read(expressions, defaults) | {"model_type"}
     kept = Family(
         family.name,
         prefix=family.prefix,
-        config={name: value for name, value in defaults.items() if name in names},
         units=units,
         rules=tuple(replace(rule, when={}, block="") for rule in rules),
         modules=tuple(replace(rule, when={}, block="") for rule in modules),
     )
-    config = None if model_rules.config is None else _select_fields(model_rules.config, names)
+    names = with_defaults({*fields_read(kept), "model_type"}, family.config)
+    kept = replace(kept, config={name: value for name, value in family.config.items() if name in names})
+    config = None if model_rules.config is None else select_fields(model_rules.config, names)
     return ModelRules(kept, config, model_rules.at, model_rules.pad, blocks=model_rules.blocks)
-
-
-def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
-    for rule in rules:
-        yield from rule.expressions()
-    for module in modules:
-        yield from (*module.expressions(), *module.sizes())
-
-
-def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:
-    """The config fields that expressions read, directly or through the defaults of other fields."""
-    read: set[str] = set()
-    pending = list(expressions)
-    while pending:
-        new = fields_in(pending.pop()) - read
-        read |= new
-        pending += [defaults[name] for name in new if name in defaults]
-    return read
-
-
-def _select_fields(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
-    """The config with these fields only; ``a.b`` is field b of the nested config a."""
-    selected: dict[str, object] = {}
-    for name in sorted(names):
-        if (value := lookup(config, name)) is None:
-            continue
-        *path, last = name.split(".")
-        nested = selected
-        for key in path:
-            inner = nested.setdefault(key, {})
-            assert isinstance(inner, dict)
-            nested = inner
-        nested[last] = value
-    return selected
 
 
 #: The deepest nesting of submodels.

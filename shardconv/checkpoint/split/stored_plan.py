@@ -1,11 +1,14 @@
 """The plan that is stored in a split checkpoint, as used by reshard, plan and run; installed families are not read."""
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
@@ -84,17 +87,13 @@ def _relax_unused(plan: Plan) -> Plan:
     unused = known_unused(plan.tensors)
     needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
 
-    def relaxed(model_rules: ModelRules) -> ModelRules:
+    def relaxed(model_rules: ModelRules) -> Iterator[Rule]:
         mounts = {rule.mount for rule in model_rules.family.rules if rule.pattern in needed}
-        rules = tuple(
-            replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
-            if rule.by_user and rule.pattern not in needed
-            else rule
-            for rule in model_rules.family.rules
-        )
-        return replace(model_rules, family=replace(model_rules.family, rules=rules))
+        for rule in model_rules.family.rules:
+            is_needed = not rule.by_user or rule.pattern in needed
+            yield rule if is_needed else replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
 
-    return replace(plan, rules=replace(plan.rules, models=tuple(map(relaxed, plan.rules.models))).without_engine())
+    return replace(plan, rules=plan.rules.with_rules(relaxed).without_engine())
 
 
 def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = False) -> dict[str, Placement]:
