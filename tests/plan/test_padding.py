@@ -24,7 +24,7 @@ from shardconv.plan.families.rule import ModuleRule, Rule, SliceRule, UnitRule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, layers_by_module, matched_modules, unit_paddings
-from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
+from shardconv.plan.placement import Interval, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
@@ -36,6 +36,7 @@ from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, MOE, T5, Model, model_class
+from tests.support.placements import held
 from tests.support.ranks import ranks_in
 from tools.model_matrix.trial import check, small, worst
 
@@ -47,14 +48,6 @@ tps = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
 
 
 # --- placements -----------------------------------------------------------------------------------------------------
-
-
-def held(placement: Placement, rank: int) -> list[int | None]:
-    """The elements of a rank's shard; None for padding."""
-    elements: list[int | None] = []
-    for entry in placement.ranks[rank]:
-        elements += range(entry.start, entry.stop) if isinstance(entry, Interval) else [None] * entry.size
-    return elements
 
 
 def keeps_groups(kv_heads: int, group: int, padded: Heads, tp: int) -> bool:
@@ -546,9 +539,9 @@ def test_reshard_pads_only_on_request(one_layer, tmp_path):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
 
 
-def test_reported_cost_is_that_of_the_files(tmp_path):
+def test_reported_cost_is_that_of_the_files(one_layer, tmp_path):
     """Compares the bytes of tensors in rank files with and without padding."""
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
+    source = one_layer
     report = shardconv.split(source, tmp_path / "three", tp=3, pad=True)
     held_bytes = zero_bytes = 0
     for rank in range(3):
@@ -615,11 +608,10 @@ def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
     ]
 
 
-def test_manifest_without_the_key_pad_has_no_padding(tmp_path):
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1))
-    shardconv.split(source, tmp_path / "two", tp=2)
+def test_manifest_without_the_key_pad_has_no_padding(one_layer, tmp_path):
+    shardconv.split(one_layer, tmp_path / "two", tp=2)
     assert '"pad":1' not in (tmp_path / "two" / "shardconv.json").read_text()
-    shardconv.split(source, tmp_path / "three", tp=3, pad=True)
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     manifest = json.loads((tmp_path / "three" / "shardconv.json").read_text())
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["models"][0]["pad"]) == (1, 1)
 
@@ -671,22 +663,9 @@ def test_split_prints_padded_sizes_and_their_cost(one_layer, costs, tmp_path):
     assert f"{costs[3]} more memory" in done.out
 
 
-def reshard_with_padding(source: Path, folder: Path) -> dict:
-    """Split and reshard with padding; returns the report of reshard, whose result is in ``six``."""
-    shardconv.split(source, folder / "three", tp=3, pad=True)
-    return json.loads(call("reshard", folder / "three", "--tp", 6, "--pad", "-o", folder / "six", "--json").out)
-
-
-def test_report_of_reshard_has_the_padded_sizes(one_layer, tmp_path):
-    found = reshard_with_padding(one_layer, tmp_path)
-    assert ["query_head", 8, 12] in [list(unit.values()) for unit in found["padding"]["units"]]
-
-
-def test_plan_of_a_padded_checkpoint_prints_the_cost(one_layer, costs, tmp_path):
-    found = reshard_with_padding(one_layer, tmp_path)
-    stored = call("plan", tmp_path / "six").out
-    assert f"padded with zeros: {', '.join(units_of(found))}; {costs[6]} more memory" in stored
-
-
-def units_of(report: dict) -> list[str]:
-    return [f"{one['name']} from {one['size']} to {one['padded_size']}" for one in report["padding"]["units"]]
+def test_reshard_and_plan_report_the_padded_sizes(one_layer, costs, tmp_path):
+    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
+    report = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
+    units = [f"{one['name']} from {one['size']} to {one['padded_size']}" for one in report["padding"]["units"]]
+    assert "query_head from 8 to 12" in units
+    assert f"padded with zeros: {', '.join(units)}; {costs[6]} more memory" in call("plan", tmp_path / "six").out

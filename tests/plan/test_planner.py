@@ -142,29 +142,29 @@ def test_heads_of_a_tower_with_rules_of_the_user_are_not_those_of_the_other(tmp_
         shardconv.make_plan(tmp_path, tp=8, rules=tmp_path / "mine.toml")
 
 
-UNBALANCED = pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
+PATTERNS = ["{model.normX", "model.norm}", "model.{norm,{a}}"]
 
 
-@UNBALANCED
-def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, pattern):
-    plan = tmp_path / "plan.toml"
-    plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
-    with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
-
-
-@UNBALANCED
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
     with pytest.raises(shardconv.support.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 
-def test_very_long_expression_is_refused(checkpoint, tmp_path):
-    plan = tmp_path / "plan.toml"
-    count = "+".join("1" * 5000)
-    plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
-    with pytest.raises(shardconv.PlanError, match="is not an expression, or too long"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((f'[rules]\n"{pattern}" = {{ style = "replicate" }}', "braces are unbalanced") for pattern in PATTERNS),
+        *(
+            (f'[units]\nu = {{ count = "{expression}" }}', "is not an expression")
+            for expression in ("a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b")
+        ),
+        (f'[units]\nu = {{ count = "{"+".join("1" * 5000)}" }}', "is not an expression, or too long"),
+    ],
+)
+def test_invalid_patterns_and_expressions_are_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        parse_plan_file("plan.toml", text)
 
 
 def test_config_of_another_checkpoint_is_named_with_the_sizes_first(checkpoint, tmp_path):
@@ -260,15 +260,10 @@ def heads_of_two_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
-def test_head_size_by_the_rows_of_a_layer(heads_of_two_sizes, layer, size):
-    queries = heads_of_two_sizes.placement(f"layers.{layer}.q_proj.weight")
+def test_heads_by_the_rows_of_a_layer(heads_of_two_sizes, layer, size):
+    """The size of query heads, and the number of KV heads: two, each on two ranks."""
+    queries, keys = (heads_of_two_sizes.placement(f"layers.{layer}.{name}_proj.weight") for name in "qk")
     assert queries.shard_shape((4 * size, 6), 3) == (size, 6)
-
-
-@pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
-def test_head_count_by_the_rows_of_another_layer(heads_of_two_sizes, layer, size):
-    """Two KV heads, each on two ranks."""
-    keys = heads_of_two_sizes.placement(f"layers.{layer}.k_proj.weight")
     assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
 
 
@@ -360,14 +355,6 @@ def test_condition_on_a_field_of_a_nested_config(tmp_path, kind, expected):
     sharded = '{ style = "colwise", unit = "ffn", optional = true }'
     found = ranks_by_nested_config(tmp_path, f"[{whole}, {sharded}]")
     assert found == expected
-
-
-@pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
-def test_invalid_expressions_are_refused(checkpoint, tmp_path, expression):
-    plan = tmp_path / "plan.toml"
-    plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
-    with pytest.raises(shardconv.PlanError, match="is not an expression"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
 def test_rule_with_dims_replicates_tensors_with_fewer_dims():
