@@ -21,7 +21,7 @@ from shardconv.plan.families.family import TRANSFORMERS, Family
 from shardconv.plan.families.loading import expand_family, parse_plan_file
 from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import Reference, largest_difference, write_reference
+from shardconv.proof.compare import Reference, largest_difference
 from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
 from shardconv.support.errors import OutputError, RunError, UsageError
@@ -30,7 +30,8 @@ from tests.support.command import call
 from tests.support.forked import run
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import MODELS, model_class
-from tools.model_matrix.trial import check, small, worst
+from tests.support.verdicts import verdict
+from tools.model_matrix.trial import small
 
 CAUSAL = "text generation"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
@@ -109,7 +110,7 @@ def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at
     for tp, layout in {2: "pair", 4: "four"}.items():
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, rules=plan, overwrite=True)
         request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-        assert_equal(ranks, type(made), tmp_path, request, layout)
+        assert verdict(ranks, layout, type(made), tmp_path / "source", tmp_path / "split", request) == "right"
     report = shardconv.prove(DEMO, rules=plan)
     assert not report.is_proven
     proof = report.proofs[-1]
@@ -243,7 +244,7 @@ def test_proposal_is_proven(ranks, tmp_path, model_type):
     plan.write_text(result.out)
     shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
     request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-    assert_equal(ranks, type(model), tmp_path, request)
+    assert verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", request) == "right"
 
 
 def test_remedy_where_overrides_of_the_family_do_not_fit_the_plan_file(tmp_path):
@@ -277,16 +278,10 @@ def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, rules=TRANSFORMERS)
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
-    assert_equal(ranks, type(model), tmp_path, PlanRequest(TRANSFORMERS))
-
-
-def assert_equal(ranks, kind, folder, request, layout="pair"):
-    """Check that a model split by a request equals the unsharded model."""
-    source, place, reference = folder / "source", folder / "split", folder / REFERENCE
-    write_reference(kind, source, reference)
-    found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))
-    assert not isinstance(found, str), found
-    assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
+    assert (
+        verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", PlanRequest(TRANSFORMERS))
+        == "right"
+    )
 
 
 def test_model_without_a_tp_plan(tmp_path):
