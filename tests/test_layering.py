@@ -13,7 +13,7 @@ import shardconv
 PACKAGE = Path(shardconv.__file__).parent
 #: Packages and modules from the bottom up: each may import itself and those before it.
 LAYERS = [
-    "support", "plan", "files", "layouts", "formats",
+    "support", "plan.placement", "plan.grid", "plan.families", "plan", "files", "layouts", "formats",
     "checkpoint.engine", "checkpoint.sources", "checkpoint.split", "checkpoint.adapters", "checkpoint.output",
     "checkpoint.operations",
     "distributed", "layers", "tensor", "policies", "convert", "hf", "runtime", "engines", "proof", "html", "commands",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardconv
-from shardconv.plan.family_file import parse_plan_file
+from shardconv.plan.families.loading import parse_plan_file
 from tests.support.forked import python_command
 from tools.picture import PICTURE
 from tools.picture import commands as pictured

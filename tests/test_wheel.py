@@ -34,7 +34,7 @@ def installed(tmp_path_factory) -> Path:
 
 def test_wheel_has_the_data_files(installed):
     assert (installed / "shardconv" / "py.typed").is_file()
-    for data in ("plan/families", "plan/blocks"):
+    for data in ("plan/families", "plan/families/blocks"):
         own, files = (sorted((root / "shardconv" / data).glob("*.toml")) for root in (ROOT, installed))
         assert [path.read_text() for path in files] == [path.read_text() for path in own]
     assert (installed / "shardconv" / "layouts" / "vllm.toml").is_file()

@@ -95,7 +95,7 @@ class _Family(click.types.StringParamType):
         del ctx, param
         from click.shell_completion import CompletionItem
 
-        from shardconv.plan.family_file import list_families
+        from shardconv.plan.families.loading import list_families
 
         families = list_families().families
         kinds = [] if self._has_files else [kind for served in families.values() for kind in served]

@@ -212,7 +212,7 @@ def _check_options(**outputs: bool) -> None:
 
 
 def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
-    from shardconv.plan.family_file import list_families
+    from shardconv.plan.families.loading import list_families
 
     if not is_alone:
         raise UsageError("--list-families does not read SRC: remove SRC")

@@ -13,7 +13,7 @@ from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted
 
 if TYPE_CHECKING:
-    from shardconv.proof.report import ProofReport
+    from shardconv.proof.prove import ProofReport
 
 
 def show_proof(

@@ -36,7 +36,7 @@ from shardconv.layers import (
     VocabParallelClassifier,
 )
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
-from shardconv.plan.units import IndivisibleError
+from shardconv.plan.placement import IndivisibleError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -26,13 +26,13 @@ from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.rule_set import rules_for
 from shardconv.plan.rules import AUTO, Rules, request_of
-from shardconv.plan.submodels import rules_for
 from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
 from shardconv.policies.gradients import check_first_gradients
@@ -209,15 +209,15 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
-    resolver, policies = _resolver(model, specs, config, request, axis.size)
-    plan = resolver.plan(axis.size)
+    planner, policies = _planner(model, specs, config, request, axis.size)
+    plan = planner.plan(axis.size)
     _check_numbers(model, plan)
     prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.layer_classes, axis))
     replacements = prepared.replacements()
     check_chains(model, replacements, axis.size, is_planned=True)
     overrides = [
         override
-        for model_rules in resolver.rules.models
+        for model_rules in planner.rules.models
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
     overrides += [] if policies is None else map(_overrides_of, policies.changes)
@@ -226,9 +226,9 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         examined = (one._replace(is_unknown=False) for one in examine_forwards(model, replacements, overrides))
         check_counts(examined, partial(_remedy, policies.family.name), PlanError)
     elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
-        counts = UnitCounts(model, resolver.rules.models[0], plan)
+        counts = UnitCounts(model, planner.rules.models[0], plan)
         check_counts(examine_forwards(model, replacements, overrides), counts.remedy, PlanError)
-    rules = encode(resolver.rules.stored(), enc_hook=repr)
+    rules = encode(planner.rules.stored(), enc_hook=repr)
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 
 
@@ -243,27 +243,27 @@ def _remedy(policies: str, _: Examined, problem: Problem | None) -> str:
     return IN_CODE if is_number else f"return its number per rank from replace_arguments of {policies}"
 
 
-def _resolver(
+def _planner(
     model: nn.Module, specs: Mapping[str, TensorSpec], config: Mapping[str, object], request: Request, tp: int
-) -> tuple[Resolver, CompiledPolicies | None]:
+) -> tuple[Planner, CompiledPolicies | None]:
     """Resolve a request to rules over the tensors of a model; the second item is the compiled policies."""
     if isinstance(request, tuple):
         check_quantization(specs, config)
         policies = compile_policies(model, request, tp)
-        return Resolver(specs, rules_for(policies.family, config)), policies
+        return Planner(specs, rules_for(policies.family, config)), policies
     if isinstance(request, PlanRequest):
-        resolver = resolve(specs, config, replace(request, engine=None)).resolver  # an engine restricts files only
+        planner = planner_for(specs, config, replace(request, engine=None))  # an engine restricts files only
     else:
         assert request.rules is not None  # see stored_plan
         where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"
-        resolver = Resolver(specs, request.rules, where=where)
-    if resolver.rules.family == NAMES_FAMILY and not resolver.rules.has_plan_file:
+        planner = Planner(specs, request.rules, where=where)
+    if planner.rules.family == NAMES_FAMILY and not planner.rules.has_plan_file:
         raise PlanError(
             f"no family is known for model type {config.get('model_type')!r}: tensors may be sharded by their names, "
             f"but the module overrides of such a model are unknown. Pass {option(rules='FILE')} with a plan file, for "
             "a split checkpoint to shardconv split"
         )
-    return resolver, None
+    return planner, None
 
 
 def _check_numbers(model: nn.Module, plan: Plan) -> None:

@@ -28,11 +28,10 @@ from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.config_fields import fields_in, lookup
+from shardconv.plan.families.config_fields import fields_in, lookup
+from shardconv.plan.families.rule import ModuleRule, SliceRule
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.module_override import ModuleRule, SliceRule
-from shardconv.plan.placement import Placement
-from shardconv.plan.units import shard_dim
+from shardconv.plan.placement import Placement, shard_dim
 from shardconv.support.errors import PlanError
 
 
@@ -80,8 +79,8 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
 def _check_names(rule: ModuleRule, model_rules: ModelRules, modules: list[nn.Module]) -> None:
     """Refuse expressions with names that are neither units nor config fields."""
     family = model_rules.family
-    units = {*(family.units or {})}
-    known = {*units, *(family.config or {}), "rows"}.union(*map(_output_sizes, modules))
+    units = {*family.units}
+    known = {*units, *family.config, "rows"}.union(*map(_output_sizes, modules))
     for name in sorted(set().union(*map(fields_in, rule.expressions()))):
         if name not in known and lookup(model_rules.config or {}, name) is None:
             shown = sorted(units - set(family.numbered))
@@ -179,9 +178,7 @@ def _is_sharded(place: SliceRule, model_rules: ModelRules, axis: Axis) -> bool:
 
 def _slice(place: SliceRule, model_rules: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
-    sizes = (
-        (name, model_rules.fields().evaluate((model_rules.family.units or {})[name].size)) for name in place.units()
-    )
+    sizes = ((name, model_rules.fields().evaluate(model_rules.family.units[name].size)) for name in place.units())
     return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 
 

@@ -19,11 +19,10 @@ from shardconv.convert.forward_reader import ForwardReader, Problem
 from shardconv.convert.overrides import Overrides, is_read_only
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.plan.matcher import pattern_for
+from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.placement import intervals
+from shardconv.plan.placement import IndivisibleError, intervals
 from shardconv.plan.plan import Plan
-from shardconv.plan.units import IndivisibleError
 from shardconv.support.errors import PlanError
 
 #: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.
@@ -350,7 +349,7 @@ def _units_by_module(plan: Plan, model_rules: ModelRules) -> dict[str, set[str]]
 
 def _sharded_counts(units: Iterable[str], model_rules: ModelRules, tp: int) -> dict[str, tuple[int, int]]:
     """Name to number of units without sharding and on a rank, where these differ."""
-    counts, rules = {}, model_rules.family.units or {}
+    counts, rules = {}, model_rules.family.units
     for unit in sorted(units):
         if unit in rules and rules[unit].count is not None:
             with suppress(IndivisibleError, PlanError):  # a rule pads

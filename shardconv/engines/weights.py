@@ -55,8 +55,8 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
         ShardconvError: if the checkpoint is not supported, or its rank file does not match its checksums.
     """
     if not is_split(folder):
-        source, _, _, (resolver, assumed), _ = plan_source(folder, engine=engine)
-        return RankSource(SourceReader(source, resolver.plan(tp, assumed=assumed), rank), _SOURCE)
+        source, _, _, planner, _ = plan_source(folder, engine=engine)
+        return RankSource(SourceReader(source, planner.plan(tp), rank), _SOURCE)
     manifest = read_manifest(folder)
     if manifest.tp != tp:
         raise WorldSizeError(

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers.parallel_module import description
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Placement, Unit, shard_dim
 
 #: Fills a tensor in place.
 Initializer = Callable[[Tensor], object]

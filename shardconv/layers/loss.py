@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from shardconv.distributed import Axis, GroupLike, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.layers.features import check_tag, output_placement
-from shardconv.plan.placement import Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Placement, Unit, shard_dim
 
 
 class LocalClasses(NamedTuple):

@@ -13,8 +13,7 @@ from torch.overrides import wrap_torch_function
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.distributed.operations import identity, with_gradient
-from shardconv.plan.placement import Interval, Placement, intervals
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, shard_dim
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:

@@ -14,9 +14,9 @@ from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.relation import Rule, RuleTable, find_target
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.tensor_placement import ShardedDim
 from shardconv.support.errors import PlanError
 from shardconv.support.formatting import counted
@@ -131,11 +131,11 @@ def planned_tensors(
     if config.get(SETTINGS_KEY) is not None:
         raise PlanError(f"layout {layout} does not support quantized checkpoints")
     members = _members_of(layout_file(layout).rules_for(config), rank_tensors)
-    shards, resolver = _resolved(members, rank_tensors, config, request)
+    shards, planner = _resolved(members, rank_tensors, config, request)
     check_layers(shards, config)
     _check_equal_layers(shards, config)
     return {
-        name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, resolver.sharded_dim(name), tp))
+        name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, planner.sharded_dim(name), tp))
         for name in sorted(shards)
     }
 
@@ -145,7 +145,7 @@ def _resolved(
     rank_tensors: Mapping[str, TensorSpec],
     config: Mapping[str, object],
     request: PlanRequest,
-) -> tuple[dict[str, TensorSpec], Resolver]:
+) -> tuple[dict[str, TensorSpec], Planner]:
     """Guess the shards of the source tensors, and resolve their rules.
 
     Members of one tensor get equal shapes. If the family has the fused tensor, it is not split into members.
@@ -157,7 +157,7 @@ def _resolved(
             name: _even_split(rank_tensors[fused], len(names)) for fused, names in candidate.items() for name in names
         }
         try:
-            resolved.append((shards, resolve(shards, config, request).resolver))
+            resolved.append((shards, planner_for(shards, config, request)))
         except PlanError as error:
             errors.append(error)
     if not resolved:

@@ -9,11 +9,11 @@ A covers the vocabulary. Tensors that replace those of the base model have the s
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from shardconv.plan.families.matcher import Matcher
+from shardconv.plan.families.rule import STYLES, Rule
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
-from shardconv.plan.matcher import Matcher
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.support.errors import PlanError

@@ -6,7 +6,7 @@ Data on how the sharding of an engine differs from that of shardconv's own runti
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardconv.plan.rule import Rule
+from shardconv.plan.families.rule import Rule
 from shardconv.support.errors import UsageError
 
 #: Prefix of the origin of an engine's rules.

@@ -8,8 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from shardconv.plan.placement import Interval, Placement
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.support.errors import UsageError, option
 
 #: A tensor of any library.

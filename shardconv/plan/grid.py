@@ -9,8 +9,7 @@ tensors of an adapter cover the weight that they adapt.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardconv.plan.placement import Interval, IntervalOrPadding, Padding, Placement
-from shardconv.plan.units import IndivisibleError
+from shardconv.plan.placement import IndivisibleError, Interval, IntervalOrPadding, Padding, Placement
 from shardconv.support.structs import Data
 
 

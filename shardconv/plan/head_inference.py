@@ -4,7 +4,7 @@ import re
 from collections.abc import Container, Mapping
 from math import gcd
 
-from shardconv.plan.matcher import pattern_for
+from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.support.errors import PlanError, UsageError, option

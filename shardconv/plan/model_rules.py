@@ -9,14 +9,12 @@ from typing import Annotated, Any
 from msgspec import Meta
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import Fields, fields_in, reads_stage
-from shardconv.plan.family import Family
-from shardconv.plan.matcher import name_regex
-from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.families.config_fields import Fields, fields_in, reads_stage
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.matcher import name_regex
+from shardconv.plan.families.rule import ModuleRule, Rule
 from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddings
-from shardconv.plan.placement import Interval, Placement
-from shardconv.plan.rule import Rule
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
 
@@ -56,7 +54,7 @@ class ModelRules(Data, frozen=True, eq=False):
     def fields(self, stage: int | None = None, **others: int) -> Fields:
         """The config fields with the defaults of the family and with other fields; records which fields are read."""
         config = {**(self.config or {}), **others} if others else self.config
-        return Fields(config, self.family.config or {}, self.stage if stage is None else stage)
+        return Fields(config, self.family.config, self.stage if stage is None else stage)
 
     def stage_of(self, name: str) -> int | None:
         """The stage of a tensor or module: the first number in its name; None without a number."""
@@ -66,7 +64,7 @@ class ModelRules(Data, frozen=True, eq=False):
 
     def at_stage(self, name: str) -> "ModelRules":
         """The rules for one module if units differ by stage; otherwise these rules."""
-        has_stages = any(map(self._reads_stage, self.family.units or {}))
+        has_stages = any(map(self._reads_stage, self.family.units))
         return replace(self, stage=self.stage_of(name)) if has_stages else self
 
     def reads_stage(self, rule: Rule) -> bool:
@@ -74,8 +72,8 @@ class ModelRules(Data, frozen=True, eq=False):
         return any(map(self._reads_stage, rule.units))
 
     def _reads_stage(self, unit: str) -> bool:
-        rule = (self.family.units or {})[unit]
-        return any(reads_stage(expression or 0, self.family.config or {}) for expression in (rule.count, rule.size))
+        rule = self.family.units[unit]
+        return any(reads_stage(expression or 0, self.family.config) for expression in (rule.count, rule.size))
 
     def rules(self) -> Iterator[Rule]:
         """The rules whose ``when`` holds for the config."""
@@ -91,7 +89,7 @@ class ModelRules(Data, frozen=True, eq=False):
 
         Where no rule matches a tensor, the modules belong to another submodel, which has their units.
         """
-        fields, units = self.fields(), (self.family.units or {}).keys()
+        fields, units = self.fields(), self.family.units.keys()
         is_used = self.used is None or any(True for _ in self.used_rules())
         for rule in self.family.modules:
             if all(starmap(fields.has, rule.when.items())) and (is_used or not rule.reads() & units):
@@ -99,7 +97,7 @@ class ModelRules(Data, frozen=True, eq=False):
 
     def on_rank(self, expression: str | int, tp: int, **others: int) -> int:
         """The value of an expression in which the name of a unit is its count per rank, with other fields."""
-        units = self.family.units or {}
+        units = self.family.units
         counts = {name: self.units(name, tp).local_size(0) for name in fields_in(expression) if name in units}
         return self.fields(**counts, **others).evaluate(expression)
 
@@ -117,7 +115,7 @@ class ModelRules(Data, frozen=True, eq=False):
 
     def is_sharded(self, name: str, tp: int) -> bool:
         """Whether units are sharded over ``tp`` ranks: with ``shard_if_divisible``, if ``tp`` divides their count."""
-        unit = (self.family.units or {})[name]
+        unit = self.family.units[name]
         return not unit.shard_if_divisible or unit.count is None or self.fields().evaluate(unit.count) % tp == 0
 
     def unit(self, name: str, tp: int, *, size: int = 1) -> Unit:
@@ -126,7 +124,7 @@ class ModelRules(Data, frozen=True, eq=False):
         Raises:
             PlanError: if the number of units follows from a tensor, or units that need padding cannot be padded.
         """
-        rule = (self.family.units or {})[name]
+        rule = self.family.units[name]
         if rule.count is None:
             raise PlanError(f"unit {name}: its count follows from a tensor: add a count to [units]")
         unpadded = Unit(self.fields().evaluate(rule.count), size, rule.replicate)

@@ -5,12 +5,13 @@ config only.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import reduce
 
-from shardconv.plan.config_fields import Fields, fields_in, lookup
+from shardconv.plan.families.config_fields import Fields, fields_in, lookup, with_field
 from shardconv.plan.model_rules import ModelRules
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.plan.tensor_placement import PaddedRule
 from shardconv.support.errors import PlanError, option
 
@@ -47,11 +48,11 @@ class _Change:
     value: int
 
 
-def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
-    """Set the fields of the configs of a resolver's models to the sizes of the tensors that it pads on one rank.
+def change_config(planner: Planner, names: Collection[str], *, may_add: bool) -> tuple[ConfigChange, ...]:
+    """Set the fields of the configs of a planner's models to the sizes of the tensors that it pads on one rank.
 
     Args:
-        resolver: a resolver with padding, whose configs are changed in place.
+        planner: a planner with padding, whose configs are changed in place.
         names: names of all tensors.
         may_add: whether missing fields may be added, because a model built with the config is compared.
 
@@ -61,7 +62,7 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
     Raises:
         PlanError: if a config cannot express the padding.
     """
-    padded_rules = list(resolver.padded_rules(1))
+    padded_rules = list(planner.padded_rules(1))
     changes: dict[tuple[int, str], _Change] = {}
     for padded in padded_rules:
         _check_tensor(padded)
@@ -71,10 +72,10 @@ def change_config(resolver: Resolver, names: Collection[str], *, may_add: bool) 
             if first.value != change.value:
                 raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
     changes |= {(id(change.model_rules.config), change.field): change for change in _equal_counts([*changes.values()])}
-    for model_rules in resolver.rules.models:
+    for model_rules in planner.rules.models:
         _check_modules(model_rules, names)
     explicit = [
-        change for model_rules in resolver.rules.models for change in _explicit(model_rules, [*changes.values()])
+        change for model_rules in planner.rules.models for change in _explicit(model_rules, [*changes.values()])
     ]
     added = [change.field for change in explicit if lookup(change.model_rules.config or {}, change.field) is None]
     if added and not may_add:
@@ -97,7 +98,7 @@ def _check_tensor(padded: PaddedRule) -> None:
 
 def _count(padded: PaddedRule) -> str | int | None:
     """The number of units as an expression; None if it follows from the size of the tensor."""
-    unit = (padded.model_rules.family.units or {}).get(padded.unit or "")
+    unit = padded.model_rules.family.units.get(padded.unit or "")
     if padded.unit is None and padded.rule.style == "embedding_rowwise":
         return VOCABULARY
     return None if unit is None else unit.count
@@ -112,7 +113,7 @@ def _field(padded: PaddedRule) -> str | None:
 def _equal_counts(changes: list[_Change]) -> Iterator[_Change]:
     """The numbers of KV heads that equal a changed number of query heads, and that no unit of a tensor has."""
     for change in changes:
-        config, units = change.model_rules.config or {}, change.model_rules.family.units or {}
+        config, units = change.model_rules.config or {}, change.model_rules.family.units
         counts = {units[name].count for name in change.model_rules.used_units()}
         is_own = _KV_HEADS in {field for count in counts if count is not None for field in fields_in(count)}
         if not is_own and "heads" in change.field and lookup(config, _KV_HEADS) == lookup(config, change.field):
@@ -132,7 +133,7 @@ def _check_count(padded: PaddedRule) -> None:
 
 def _check_modules(model_rules: ModelRules, names: Collection[str]) -> None:
     """Refuse padded units for which modules have values that depend on the number of units, such as ALiBi slopes."""
-    units = model_rules.family.units or {}
+    units = model_rules.family.units
     for regex, rule in model_rules.modules():
         padded = {
             name for name in rule.units() if units[name].count is not None and model_rules.units(name, 1).is_padded
@@ -151,8 +152,8 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
     new = {change.field: change.value for change in changes if change.model_rules.config is model_rules.config}
     if not new:
         return
-    defaults = model_rules.family.config or {}
-    sizes = {unit.size for name, unit in (model_rules.family.units or {}).items() if name in model_rules.used_units()}
+    defaults = model_rules.family.config
+    sizes = {unit.size for name, unit in model_rules.family.units.items() if name in model_rules.used_units()}
     sizes = {size for size in sizes if "rows" not in fields_in(size)}  # rows is a size of a tensor, not a config field
     fields = {name for size in sizes for name in fields_in(size)}
     config = model_rules.config or {}
@@ -160,8 +161,9 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
         if name in defaults and lookup(config, name) is None and name not in new:
             yield _Change(model_rules, name, model_rules.fields().evaluate(name))
             new[name] = model_rules.fields().evaluate(name)
+    changed = reduce(lambda fields, item: with_field(fields, *item), new.items(), config)
     for size in sizes:
-        before, after = model_rules.fields().evaluate(size), Fields(_with_values(config, new), defaults).evaluate(size)
+        before, after = model_rules.fields().evaluate(size), Fields(changed, defaults).evaluate(size)
         if before != after:
             raise PlanError(
                 f"{size} would be {after} instead of {before} with the config of the padded checkpoint "
@@ -169,23 +171,9 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
             )
 
 
-def _with_values(config: Mapping[str, object], fields: Mapping[str, int]) -> dict[str, object]:
-    changed = dict(config)
-    for name, value in fields.items():
-        changed = _set(changed, name.split("."), value)
-    return changed
-
-
-def _set(config: Mapping[str, object], path: list[str], value: int) -> dict[str, object]:
-    """A copy of a config with a new value of a field, given by its path."""
-    first, *rest = path
-    nested = config.get(first)
-    return {**config, first: _set(nested if isinstance(nested, Mapping) else {}, rest, value) if rest else value}
-
-
 def _apply(change: _Change) -> ConfigChange:
     config = change.model_rules.config
     assert isinstance(config, dict)
     before = lookup(config, change.field)
-    config.update(_set(config, change.field.split("."), change.value))
+    config.update(with_field(config, change.field, change.value))
     return ConfigChange(change.field, before if isinstance(before, int) else None, change.value)

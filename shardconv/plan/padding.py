@@ -13,8 +13,8 @@ from itertools import product
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.plan.rule import CHOICE, STYLES, Rule
-from shardconv.plan.units import Unit, round_up
+from shardconv.plan.families.rule import CHOICE, STYLES, Rule
+from shardconv.plan.placement import Unit, round_up
 from shardconv.support.errors import PlanError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitP
 def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
     """The units of each module, by the pattern of the module."""
     by_module: dict[str, _LinkedUnits] = {}
-    units = model_rules.family.units or {}
+    units = model_rules.family.units
     for rule in model_rules.used_rules():
         if STYLES[rule.style].weight is None:
             continue
@@ -254,7 +254,7 @@ def expand_choices(pattern: str) -> Iterator[str]:
 def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, UnitPadding]:
     """The paddings of linked units."""
     heads, refusal = None, linked.refusal
-    if any((model_rules.family.units or {})[name].shard_if_divisible for name in linked.names):
+    if any(model_rules.family.units[name].shard_if_divisible for name in linked.names):
         refusal = refusal or "units that do not divide are not sharded"
     if not refusal:
         try:
@@ -267,14 +267,14 @@ def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, Unit
 
 def _is_width(names: set[str], model_rules: "ModelRules") -> bool:
     """Whether units are features or pairs of gate and up, and neither heads nor one value per head."""
-    sizes = {name: _count_and_size(name, model_rules) for name in model_rules.family.units or {}}
+    sizes = {name: _count_and_size(name, model_rules) for name in model_rules.family.units}
     heads = {count for count, size in sizes.values() if count and size > _MAX_PAIR}
     return all(sizes[name][1] <= _MAX_PAIR and sizes[name][0] not in heads for name in names)
 
 
 def _count_and_size(name: str, model_rules: "ModelRules") -> tuple[int, int]:
     """Count and size of a unit; count 0 if it is unknown, and a size larger than a pair if that is unknown."""
-    unit = (model_rules.family.units or {})[name]
+    unit = model_rules.family.units[name]
     try:
         count = 0 if unit.count is None else model_rules.fields().evaluate(unit.count)
         return count, model_rules.fields().evaluate(unit.size)
@@ -284,7 +284,7 @@ def _count_and_size(name: str, model_rules: "ModelRules") -> tuple[int, int]:
 
 def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | None, str]:
     """The heads of linked units, None without KV heads; and the reason for which the units are not padded, or ""."""
-    units = model_rules.family.units or {}
+    units = model_rules.family.units
     outer = linked.names - linked.of_group
     has_kv = bool(linked.groups) or any(units[name].replicate for name in outer)
     if not has_kv:
@@ -310,7 +310,7 @@ def _refusal_without_kv(names: set[str], model_rules: "ModelRules") -> str:
     """Why units without KV heads are not padded, or "": heads with different counts may belong together."""
     sizes = {name: _count_and_size(name, model_rules) for name in sorted(names)}
     counts = {name: count for name, (count, size) in sizes.items() if size > _MAX_PAIR}
-    if unknown := [name for name in counts if (model_rules.family.units or {})[name].count is None]:
+    if unknown := [name for name in counts if model_rules.family.units[name].count is None]:
         return f"the number of {unknown[0]} units differs between tensors"
     return f"the correspondence of heads is unknown ({_format_counts(counts)})" if len({*counts.values()}) > 1 else ""
 

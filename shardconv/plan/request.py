@@ -5,26 +5,27 @@ Without a config, head sizes are inferred from shapes. Reads no files: a plan fi
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
-from shardconv.plan.config_fields import fields_in
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
-from shardconv.plan.family_file import expand_family, family_for, load_family, parse_plan_file
+from shardconv.plan.families.config_fields import with_defaults
+from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
+from shardconv.plan.families.loading import expand_family, family_for, load_family, parse_plan_file
+from shardconv.plan.families.matcher import Matcher
+from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
+from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
-from shardconv.plan.matcher import Matcher
 from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.resolver import Resolver
-from shardconv.plan.rule import REPLICATE_OPTION, Rule
-from shardconv.plan.submodels import rules_for
+from shardconv.plan.rule_set import RuleSet, rules_for
+from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.plan.transformers_plan import transformers_family
 from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
@@ -66,15 +67,10 @@ class PlanRequest(Data, frozen=True):
             )
 
 
-class Resolution(NamedTuple):
-    """A resolver, and the assumptions and conclusions that it depends on, as sentences."""
-
-    resolver: Resolver
-    assumed: tuple[str, ...]
-
-
-def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, request: PlanRequest) -> Resolution:
-    """Find the rules for a checkpoint.
+def planner_for(
+    tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None, request: PlanRequest
+) -> Planner:
+    """The planner of a checkpoint, by the rules that are found for it.
 
     Args:
         tensors: name to dtype and shape.
@@ -103,14 +99,31 @@ def resolve(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | No
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
-    resolver = Resolver(tensors, rules, has_experts_option=True)
+    rules = rules.with_optional_rules() if request.may_miss else rules
+    planner = Planner(tensors, rules, has_experts_option=True)
     if user is not None:
-        base_rules = rules_for(base, config)
-        if blocks := resolver.replaced_blocks(base_rules):
-            resolver = Resolver(tensors, rules.without_overrides(blocks), has_experts_option=True)
-        if not is_by_name and (replaced := resolver.replaced(base_rules)):
-            assumed.append(_replacements(user.name, replaced))
-    return Resolution(resolver.padded(request.pad), tuple(assumed))
+        replaced = [*_replaced_rules(planner, rules_for(base, config))]
+        if blocks := _replaced_blocks(planner, replaced):
+            planner = Planner(tensors, rules.without_overrides(blocks), has_experts_option=True)
+        changed = {name: (new.style, old.style) for name, new, old in replaced if new.style != old.style}
+        if changed and not is_by_name:
+            assumed.append(_replacements(user.name, changed))
+    return planner.assuming(*assumed).padded(request.pad)
+
+
+def _replaced_rules(planner: Planner, base: RuleSet) -> Iterator[tuple[str, Rule, Rule]]:
+    """Yield the name of each tensor that a rule of the user and one of the base match, with both rules."""
+    ruled, matcher = matcher_of(base)
+    for name, group in planner.group_of.items():
+        if group.rule.by_user and (match := matcher.match(name)) is not None:
+            yield name, group.rule, ruled[match.pattern_index][0]
+
+
+def _replaced_blocks(planner: Planner, replaced: Iterable[tuple[str, Rule, Rule]]) -> frozenset[str]:
+    """The blocks of the base all of whose tensors are matched by blocks of the user."""
+    kept = {group.rule.block for group in planner.group_of.values() if not group.rule.by_user}
+    kept |= {old.block for _, new, old in replaced if not new.block}
+    return frozenset({old.block for _, _, old in replaced} - kept - {""})
 
 
 def _without_user_rule(names: Iterable[str], family: Family) -> frozenset[str]:
@@ -126,19 +139,14 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
     rules = tuple(family.rules[index] for index in sorted(matched))
     named = units_named(rules, family.modules)
-    units = {name: unit for name, unit in (family.units or {}).items() if name in named}
-    defaults, read = family.config or {}, set[str]()
-    pending = fields_read(replace(family, rules=rules, units=units, config={}))
-    while pending:
-        read.add(name := pending.pop())
-        if not isinstance(default := defaults.get(name, 0), bool):
-            pending |= fields_in(default) - read
-    return not HEAD_FIELDS.isdisjoint(read)
+    units = {name: unit for name, unit in family.units.items() if name in named}
+    read = fields_read(replace(family, rules=rules, units=units, config={}))
+    return not HEAD_FIELDS.isdisjoint(with_defaults(read, family.config))
 
 
 def _check_families(user: Family) -> None:
     """Check that the families exist that a plan file names."""
-    submodels = {f"submodel {start!r}": submodel.family for start, submodel in (user.submodels or {}).items()}
+    submodels = {f"submodel {start!r}": submodel.family for start, submodel in user.submodels.items()}
     inherited = "" if user.inherits == TRANSFORMERS else user.inherits
     for key, name in {"inherits": inherited, **submodels}.items():
         try:
@@ -193,23 +201,21 @@ def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) ->
     family = base
     if user is not None:
         family = expand_family(replace(user, name=base.name), base)
-        family = replace(family, rules=_with_optional(family.rules, request))
         _check_read(user, family)
     if request.replicate:
-        replicate_rules = _with_optional(map(_replicate_rule, request.replicate), request)
-        family = Family(family.name, rules=replicate_rules).with_base(family)
+        family = Family(family.name, rules=tuple(map(_replicate_rule, request.replicate))).with_base(family)
     return family
 
 
 def _check_read(user: Family, family: Family) -> None:
     """Check that rules read each config field for which a plan file has a default."""
-    if unread := sorted(set(user.config or {}) - fields_read(family)):
+    if unread := sorted(set(user.config) - fields_read(family)):
         raise PlanError(f"{user.origin}: [config] {unread[0]}: no rule reads this field: correct or remove it")
 
 
 def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:
     """The sentence about tensors whose style in a plan file differs from that of the family."""
-    shown = [f"{name} ({new} instead of {old})" for name, (old, new) in list(replaced.items())[:3]]
+    shown = [f"{name} ({new} instead of {old})" for name, (new, old) in list(replaced.items())[:3]]
     more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
     return f"{plan_file} replaces rules of the family for {len(replaced)} tensors: {', '.join(shown)}{more}"
 
@@ -223,12 +229,6 @@ def _check_prefix(tensors: Mapping[str, TensorSpec], family: Family) -> None:
             f"{duplicate} and {prefix}{duplicate} are the same tensor of the model, with and without the prefix "
             f"{prefix!r}: remove one of them from the checkpoint"
         )
-
-
-def _with_optional(rules: Iterable[Rule], request: PlanRequest) -> tuple[Rule, ...]:
-    """The rules, of which those of the user are optional if the request allows rules that match nothing."""
-    may_miss = request.may_miss
-    return tuple(replace(rule, optional=True, mount="") if may_miss and rule.by_user else rule for rule in rules)
 
 
 def _replicate_rule(name: str) -> Rule:

@@ -1,22 +1,33 @@
-"""Rule set: all rules of one model with the config fields that they read.
+"""Rule set: all rules of one model and its submodels, with the config fields that they read.
+
+The tensors of a submodel have a common prefix, and its config is nested in that of the model.
 
 A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Annotated, Self
 
 from msgspec import Meta
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import check_expression, fields_in, lookup
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.family import NAMES_FAMILY, PLAN_FILE, TRANSFORMERS, Family, check_units, units_named
+from shardconv.plan.families.config_fields import check_expression, lookup, select_fields, with_defaults
+from shardconv.plan.families.family import (
+    NAMES_FAMILY,
+    PLAN_FILE,
+    TRANSFORMERS,
+    Family,
+    Submodel,
+    check_units,
+    fields_read,
+    units_named,
+)
+from shardconv.plan.families.loading import family_for, load_family
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import Rule
-from shardconv.support.errors import option
+from shardconv.support.errors import PlanError, option
 from shardconv.support.structs import Data
 
 
@@ -85,44 +96,42 @@ class RuleSet(Data, frozen=True, eq=False):
             engine: the engine, or :data:`~shardconv.plan.engines.SHARDCONV`.
         """
 
-        def with_engine(model_rules: ModelRules) -> ModelRules:
-            rules = model_rules.family.rules
-            users, others = (tuple(rule for rule in rules if rule.by_user is by_user) for by_user in (True, False))
-            engine_rules = engine.rules((model_rules.config or {}).get("model_type"))
-            return replace(model_rules, family=replace(model_rules.family, rules=(*users, *engine_rules, *others)))
+        def with_engine(model_rules: ModelRules) -> Iterator[Rule]:
+            rules = [rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE)]
+            yield from (rule for rule in rules if rule.by_user)
+            yield from engine.rules((model_rules.config or {}).get("model_type"))
+            yield from (rule for rule in rules if not rule.by_user)
 
-        models = tuple(map(with_engine, self.without_engine().models))
         name = None if engine is SHARDCONV else engine.name
-        return replace(self, models=models, vocab_multiple=engine.vocab_multiple, engine=name)
+        return replace(self.with_rules(with_engine), vocab_multiple=engine.vocab_multiple, engine=name)
 
     def without_engine(self) -> Self:
-        """Return the rule set without the rules of an engine, for shardconv's own runtime."""
-
-        def without_rules(model_rules: ModelRules) -> ModelRules:
-            rules = tuple(rule for rule in model_rules.family.rules if not rule.origin.startswith(ENGINE))
-            return replace(model_rules, family=replace(model_rules.family, rules=rules))
-
-        return replace(self, models=tuple(map(without_rules, self.models)), engine=None)
+        """Return the rule set without the rules of an engine, for shardconv's own runtime with the same padding."""
+        return replace(self.for_engine(SHARDCONV), vocab_multiple=self.vocab_multiple)
 
     def with_optional_rules(self) -> Self:
         """Return the rule set with rules of the user that may match nothing, for some of the model's tensors."""
-
-        def with_optional(model_rules: ModelRules) -> ModelRules:
-            rules = (
+        return self.with_rules(
+            lambda model_rules: (
                 replace(rule, optional=True, mount="") if rule.by_user else rule for rule in model_rules.family.rules
             )
-            return replace(model_rules, family=replace(model_rules.family, rules=tuple(rules)))
+        )
 
-        return replace(self, models=tuple(map(with_optional, self.models)))
+    def with_rules(self, rules_of: Callable[[ModelRules], Iterable[Rule]]) -> Self:
+        """Return the rule set with other rules of each model."""
+        return self._with_families(lambda one: replace(one.family, rules=tuple(rules_of(one))))
 
     def without_overrides(self, blocks: Container[str]) -> Self:
         """Return the rule set without the module overrides of ``blocks``."""
+        return self._with_families(
+            lambda one: replace(
+                one.family, modules=tuple(rule for rule in one.family.modules if rule.block not in blocks)
+            )
+        )
 
-        def without_modules(model_rules: ModelRules) -> ModelRules:
-            modules = tuple(rule for rule in model_rules.family.modules if rule.block not in blocks)
-            return replace(model_rules, family=replace(model_rules.family, modules=modules))
-
-        return replace(self, models=tuple(map(without_modules, self.models)))
+    def _with_families(self, family_of: Callable[[ModelRules], Family]) -> Self:
+        models = (replace(model_rules, family=family_of(model_rules)) for model_rules in self.models)
+        return replace(self, models=tuple(models))
 
     def stored(self) -> Self:
         """The rule set as a manifest stores it: the rules whose ``when`` holds, and what they read."""
@@ -136,60 +145,83 @@ class RuleSet(Data, frozen=True, eq=False):
             PlanError: if a rule names a unit that does not exist.
         """
         for family in (model_rules.family for model_rules in self.models):
-            for expression in (family.config or {}).values():
+            for expression in family.config.values():
                 check_expression(expression)
-            check_units(family.units or {}, family.rules, family.modules)
+            check_units(family.units, family.rules, family.modules)
 
 
 def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
-    units = {name: unit for name, unit in (family.units or {}).items() if name in units_named(rules, modules)}
-    expressions = [*_expressions_of(rules, modules)]
-    expressions += [size for unit in units.values() for size in (unit.count, unit.size) if size is not None]
-    defaults = family.config or {}
-    names = _fields_read(expressions, defaults) | {"model_type"}
+    units = {name: unit for name, unit in family.units.items() if name in units_named(rules, modules)}
     kept = Family(
         family.name,
         prefix=family.prefix,
-        config={name: value for name, value in defaults.items() if name in names},
         units=units,
         rules=tuple(replace(rule, when={}, block="") for rule in rules),
         modules=tuple(replace(rule, when={}, block="") for rule in modules),
     )
-    config = None if model_rules.config is None else _select_fields(model_rules.config, names)
+    names = with_defaults({*fields_read(kept), "model_type"}, family.config)
+    kept = replace(kept, config={name: value for name, value in family.config.items() if name in names})
+    config = None if model_rules.config is None else select_fields(model_rules.config, names)
     return ModelRules(kept, config, model_rules.at, model_rules.pad, blocks=model_rules.blocks)
 
 
-def _expressions_of(rules: Iterable[Rule], modules: Iterable[ModuleRule]) -> Iterator[str | int]:
-    for rule in rules:
-        yield from rule.expressions()
-    for module in modules:
-        yield from (*module.expressions(), *module.sizes())
+#: The deepest nesting of submodels.
+_MAX_DEPTH = 4
 
 
-def _fields_read(expressions: Iterable[str | int], defaults: Mapping[str, str | int]) -> set[str]:
-    """The config fields that expressions read, directly or through the defaults of other fields."""
-    read: set[str] = set()
-    pending = list(expressions)
-    while pending:
-        new = fields_in(pending.pop()) - read
-        read |= new
-        pending += [defaults[name] for name in new if name in defaults]
-    return read
+def rules_for(
+    family: Family, config: Mapping[str, object] | None, *, experts: str = "tensor", uncertain: str = ""
+) -> RuleSet:
+    """The rule set of a family and of the families of its submodels, for a config.
+
+    Args:
+        family: the family, over which the user's rules are already laid.
+        config: the contents of config.json; None without a config.
+        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        uncertain: see :class:`~shardconv.plan.rule_set.RuleSet`.
+
+    Raises:
+        PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.
+    """
+    return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain)
 
 
-def _select_fields(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
-    """The config with these fields only; ``a.b`` is field b of the nested config a."""
-    selected: dict[str, object] = {}
-    for name in sorted(names):
-        if (value := lookup(config, name)) is None:
-            continue
-        *path, last = name.split(".")
-        nested = selected
-        for key in path:
-            inner = nested.setdefault(key, {})
-            assert isinstance(inner, dict)
-            nested = inner
-        nested[last] = value
-    return selected
+def model_rules_of(
+    family: Family, config: Mapping[str, object] | None, at: str = "", depth: int = 0
+) -> Iterator[ModelRules]:
+    """The rules of a model, followed by those of its submodels.
+
+    Raises:
+        PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.
+    """
+    if depth > _MAX_DEPTH:
+        raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
+    yield ModelRules(family, config, at)
+    for start, submodel in family.submodels.items():
+        if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
+            raise PlanError(
+                f"submodel {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"
+            )
+        submodel_config, submodel_family = _config_and_family(submodel, config or {})
+        if submodel_family is not None:
+            yield from model_rules_of(submodel_family, submodel_config, f"{at}.{start}" if at else start, depth + 1)
+
+
+def _config_and_family(submodel: Submodel, config: Mapping[str, object]) -> tuple[Mapping[str, object], Family | None]:
+    """The config and the family of a submodel.
+
+    Configs on the Hub may have the fields of the text model at the top level, and a nested config may have the model's
+    ``model_type``, or none. The submodel's type is then the model's with the name of the field appended, such as
+    ``qwen2_vl_text`` for ``text_config``.
+    """
+    nested = lookup(config, submodel.field)
+    submodel_config = nested if isinstance(nested, Mapping) else config
+    if submodel.family:
+        return submodel_config, load_family(submodel.family)
+    model_type = config.get("model_type")
+    submodel_type = submodel_config.get("model_type") or model_type
+    if submodel_type == model_type:
+        submodel_type = f"{model_type}_{submodel.field.rpartition('.')[2].removesuffix('_config')}"
+    return submodel_config, family_for(submodel_type) if isinstance(submodel_type, str) else None

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
 
-from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import Expert, find_experts
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.config_fields import Fields
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.matcher import Matcher, PatternMatch, pattern_for
+from shardconv.plan.families.rule import STYLES, Rule
 from shardconv.plan.grid import Grid
-from shardconv.plan.matcher import Match, Matcher, pattern_for
 from shardconv.plan.model_rules import ModelRules, UsedRules
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.rule import STYLES, Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError, option
 
@@ -184,8 +184,8 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
 
 
 def _match_of_matrix(
-    name: str, grid: Grid, own_match: Match | None, matcher: Matcher, ruled: Sequence[tuple[Rule, ModelRules]]
-) -> Match | None:
+    name: str, grid: Grid, own_match: PatternMatch | None, matcher: Matcher, ruled: Sequence[tuple[Rule, ModelRules]]
+) -> PatternMatch | None:
     """The match of a tensor of a quantized layer, which is that of its logical matrix."""
     matrix = grid.logical_name(name)
     match = matcher.match(matrix)

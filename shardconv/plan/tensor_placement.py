@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from shardconv.plan.config_fields import Fields
 from shardconv.plan.experts import place_expert
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.config_fields import Fields
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
-from shardconv.plan.rule import Rule
 from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.tensor_groups import TensorGroup
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from shardconv.support.errors import PlanError, ShapeError, option
 
 #: Config fields about attention heads, which are assumed without a config.
@@ -157,7 +156,7 @@ class GroupPlanner:
             return ShardedDim(dim, None)
         fields = self._group.fields()
         names = rule.segments or (rule.unit,)
-        units = [(self._group.model_rules.family.units or {})[unit] for unit in names if unit is not None]
+        units = [self._group.model_rules.family.units[unit] for unit in names if unit is not None]
         if not units and rule.style == "embedding_rowwise":
             return ShardedDim(dim, fields.evaluate("vocab_size"))
         counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
@@ -251,7 +250,7 @@ class GroupPlanner:
                 pad=rule.pad,
                 multiple=self._rules.vocab_multiple if is_vocabulary else 1,
             )
-        unit = (self._group.model_rules.family.units or {})[unit_name]
+        unit = self._group.model_rules.family.units[unit_name]
         replicate = unit.replicate and not self._rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:

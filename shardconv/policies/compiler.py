@@ -10,8 +10,8 @@ from torch import nn
 
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from shardconv.layers.runtime_classes import combined_class
-from shardconv.plan.family import Family
-from shardconv.plan.rule import Rule, UnitRule
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.rule import Rule, UnitRule
 from shardconv.policies.paths import MatchedModule, ParameterTarget
 from shardconv.policies.policy import REPLICATE, Layer, Policy
 from shardconv.support.errors import PlanError

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardconv.plan.rule import Rule
+from shardconv.plan.families.rule import Rule
 from shardconv.support.errors import PlanError
 
 #: Method of a policy to the style of the layers that it returns.

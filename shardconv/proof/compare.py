@@ -4,14 +4,16 @@ Both models are loaded from disk. transformers loads the unsharded one, once for
 loads its shards.
 """
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import extend_model_class
+from shardconv.convert.converted_model import RANDOM_FIELDS, extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.distributed import Axis
@@ -19,13 +21,108 @@ from shardconv.hf.inputs import can_generate_text, example_inputs
 from shardconv.hf.package import isolated
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.outputs import cache_bytes, copy_inputs, float_tensors, greedy_tokens
-from shardconv.proof.training import backward_step, set_training
 from shardconv.runtime.device import move
 from shardconv.runtime.load import load
+from shardconv.support.temporary import writing
+
+#: Number of tokens that are generated to compare them.
+NEW_TOKENS = 5
+
+#: Names of the outputs with the cache for the next token.
+_CACHES = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
 
 
-class Comparison(NamedTuple):
+def copy_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of inputs for one call, as some models write into their inputs."""
+    return {name: value.clone() for name, value in inputs.items()}
+
+
+def float_tensors(output: Mapping[str, object]) -> dict[str, Tensor]:
+    """The floating-point tensors of a model's output, except for those in the cache."""
+    return {key: value for key, value in output.items() if isinstance(value, Tensor) and value.is_floating_point()}
+
+
+def cache_bytes(output: Mapping[str, object]) -> int:
+    """Bytes of all tensors in the cache of a model's output."""
+    found = {id(one): one for name in _CACHES for one in _cache_tensors(output.get(name), set())}
+    return sum(one.numel() * one.element_size() for one in found.values())
+
+
+def _cache_tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in a cache: nested collections, or objects of transformers with tensors as attributes."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    attributes = vars(value).values() if type(value).__module__.startswith("transformers.") else ()
+    for one in (*inner, *attributes):
+        yield from _cache_tensors(one, seen)
+
+
+def greedy_tokens(model: PretrainedModel, inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """The tokens of greedy decoding with a cache; None if the model does not generate text."""
+    if not can_generate_text(model):
+        return None
+    options: dict[str, object] = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "use_cache": True,
+    }
+    if model.config.is_encoder_decoder and model.generation_config.decoder_start_token_id is None:
+        options["decoder_start_token_id"] = 1
+    given = {name: value for name, value in copy_inputs(inputs).items() if not name.startswith("decoder_")}
+    return model.generate(**given, **options)
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def set_training(model: nn.Module) -> None:
+    """Set a model to training mode, without dropout: masks of local features would differ from those of all features.
+
+    Batch norms stay in eval mode, as the statistics of one or two examples mean nothing.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _DROPOUTS):
+            module.p = 0.0
+        if isinstance(module, _BATCH_NORMS):
+            module.eval()
+        for fields in (vars(module), *_config_fields(getattr(module, "config", None))):
+            fields |= {name: 0.0 for name, value in fields.items() if _is_probability(name, value)}
+
+
+def _is_probability(name: str, value: object) -> bool:
+    """Whether a field is the probability of dropout or noise. Shifts of positions are equal on all ranks."""
+    return type(value) is float and RANDOM_FIELDS.search(name) is not None and not name.startswith("pos_embed_")
+
+
+def _config_fields(config: object) -> Iterator[dict[str, object]]:
+    """The fields of a config, and of the configs in it; none for other objects."""
+    if isinstance(getattr(config, "model_type", None), str):
+        yield vars(config)
+        for inner in list(vars(config).values()):
+            yield from _config_fields(inner)
+
+
+def backward_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Run a forward and a backward pass. The loss is the sum of all outputs with random weights, the same each time."""
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    outputs = float_tensors(model(**copy_inputs(inputs)))
+    generator = torch.Generator().manual_seed(2)
+    weighted = [
+        (value * torch.randn(value.shape, generator=generator).to(value.device)).sum() for value in outputs.values()
+    ]
+    torch.autograd.backward(torch.stack([value for value in weighted if value.requires_grad]).sum())
+
+
+class Differences(NamedTuple):
     """Differences between a sharded model and the unsharded one.
 
     Attributes:
@@ -37,6 +134,7 @@ class Comparison(NamedTuple):
         note: why the gradients are not those of training or do not exist; "" if they are.
         cache: bytes of the cache after a forward pass, as a fraction of the unsharded model's; None if the model does
             not generate text or does not have a cache.
+        problem: why the sharded model failed to run; "" if it did not.
     """
 
     output: float
@@ -44,6 +142,7 @@ class Comparison(NamedTuple):
     gradient: float | None
     note: str
     cache: float | None = None
+    problem: str = ""
 
 
 class Reference(NamedTuple):
@@ -56,7 +155,7 @@ class Reference(NamedTuple):
         is_training: whether the gradients are those of training mode; else they are those of eval mode, as the model
             cannot be trained with these inputs.
         gradients: parameter name to gradient, None for parameters without one; None if both modes fail.
-        note: see :class:`Comparison`.
+        note: see :class:`Differences`.
         cache: bytes of the cache after a forward pass; 0 if the model does not generate text.
     """
 
@@ -77,6 +176,9 @@ def write_reference(kind: type[PretrainedModel], source: Path, path: Path) -> No
         kind: a model class of transformers.
         source: folder of the small model, saved by ``save_pretrained``.
         path: of the file to write.
+
+    Raises:
+        OutputError: if the file cannot be written.
     """
     model = _load_unsharded(kind, source)
     inputs = example_inputs(model)
@@ -91,7 +193,8 @@ def write_reference(kind: type[PretrainedModel], source: Path, path: Path) -> No
         gradients, problem = _gradients(kind, source, inputs, is_training=False)
     if problem:
         note = f"no gradients: {problem}"
-    torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note, cache)), path)
+    with writing(path):
+        torch.save(tuple(Reference(inputs, output, tokens, is_training, gradients, note, cache)), path)
 
 
 def _load_unsharded(kind: type[PretrainedModel], source: Path) -> PretrainedModel:
@@ -122,7 +225,7 @@ def compare(
     request: PlanRequest,
     reference: Path,
     device: str = "cpu",
-) -> Comparison:
+) -> Differences:
     """Compare on this rank. All ranks call it.
 
     Args:
@@ -138,7 +241,7 @@ def compare(
     inputs = {name: value.to(device) for name, value in expected.inputs.items()}
     output, tokens, cache = _compare_outputs(load(split, device=device, group=axis), inputs, expected)
     if expected.gradients is None:
-        return Comparison(output, tokens, None, expected.note, cache)
+        return Differences(output, tokens, None, expected.note, cache)
     model = _load_unsharded(kind, source)
     if expected.is_training:
         set_training(model)
@@ -147,13 +250,13 @@ def compare(
     converted = convert_with_request(model, model.config.to_dict(), request, axis)
     extend_model_class(converted, axis)
     backward_step(converted, inputs)
-    return Comparison(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
+    return Differences(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
 
 def _compare_outputs(
     model: PretrainedModel, inputs: Mapping[str, Tensor], expected: Reference
 ) -> tuple[float, bool | None, float | None]:
-    """The first, second and last attribute of a :class:`Comparison`."""
+    """The first, second and last attribute of a :class:`Differences`."""
     with torch.no_grad():
         result = model(**copy_inputs(inputs))
     found = float_tensors(result)
@@ -181,7 +284,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _gradient_error(expected: Mapping[str, Tensor | None], converted: nn.Module, axis: Axis) -> float:
-    """The largest relative difference of a gradient, see :class:`Comparison`."""
+    """The largest relative difference of a gradient, see :class:`Differences`."""
     floor = 1e-3 * max((float(full.abs().max()) for full in expected.values() if full is not None), default=0.0)
     worst = 0.0
     for prefix, module in converted.named_modules():

@@ -6,7 +6,7 @@ the source that the small model does not have, which the proof does not cover.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from msgspec import structs
@@ -15,14 +15,14 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source, open_source
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.plan.family import NAMES_FAMILY
+from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.tp_sizes import tp_sizes
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
-from shardconv.proof.ranks import prove_all
-from shardconv.proof.report import Proof, ProofReport
+from shardconv.proof.ranks import Proof, prove_all
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.support.errors import PlanError, RunError, option
 from shardconv.support.temporary import temporary_folder
@@ -31,6 +31,40 @@ from shardconv.support.temporary import temporary_folder
 PROOF_TPS = (2, 4)
 #: Further sizes to try if the plan supports them, which can be wrong if it splits inside heads.
 _BEYOND = (8,)
+
+
+@dataclass(frozen=True, slots=True)
+class ProofReport:
+    """Report of ``shardconv plan --prove``.
+
+    Attributes:
+        source: the path.
+        family: the model family whose rules were used.
+        model: the class of the small model.
+        num_parameters: of the small model.
+        proofs: one for each tensor parallel size that was tried.
+        skipped: the tensor parallel sizes that were not tried, each with the reason.
+        note: the heads of the small model that are smaller than those of the source; "" if there are none.
+        supported_tp: the tensor parallel sizes that the source supports.
+        num_grids: kinds of quantized weights, of which dequantized shards were compared; 0 without quantization.
+        grid_differences: the tensors whose dequantized shards are not the shards of the dequantized weight.
+        unreached: names of tensors of the source that the small model does not have, and the proof does not cover; with
+            a star for each layer number.
+        is_proven: whether there is a proof, every proof is right, and all dequantized shards are.
+    """
+
+    source: str
+    family: str
+    model: str
+    num_parameters: int
+    proofs: tuple[Proof, ...]
+    skipped: tuple[str, ...]
+    note: str
+    supported_tp: tuple[int, ...]
+    num_grids: int
+    grid_differences: tuple[str, ...]
+    unreached: tuple[str, ...]
+    is_proven: bool
 
 
 def prove(
@@ -71,21 +105,21 @@ def prove(
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
         require_model(config, tensors, str(path))
-    resolver, pads = planned.resolution.resolver, bool(request.pad)
-    possible, unsupported = _plans(resolver, tps)
+    planner, pads = planned.planner, bool(request.pad)
+    possible, unsupported = _plans(planner, tps)
     with temporary_folder() as folder:
         model, note = write_small_model(config, folder, heads=heads_for([*possible]), has_real_counts=pads)
         small = open_source(folder / SMALL)
-        of_small = resolve(small.specs, small.config, request).resolver
+        of_small = planner_for(small.specs, small.config, request)
         plans, not_small = ({}, {}) if unsupported and not possible else _small_plans(of_small, [*possible])
-        mismatched = {tp: reason for tp in plans if (reason := padding_mismatch(resolver, of_small, tp))}
+        mismatched = {tp: reason for tp in plans if (reason := padding_mismatch(planner, of_small, tp))}
         proofs = prove_all(folder, small, {tp: plans[tp] for tp in plans if tp not in mismatched}, request, progress)
         proofs = tuple(_with_remedy(proof, of_small, request) for proof in proofs)
-    grids = list(_compare_grids(planned.tensors, resolver, _plans(resolver, [proof.tp for proof in proofs])[0]))
+    grids = list(_compare_grids(planned.tensors, planner, _plans(planner, [proof.tp for proof in proofs])[0]))
     differences = tuple(f"{name}: {difference}" for name, difference in grids if difference)
     return ProofReport(
         source=str(path),
-        family=resolver.rules.family,
+        family=planner.rules.family,
         model=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         proofs=proofs,
@@ -94,7 +128,7 @@ def prove(
             *(f"tp {tp}: {reason}" for tp, reason in mismatched.items()),
         ),
         note=note,
-        supported_tp=resolver.tp_sizes().usable(pad=pads),
+        supported_tp=tp_sizes(planner).usable(pad=pads),
         num_grids=len({name for name, _ in grids}),
         grid_differences=differences,
         unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
@@ -102,12 +136,12 @@ def prove(
     )
 
 
-def _with_remedy(proof: Proof, resolver: Resolver, request: PlanRequest) -> Proof:
+def _with_remedy(proof: Proof, planner: Planner, request: PlanRequest) -> Proof:
     """Add to the note of a model that failed to run that module overrides do not have to fit rules of a plan file."""
-    overrides = [rule for model_rules in resolver.rules.models for _, rule in model_rules.modules()]
+    overrides = [rule for model_rules in planner.rules.models for _, rule in model_rules.modules()]
     if proof.output is not None or request.plan_file is None or all(rule.by_user for rule in overrides):
         return proof
-    name, family = request.plan_file[0], resolver.rules.family
+    name, family = request.plan_file[0], planner.rules.family
     return replace(
         proof,
         note=f"{proof.note.rstrip()}. The module overrides of family {family} apply, too: if they do not fit the rules "
@@ -116,12 +150,12 @@ def _with_remedy(proof: Proof, resolver: Resolver, request: PlanRequest) -> Proo
 
 
 def _compare_grids(
-    tensors: Mapping[str, TensorSpec], resolver: Resolver, plans: Mapping[int, Plan]
+    tensors: Mapping[str, TensorSpec], planner: Planner, plans: Mapping[int, Plan]
 ) -> Iterator[tuple[str, str]]:
     """As :func:`~shardconv.proof.grids.grid_differences`, for each tensor parallel size."""
     if not any(spec.grid for spec in tensors.values()):
         return
-    of_weights = Resolver(logical_tensors(tensors), resolver.rules)
+    of_weights = Planner(logical_tensors(tensors), planner.rules)
     for tp, plan in plans.items():
         yield from grid_differences(tensors, of_weights.plan(tp), plan)
 
@@ -145,18 +179,18 @@ def without_numbers(names: Iterable[str]) -> set[str]:
     return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
 
 
-def _small_plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
+def _small_plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
     """As :func:`_plans`; without sizes those that are tried by default."""
-    plans, reasons = _plans(resolver, tps or PROOF_TPS)
-    return plans | ({} if tps else _plans(resolver, _BEYOND)[0]), reasons
+    plans, reasons = _plans(planner, tps or PROOF_TPS)
+    return plans | ({} if tps else _plans(planner, _BEYOND)[0]), reasons
 
 
-def _plans(resolver: Resolver, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
+def _plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
     """The plans by tensor parallel size, and the reasons why there are none for other sizes."""
     plans, reasons = {}, {}
     for tp in tps:
         try:
-            plans[tp] = resolver.plan(tp)
+            plans[tp] = planner.plan(tp)
         except PlanError as error:
             reasons[tp] = error.with_options()
     return plans, reasons

@@ -13,9 +13,10 @@ from shardconv.hf.classes import model_class
 from shardconv.hf.package import isolated
 from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.padding import Heads
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.proof.compare import write_reference
-from shardconv.support.errors import RunError
+from shardconv.support.errors import OutputError, RunError
+from shardconv.support.temporary import writing
 
 #: The largest number of heads of a small model; a proof starts one process per rank.
 MAX_HEADS = 64
@@ -50,6 +51,7 @@ def write_small_model(
 
     Raises:
         RunError: if no small model can be built and run.
+        OutputError: if it cannot be written.
     """
     counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
     attempts = [(count, is_real) for count in counts for is_real in (True, False)]
@@ -67,10 +69,11 @@ def write_small_model(
 
 def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
     """The model, after it and its results were saved."""
-    model.save_pretrained(folder / SMALL)
+    with writing(folder / SMALL):
+        model.save_pretrained(folder / SMALL)
     try:
         write_reference(type(model), folder / SMALL, folder / REFERENCE)
-    except OSError:
+    except (OSError, OutputError):
         raise
     except Exception as error:
         raise RunError(f"a small {type(model).__name__} failed to run: {type(error).__name__}: {error}") from error
@@ -88,7 +91,7 @@ def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
     return f"the small model has heads of {', '.join(smaller)}" if smaller else ""
 
 
-def padding_mismatch(source: Resolver, small: Resolver, tp: int) -> str:
+def padding_mismatch(source: Planner, small: Planner, tp: int) -> str:
     """Why a small model does not prove the padding of a source: its heads are padded differently. "" if it does."""
     of_source, of_small = _padded_heads(source, tp), _padded_heads(small, tp)
     if of_source <= of_small:
@@ -103,9 +106,9 @@ def padding_mismatch(source: Resolver, small: Resolver, tp: int) -> str:
     )
 
 
-def _padded_heads(resolver: Resolver, tp: int) -> set[tuple[str, Heads]]:
+def _padded_heads(planner: Planner, tp: int) -> set[tuple[str, Heads]]:
     """The heads that a plan pads in groups, each with the submodel that has them."""
-    if not resolver.rules.pad or resolver.blocked(tp) is not None:
+    if not planner.rules.pad or planner.blocked(tp) is not None:
         return set()
-    paddings = ((one.model_rules, one.model_rules.padding(one.rule, one.unit)) for one in resolver.padded_rules(tp))
+    paddings = ((one.model_rules, one.model_rules.padding(one.rule, one.unit)) for one in planner.padded_rules(tp))
     return {(model_rules.at, padding.heads) for model_rules, padding in paddings if padding and padding.heads}

@@ -27,9 +27,10 @@ from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.tp_sizes import padding_report, tp_sizes
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
 from shardconv.support.errors import PlanError, RunError, ShardconvError
@@ -92,9 +93,9 @@ def estimate_cost(
     if config is not None and (other := options.get("config")) is not None:
         config = read_json(local_path(other))
     opened, made = (path, ()) if config is None else _without_weights(path, config)
-    source, _, request, (resolver, assumed), _ = plan_source(opened, **options)
-    sizes = _default_sizes(resolver) if tps is None else tps
-    plans = [resolver.plan(size) for size in sizes]
+    source, _, request, planner, _ = plan_source(opened, **options)
+    sizes = _default_sizes(planner) if tps is None else tps
+    plans = [planner.plan(size) for size in sizes]
     link = Link() if link is None else link
     stored = _stored_dtype(source)
     model, problem = _model(source, stored)
@@ -110,7 +111,7 @@ def estimate_cost(
     notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
     return CostReport(
         source=str(path),
-        family=resolver.rules.family,
+        family=planner.rules.family,
         model=model.name if model else None,
         dtype=_name(model.dtype if model else stored),
         num_layers=model.num_layers if model else 0,
@@ -118,26 +119,26 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
-        notes=(*assumed, *made, *notes, *_size_notes(resolver, sizes)),
+        notes=(*planner.assumed, *made, *notes, *_size_notes(planner, sizes)),
     )
 
 
-def _default_sizes(resolver: Resolver) -> list[int]:
+def _default_sizes(planner: Planner) -> list[int]:
     """The tensor parallel sizes that are counted by default."""
-    sizes = resolver.tp_sizes()
-    padded = [one for one in sizes.padded if resolver.rules.pad and one.tp <= MAX_PADDED_TP]
+    sizes = tp_sizes(planner)
+    padded = [one for one in sizes.padded if planner.rules.pad and one.tp <= MAX_PADDED_TP]
     cheapest = sorted(padded, key=lambda one: one.memory)[:NUM_PADDED]
     return sorted([*(one.tp for one in cheapest), *(size for size in sizes.supported if size <= MAX_TP)])
 
 
-def _size_notes(resolver: Resolver, sizes: Sequence[int]) -> Iterator[str]:
+def _size_notes(planner: Planner, sizes: Sequence[int]) -> Iterator[str]:
     """The reason if only one rank is supported, and the cost of sizes that need padding."""
     if list(sizes) == [1]:
-        _, error = attempt(partial(resolver.plan, 2))
+        _, error = attempt(partial(planner.plan, 2))
         if error is not None:
             yield error.with_options()
-    unpadded = resolver.padded(0)
-    costs = {size: resolver.padding(size).memory for size in sizes if unpadded.blocked(size) is not None}
+    unpadded = planner.padded(0)
+    costs = {size: padding_report(planner, size).memory for size in sizes if unpadded.blocked(size) is not None}
     if costs:
         listed = ", ".join(f"tp {tp} ({cost:.1%})" for tp, cost in costs.items())
         yield f"padded with zeros (additional memory): {listed}"

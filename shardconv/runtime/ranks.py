@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardconv.checkpoint.split.loadable import Loadable
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.stored_plan import resolver_of
+from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
@@ -103,7 +103,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
 
 def _is_supported(manifest: Manifest, tp: int) -> bool:
     try:
-        resolver_of(manifest, manifest.request.engine, pad=0).plan(tp)
+        stored_planner(manifest, manifest.request.engine, pad=0).plan(tp)
     except PlanError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Temporary folders; a message reports a signal that interrupts their removal."""
+"""Temporary folders: a message reports a signal that interrupts their removal, and a disk that is full."""
 
 import shutil
 import tempfile
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shardconv.support.errors import OutputError
 from shardconv.support.exits import Removal
 
 
@@ -18,3 +19,16 @@ def temporary_folder() -> Iterator[Path]:
     finally:
         with Removal():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise any error of a library that writes to a path in a temporary folder as one that names the path.
+
+    Raises:
+        OutputError: if anything is raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise OutputError(f"{path}: cannot be written: {error}: free space, or set TMPDIR to another folder") from error

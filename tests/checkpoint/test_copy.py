@@ -16,8 +16,7 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.shards import Comparer, ShardReader, ShardWriter
 from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
-from shardconv.plan.placement import Interval, Padding, Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import IntegrityError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.matrix import cases

@@ -112,7 +112,7 @@ def test_reshard_keeps_the_conversion(source, converted, tmp_path):
 
 def test_shards_that_an_engine_reads_of_the_source(source, converted):
     planned = plan_source(source, dtype="bf16", replicate=OPTIONS["replicate"])
-    reader = SourceReader(planned.source, planned.resolution.resolver.plan(4), 1)
+    reader = SourceReader(planned.source, planned.planner.plan(4), 1)
     with safe_open(converted / "rank-1-of-4.safetensors", "pt") as file:
         for name in reader.tensors:
             expected = file.get_tensor(name).flatten().view(torch.uint8).numpy().tobytes()

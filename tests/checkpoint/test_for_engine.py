@@ -21,12 +21,10 @@ from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
 from shardconv.plan.engines import Engine
-from shardconv.plan.family_file import family_for
-from shardconv.plan.placement import Interval, Padding
+from shardconv.plan.families.loading import family_for
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.submodels import rules_for
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.rule_set import RuleSet, rules_for
 from shardconv.support.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
@@ -184,10 +182,10 @@ def test_readers_return_the_shards(tp, engine, tmp_path):
     source = write_checkpoint(tmp_path / "source", parts=2, config=config)
     shardconv.split(source, tmp_path / "split", tp=tp, engine=engine)
     manifest = read_manifest(tmp_path / "split")
-    opened, _, _, (resolver, _), _ = plan_source(source, engine=engine)
+    opened, _, _, planner, _ = plan_source(source, engine=engine)
     for rank in range(tp):
         expected = load_file(manifest.rank_paths(tmp_path / "split")[rank])
-        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, resolver.plan(tp), rank)
+        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, planner.plan(tp), rank)
         for reader in readers:
             assert reader.tensors.keys() == expected.keys()
             for name, tensor in expected.items():

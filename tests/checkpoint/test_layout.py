@@ -3,10 +3,9 @@
 import json
 
 from shardconv.checkpoint.engine.layout import lay_out_ranks
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.units import Unit, shard_dim
 
 RULES = RuleSet("test", ())
 HOW = "colwise", (), Reason("test", "*")

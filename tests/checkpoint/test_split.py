@@ -20,8 +20,8 @@ from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, num_bytes, read_header
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
 from tests.support.matrix import each_once
 
@@ -65,7 +65,7 @@ def every_dtype(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dtypes")
     write_all_dtypes(folder / "all.safetensors")
     opened = open_source(folder / "all.safetensors")
-    split_by(opened, folder / "out", resolver(opened, PLAN).plan(request.param), PlanRequest())
+    split_by(opened, folder / "out", planner(opened, PLAN).plan(request.param), PlanRequest())
     return folder
 
 
@@ -97,11 +97,11 @@ def test_tensors_of_rank_files_are_aligned_to_their_dtype(every_dtype):
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
 
-def resolver(source, plan_file):
-    """The resolver of a plan file for tensors of any dtype, also of dtypes that only quantized checkpoints have."""
+def planner(source, plan_file):
+    """The planner of a plan file for tensors of any dtype, also of dtypes that only quantized checkpoints have."""
     specs = {name: spec._replace(dtype="U8") for name, spec in source.specs.items()}
-    rules = resolve(specs, None, PlanRequest(plan_file=("plan.toml", plan_file))).resolver.rules
-    return Resolver(source.specs, rules)
+    rules = planner_for(specs, None, PlanRequest(plan_file=("plan.toml", plan_file))).rules
+    return Planner(source.specs, rules)
 
 
 def test_boundary_inside_a_byte_is_refused(tmp_path):
@@ -111,7 +111,7 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
     )
     plan_file = '[rules]\n"columns.*" = { style = "rowwise" }'
     with pytest.raises(shardconv.PlanError, match=r"expected one of 1, 3\).*columns\.a: a boundary of F4 would"):
-        resolver(open_source(source), plan_file).plan(2)
+        planner(open_source(source), plan_file).plan(2)
 
 
 def read_by_safetensors(path: Path) -> dict[str, np.ndarray]:

@@ -33,8 +33,7 @@ from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
-from shardconv.proof.ranks import SPLIT, sharded_fraction
-from shardconv.proof.report import Proof
+from shardconv.proof.ranks import SPLIT, Proof, sharded_fraction
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
@@ -1322,7 +1321,7 @@ def _proofs_on_ranks(monkeypatch: pytest.MonkeyPatch, ranks: Any) -> None:
             split_by(source, place, plan, request)
             reference = folder / REFERENCE
             found = worst(ranks(LAYOUTS[tp], check, kind, folder / SMALL, place, request, reference))
-            output, tokens, gradient, note, _ = (None, None, None, found, None) if isinstance(found, str) else found
+            output, tokens, gradient, note = (None, None, None, found) if isinstance(found, str) else found[:4]
             fraction = sharded_fraction(source.specs, plan)
             made.append(Proof(tp, output, tokens, gradient, fraction, note))
         return tuple(made)

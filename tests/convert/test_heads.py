@@ -12,8 +12,7 @@ from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import extend_class
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
-from shardconv.plan.placement import Interval, Padding, Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import PlanError
 
 HEADS, SIZE = 4, 3

@@ -24,8 +24,8 @@ from shardconv.convert.modules import ForwardWithShards, ParallelExperts
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.hf.inputs import example_inputs
 from shardconv.layers.sharding import take_shard
+from shardconv.plan.placement import Unit, shard_dim
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.units import Unit, shard_dim
 from shardconv.support.errors import PlanError
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.matrix import cases

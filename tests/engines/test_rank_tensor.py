@@ -15,8 +15,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.support.errors import NotHeldError
 
 

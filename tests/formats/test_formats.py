@@ -6,8 +6,8 @@ import pytest
 from shardconv.formats.detect import with_grids
 from shardconv.formats.format import formats
 from shardconv.plan.grid import DIVISOR, FACTOR, PLAIN, SCALE, Grid, GridDim
+from shardconv.plan.placement import IndivisibleError, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from shardconv.support.errors import PlanError
 
 

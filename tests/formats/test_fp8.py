@@ -13,8 +13,8 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
+from shardconv.plan.placement import Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.units import Unit, shard_dim
 from shardconv.runtime.dequantize import Stored
 from shardconv.runtime.dequantize import dequantize as load_weight
 from tests.support.matrix import each_once

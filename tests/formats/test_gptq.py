@@ -22,8 +22,8 @@ from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
+from shardconv.plan.placement import IndivisibleError, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
 from shardconv.support.errors import IntegrityError, PlanError, SourceError
 from tests.support.checkpoints import contents, llama_config, llama_specs
 from tests.support.gptq import dequantize, pack, write_gptq

@@ -23,8 +23,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
-from shardconv.plan.placement import Interval, Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from tests.support.matrix import each_once
 
 LAYOUTS = ["pairs", "strided", "four"]

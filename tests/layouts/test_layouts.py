@@ -24,10 +24,9 @@ from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.layouts import SOURCE_LAYOUTS, layout_file
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor
-from shardconv.plan.placement import Placement
+from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.units import Unit, shard_dim
 from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
@@ -627,8 +626,8 @@ def test_merge_restores_the_source_from_any_layout(tmp_path_factory, drawn):
 
 def read_rules():
     """Rules for a manifest, which these tests do not apply."""
-    from shardconv.plan.family import Family  # noqa: PLC0415
-    from shardconv.plan.submodels import rules_for  # noqa: PLC0415
+    from shardconv.plan.families.family import Family  # noqa: PLC0415
+    from shardconv.plan.rule_set import rules_for  # noqa: PLC0415
 
     return rules_for(Family("none"), {})
 

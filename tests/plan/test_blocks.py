@@ -6,14 +6,14 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from shardconv.plan import family_file
-from shardconv.plan.family import Family
-from shardconv.plan.family_file import expand_family, family_for, family_names, load_block, load_family
-from shardconv.plan.family_format import parse_block, parse_family, parse_module
-from shardconv.plan.module_override import ModuleRule
+from shardconv.plan.families import loading
+from shardconv.plan.families.family import Family
+from shardconv.plan.families.loading import expand_family, family_for, family_names, load_block, load_family
+from shardconv.plan.families.parsing import parse_block, parse_family, parse_module
+from shardconv.plan.families.rule import ModuleRule
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError
 
@@ -37,7 +37,7 @@ def family(data, base=None):
 def styles(specs, config, text):
     """The style of each tensor by a plan file."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
-    plan = resolve(tensors, config, PlanRequest(plan_file=("mine.toml", text))).resolver.plan(2)
+    plan = planner_for(tensors, config, PlanRequest(plan_file=("mine.toml", text))).plan(2)
     return {name: planned.style for name, planned in plan.tensors.items()}
 
 
@@ -74,12 +74,12 @@ def test_block_of_a_stored_plan_must_match_a_tensor():
     """Otherwise a model in memory with other names would be sharded by other rules."""
     specs = {f"model.layers.0.{name}": TensorSpec("F32", shape) for name, (shape, _) in LAYER.items()}
     request = PlanRequest(plan_file=("mine.toml", '[blocks]\n"model" = "decoder"\n'))
-    stored = resolve(specs, CONFIG, request).resolver.rules.stored()
+    stored = planner_for(specs, CONFIG, request).rules.stored()
     rules = msgspec.json.decode(msgspec.json.encode(stored), type=RuleSet)
-    assert Resolver(specs, rules).plan(2)
+    assert Planner(specs, rules).plan(2)
     others = {name.removeprefix("model."): spec for name, spec in specs.items()}
     with pytest.raises(PlanError, match="blocks 'model' = 'decoder': none of its rules applies"):
-        Resolver(others, rules, where="the model")
+        Planner(others, rules, where="the model")
 
 
 def test_fields_are_replaced_where_a_block_is_mounted():
@@ -110,7 +110,7 @@ def overrides(specs, text, config=CONFIG):
     """The attributes that a plan file over Llama sets on an attention module."""
     tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
     request = PlanRequest(plan_file=("mine.toml", text))
-    (scope,) = resolve(tensors, config | {"model_type": "llama"}, request).resolver.rules.models
+    (scope,) = planner_for(tensors, config | {"model_type": "llama"}, request).rules.models
     found = [rule for regex, rule in scope.modules() if regex.fullmatch("model.layers.0.self_attn")]
     return {name for rule in found for name in rule.attributes}
 
@@ -149,7 +149,7 @@ def test_override_that_is_false_replaces_one_that_is_true():
 def _block_with_a_condition(monkeypatch):
     """Block ``one``, with a rule that depends on the field ``kind``."""
     block = parse_block("one", {"rules": {"x": {"style": "replicate", "when": {"kind": 3}}}})
-    monkeypatch.setattr(family_file, "load_block", lambda _: block)
+    monkeypatch.setattr(loading, "load_block", lambda _: block)
 
 
 @pytest.mark.usefixtures("_block_with_a_condition")
@@ -173,7 +173,7 @@ def _different_defaults(monkeypatch):
         name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
         for name, size in (("one", 1), ("two", 2))
     }
-    monkeypatch.setattr(family_file, "load_block", blocks.get)
+    monkeypatch.setattr(loading, "load_block", blocks.get)
 
 
 TWO_DEFAULTS = "config field size has two defaults, 1, and 2 in block 'two'"
@@ -230,7 +230,7 @@ def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
 
 def test_units_of_families_that_override_others():
     """Each has override = true, and changes a unit."""
-    tables = family_file._index().tables
+    tables = loading._index().tables
     found = {name: parse_family(name, table, name) for name, table in tables.items()}
     bases = {name: load_family(own.inherits).units if own.inherits else {} for name, own in found.items()}
     units = [(name, key, unit) for name, own in found.items() for key, unit in own.units.items()]
@@ -288,7 +288,7 @@ def test_invalid_blocks_are_refused(blocks, message):
 
 def test_a_block_that_contains_itself_is_refused(monkeypatch):
     circle = parse_block("circle", {"blocks": {"x": "circle"}})
-    monkeypatch.setattr(family_file, "load_block", lambda name: circle)
+    monkeypatch.setattr(loading, "load_block", lambda name: circle)
     with pytest.raises(PlanError, match="block 'circle' contains itself"):
         family({"blocks": {"": "circle"}})
 
@@ -309,15 +309,15 @@ def test_a_block_has_no_key_of_a_family():
 
 
 def test_every_block_is_mounted_somewhere():
-    folder = family_file._BLOCKS
-    texts = [path.read_text() for root in (folder, family_file.FOLDER) for path in root.glob("*.toml")]
+    folder = loading._BLOCKS
+    texts = [path.read_text() for root in (folder, loading.FOLDER) for path in root.glob("*.toml")]
     unused = [path.stem for path in folder.glob("*.toml") if not any(f'"{path.stem}"' in text for text in texts)]
     assert unused == []
     assert all(load_block(path.stem) for path in folder.glob("*.toml"))
 
 
 def test_a_type_is_in_one_family():
-    types = Counter(kind for name in family_names() for kind in family_file.load_family(name).model_types)
+    types = Counter(kind for name in family_names() for kind in loading.load_family(name).model_types)
     assert [kind for kind, count in types.items() if count > 1] == []
     assert all(kind in family_for(kind).model_types for kind in types)
 
@@ -328,10 +328,10 @@ def folder_of(folder, **texts):
     for name, text in texts.items():
         (folder / f"{name}.toml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_file, "FOLDER", folder)
-        family_file.clear_cache()
+        patch.setattr(loading, "FOLDER", folder)
+        loading.clear_cache()
         yield
-    family_file.clear_cache()
+    loading.clear_cache()
 
 
 @pytest.mark.parametrize(

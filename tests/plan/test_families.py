@@ -6,6 +6,7 @@ tensor has, so that the same modeling code with fewer heads runs on it. Comparis
 
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import DiaConfig, DiaForConditionalGeneration
 
 import shardconv
-from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.loading import family_names, load_family
 from shardconv.support.errors import PlanError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.command import call
@@ -205,85 +206,30 @@ SHARDINGS: dict[str, Shardings] = {
 #: Further model types to the entry above with the same shards.
 _SAME_SHARDS = {
     "llama": (
-        "apertus",
-        "arcee",
-        "cohere2",
-        "cwm",
-        "ernie4_5",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "granite",
-        "granite_swa",
-        "helium",
-        "hunyuan_v1_dense",
-        "jais2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "nemotron",
-        "olmo",
-        "seed_oss",
-        "smollm3",
-        "vaultgemma",
+        "apertus", "arcee", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite",
+        "granite_swa", "helium", "hunyuan_v1_dense", "jais2", "ministral", "ministral3", "mistral", "nemotron", "olmo",
+        "seed_oss", "smollm3", "vaultgemma",
     ),
     "olmo2": ("olmo3",),
     "phi3": ("glm",),
-    "qwen2_moe": (
-        "kolibri1",
-        "mellum",
-    ),
+    "qwen2_moe": ("kolibri1", "mellum"),
     "mixtral": ("phimoe",),
     "cohere2_moe": ("cohere2_moe",),
     "minimax_m2": ("minimax_m2",),
-    "granitemoe": (
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoeshared",
-    ),
+    "granitemoe": ("granitemoe", "granitemoe_swa", "granitemoeshared"),
     "bart": (
-        "bart",
-        "blenderbot",
-        "blenderbot-small",
-        "m2m_100",
-        "marian",
-        "mbart",
-        "mvp",
-        "pegasus",
-        "plbart",
-        "whisper",
+        "bart", "blenderbot", "blenderbot-small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart", "whisper",
     ),
-    "opt": (
-        "biogpt",
-        "opt",
-        "xglm",
-    ),
+    "opt": ("biogpt", "opt", "xglm"),
     "olmoe": ("flex_olmo",),
-    "glm4_moe": (
-        "afmoe",
-        "hy_v3",
-        "solar_open",
-    ),
+    "glm4_moe": ("afmoe", "hy_v3", "solar_open"),
     "deepseek_v3": ("deepseek_v32",),
-    "bert": (
-        "ernie",
-        "megatron-bert",
-        "roformer",
-    ),
+    "bert": ("ernie", "megatron-bert", "roformer"),
     "roberta": (
-        "bert-generation",
-        "camembert",
-        "data2vec-text",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
+        "bert-generation", "camembert", "data2vec-text", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl",
     ),
-    "t5": (
-        "mt5",
-        "umt5",
-    ),
-}
+    "t5": ("mt5", "umt5"),
+}  # fmt: skip
 #: Models of models.py whose type does not have an entry.
 _LIKE = {
     "qwen2": "llama", "qwen3": "llama", "stablelm": "llama", "glm4": "phi3", "qwen3_moe": "qwen2_moe",
@@ -356,11 +302,6 @@ def test_round_trip(name, tp, checkpoint, split, tmp_path):
 REPRESENTATIVES = [name for name in MODELS if name in SHARDINGS] + ["falcon-7b", "deepseek_v3-hub"]
 
 
-def test_each_model_type_has_one_family():
-    served = [model_type for name in family_names() for model_type in load_family(name).model_types]
-    assert len(served) == len(set(served))
-
-
 @pytest.mark.parametrize("name", [name for name in family_names() if name != NAMES_FAMILY])
 def test_head_counts_are_checked_against_the_config(name):
     """Without units from the config, boundaries inside of heads or a wrong config would be accepted."""
@@ -393,14 +334,16 @@ def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
     assert shardconv.report_plan(checkpoint(name)).supported_tp == TPS
 
 
-def test_error_for_an_unsupported_tp_names_the_supported_sizes(checkpoint):
-    with pytest.raises(PlanError, match=r"tp=3 is unsupported \(expected one of 1, 2, 4, 8\) .*nor is 3 a multiple"):
-        shardconv.make_plan(checkpoint("llama"), tp=3)
-
-
-def test_error_for_an_unsupported_tp_names_the_config_field(checkpoint):
-    with pytest.raises(PlanError, match=r"8 is not a multiple of 16 \(.*num_attention_heads=8"):
-        shardconv.make_plan(checkpoint("falcon-40b"), tp=16)
+@pytest.mark.parametrize(
+    ("name", "tp", "message"),
+    [
+        ("llama", 3, r"tp=3 is unsupported \(expected one of 1, 2, 4, 8\) .*nor is 3 a multiple"),
+        ("falcon-40b", 16, r"8 is not a multiple of 16 \(.*num_attention_heads=8"),
+    ],
+)
+def test_error_for_an_unsupported_tp_names_the_supported_sizes_and_the_field(checkpoint, name, tp, message):
+    with pytest.raises(PlanError, match=message):
+        shardconv.make_plan(checkpoint(name), tp=tp)
 
 
 @pytest.fixture
@@ -513,26 +456,20 @@ def eight_kv_heads(tmp_path_factory) -> Path:
     return bare(tmp_path_factory.mktemp("bare") / "m.safetensors", heads=32, kv_heads=8, head_dim=128)
 
 
-def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(eight_kv_heads):
-    with pytest.raises(shardconv.PlanError) as caught:
-        shardconv.make_plan(eight_kv_heads, tp=8)
-    assert str(caught.value) == (
-        f"{HEAD_DIM_IS_UNKNOWN} With this assumption, tp=8 is unsupported (expected one of 1, 2) because of "
-        "model.layers.0.self_attn.k_proj.weight: 2 is not a multiple of 8 (head_dim=512 assumed, num_key_value_heads=2 "
-        "assumed): pass head_dim"
-    )
-
-
-def test_assumed_head_dim_divides_the_rows_of_keys(tmp_path):
-    """One KV head of 256 elements: the sentence and the field have the same number."""
-    source = bare(tmp_path / "m.safetensors", heads=8, kv_heads=1, head_dim=256)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "largest"), [(32, 8, 128, 512), (8, 1, 256, 256)])
+def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(
+    tmp_path, heads, kv_heads, head_dim, largest
+):
+    """The assumed head size divides the rows of keys: 8 KV heads of 128 may be 2 of 512, and one of 256 is 256."""
+    source = bare(tmp_path / "m.safetensors", heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    count = kv_heads * head_dim // largest
     with pytest.raises(shardconv.PlanError) as caught:
         shardconv.make_plan(source, tp=8)
-    assert str(caught.value).startswith(
-        "head_dim is unknown (no config.json): assuming it is at most 256. With this "
-        "assumption, tp=8 is unsupported (expected one of 1) because of model.layers.0.self_attn.k_proj.weight: 1 is "
-        "not a multiple of 8 "
-        "(head_dim=256 assumed"
+    assert str(caught.value) == (
+        f"{HEAD_DIM_IS_UNKNOWN.replace('512', str(largest))} With this assumption, tp=8 is unsupported "
+        f"(expected one of {', '.join(map(str, range(1, count + 1)))}) because of model.layers.0.self_attn.k_proj."
+        f"weight: {count} is not a multiple of 8 (head_dim={largest} assumed, num_key_value_heads={count} "
+        "assumed): pass head_dim"
     )
 
 
@@ -562,22 +499,15 @@ def multiple_of_three(tmp_path_factory) -> Path:
     return bare(tmp_path_factory.mktemp("bare") / "m.safetensors", heads=24, kv_heads=8, head_dim=128)
 
 
-def test_without_a_config_powers_of_two_are_supported(multiple_of_three):
+def test_report_without_a_config_has_the_assumptions(multiple_of_three):
+    """Powers of two are supported, as long as no boundary is inside the largest head."""
     report = shardconv.report_plan(multiple_of_three)
     assert report.supported_tp == (1, 2)
     blocked = {entry.tp: entry.reason for entry in report.blocked_tp}
     assert blocked[3] == "only powers of two are supported while head_dim is unknown"
-
-
-def test_without_a_config_boundaries_inside_the_largest_head_are_blocked(multiple_of_three):
-    blocked = {entry.tp: entry.reason for entry in shardconv.report_plan(multiple_of_three).blocked_tp}
     assert blocked[4].startswith("2 is not a multiple of 4 (head_dim=512 assumed")
-
-
-def test_report_without_a_config_has_the_assumptions(multiple_of_three):
-    head_dim, family = shardconv.report_plan(multiple_of_three).assumed[:2]
-    assert head_dim == f"{HEAD_DIM_IS_UNKNOWN} Pass --head-dim or --config."
-    assert family.startswith("a checkpoint without a config does not have a family: ")
+    assert report.assumed[0] == f"{HEAD_DIM_IS_UNKNOWN} Pass --head-dim or --config."
+    assert report.assumed[1].startswith("a checkpoint without a config does not have a family: ")
 
 
 def test_hint_to_compare_outputs_without_a_config(multiple_of_three, tmp_path):
@@ -666,14 +596,7 @@ pair = { size = 2 }
 "model.layers.*.mlp.{gate_proj,up_proj}" = { style = "colwise", unit = "pair" }
 "model.layers.*.self_attn.q_proj" = { style = "colwise", unit = "query_head" }
 """
-JSON_PLAN = json.dumps({
-    "units": {"pair": {"size": 2}},
-    "rules": {
-        "model.layers.*.mlp.down_proj": {"style": "replicate"},
-        "model.layers.*.mlp.{gate_proj,up_proj}": {"style": "colwise", "unit": "pair"},
-        "model.layers.*.self_attn.q_proj": {"style": "colwise", "unit": "query_head"},
-    },
-})  # fmt: skip
+JSON_PLAN = json.dumps(tomllib.loads(TOML_PLAN))
 
 
 @pytest.mark.parametrize(("name", "text"), [("mine.toml", TOML_PLAN), ("mine.json", JSON_PLAN)])
@@ -804,32 +727,30 @@ def test_error_for_an_unknown_family_has_similar_names(checkpoint, name, similar
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=name)
 
 
+def listed(word):
+    """The families for a word, and the most similar name."""
+    found = json.loads(call("plan", "--list-families", word, "--json").out)
+    return found["families"], next(iter(found["similar"]), None)
+
+
 def test_families_are_listed_by_a_model_type():
-    found = json.loads(call("plan", "--list-families", "qwen2_v", "--json").out)["families"]
+    found, _ = listed("qwen2_v")
     assert all("qwen2_v" in family or all("qwen2_v" in kind for kind in kinds) for family, kinds in found.items())
     assert "qwen2_vl" in [kind for kinds in found.values() for kind in kinds]
 
 
 @pytest.mark.parametrize(
     ("word", "similar"),
-    [
-        ("mistrl", "mistral"),
-        ("LlamaForCausalLM", "llama"),
-        ("gpt-neox2", "gpt_neox"),
-        ("deepseek-v33", "deepseek_v3"),
-        ("xyzzy", None),
-    ],
-)
+    [("mistrl", "mistral"), ("LlamaForCausalLM", "llama"), ("gpt-neox2", "gpt_neox"), ("deepseek-v33", "deepseek_v3"),
+     ("xyzzy", None)],
+)  # fmt: skip
 def test_list_of_families_has_similar_names(word, similar):
     """Names of the same series of models first, whose names begin with the same letters."""
-    found = json.loads(call("plan", "--list-families", word, "--json").out)
-    assert (found["families"], next(iter(found["similar"]), None)) == ({}, similar)
+    assert listed(word) == ({}, similar)
 
 
 def test_families_are_found_in_any_spelling():
-    found = [call("plan", "--list-families", word, "--json").out for word in ("qwen3_moe", "Qwen3-MoE", "qwen3moe")]
-    assert len(set(found)) == 1
-    assert "qwen3_moe" in found[0]
+    assert listed("qwen3_moe") == listed("Qwen3-MoE") == listed("qwen3moe") == ({"llama": ["qwen3_moe"]}, None)
 
 
 def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
@@ -847,13 +768,7 @@ def test_cross_attention_with_other_numbers_of_heads(tmp_path):
         "num_key_value_heads": 1, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4, "cross_head_dim": 8,
         "cross_hidden_size": 32, "vocab_size": 1028, "max_position_embeddings": 16,
     }  # fmt: skip
-    encoder = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
+    encoder = {name: decoder[name] for name in list(decoder)[:5]}
     made = DiaForConditionalGeneration(DiaConfig(encoder_config=encoder, decoder_config=decoder))
     made.save_pretrained(tmp_path / "source")
     shardconv.split(tmp_path / "source", tmp_path / "split", tp=4)

@@ -6,7 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.matcher import Matcher, name_regex
+from shardconv.plan.families.matcher import Matcher, name_regex
 
 COMPONENTS = ["a", "b", "*", "a*", "*b", "{a,b}", "{a.b,weight}", "a{b,}", "{a,}b", "7", "weight"]
 PATTERNS = st.tuples(st.sampled_from(["", "**."]), st.lists(st.sampled_from(COMPONENTS), min_size=1, max_size=3)).map(

@@ -6,20 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.placement import Interval, Padding, Placement
-from shardconv.plan.units import IndivisibleError, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
+from tests.support.placements import held
 
 DECODER = msgspec.json.Decoder(Placement)
 
 tps = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
-
-
-def held(placement: Placement, rank: int) -> list[int | None]:
-    """The elements of a rank's shard; None for padding."""
-    elements: list[int | None] = []
-    for entry in placement.ranks[rank]:
-        elements += [None] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
-    return elements
 
 
 @given(per_rank=st.integers(1, 5), size=st.integers(1, 4), tp=tps)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.planning import plan_source
 from shardconv.plan.plan import Plan, TensorPlan, logical_tensors
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.proof.grids import grid_differences
 
 DATA = Path(__file__).parents[1] / "data/quantized"
@@ -18,9 +18,9 @@ DOWN = "model.layers.0.mlp.down_proj"
 def differences(name: str, change: Callable[[Plan], Plan] = lambda plan: plan, *, tp: int = 2) -> list[str]:
     """The differences that are found in a checkpoint whose plan is changed."""
     planned = plan_source(DATA / name)
-    resolver = planned.resolution.resolver
-    weights = Resolver(logical_tensors(planned.tensors), resolver.rules).plan(tp)
-    found = grid_differences(planned.tensors, weights, change(resolver.plan(tp)))
+    planner = planned.planner
+    weights = Planner(logical_tensors(planned.tensors), planner.rules).plan(tp)
+    found = grid_differences(planned.tensors, weights, change(planner.plan(tp)))
     return [difference for _, difference in found if difference]
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.split import split
-from shardconv.plan.family_file import parse_plan_file
-from shardconv.plan.matcher import name_regex
+from shardconv.plan.families.loading import parse_plan_file
+from shardconv.plan.families.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import resource
 import shutil
 import tomllib
 from contextlib import ExitStack
@@ -16,20 +17,21 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
-from shardconv.plan.family import TRANSFORMERS, Family
-from shardconv.plan.family_file import expand_family, parse_plan_file
+from shardconv.plan.families.family import TRANSFORMERS, Family
+from shardconv.plan.families.loading import expand_family, parse_plan_file
+from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.request import PlanRequest
-from shardconv.plan.transformers_plan import transformers_family
-from shardconv.proof.compare import Reference, largest_difference, write_reference
+from shardconv.proof.compare import Reference, largest_difference
 from shardconv.proof.prove import skipped_sizes
 from shardconv.proof.small_models import REFERENCE, heads_for, write_small_model
-from shardconv.support.errors import RunError, UsageError
+from shardconv.support.errors import OutputError, RunError, UsageError
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.forked import run
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import MODELS, model_class
-from tools.model_matrix.trial import check, small, worst
+from tests.support.verdicts import verdict
+from tools.model_matrix.trial import small
 
 CAUSAL = "text generation"
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("forked_ranks")]
@@ -108,7 +110,7 @@ def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at
     for tp, layout in {2: "pair", 4: "four"}.items():
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, rules=plan, overwrite=True)
         request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-        assert_equal(ranks, type(made), tmp_path, request, layout)
+        assert verdict(ranks, layout, type(made), tmp_path / "source", tmp_path / "split", request) == "right"
     report = shardconv.prove(DEMO, rules=plan)
     assert not report.is_proven
     proof = report.proofs[-1]
@@ -242,7 +244,7 @@ def test_proposal_is_proven(ranks, tmp_path, model_type):
     plan.write_text(result.out)
     shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
     request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-    assert_equal(ranks, type(model), tmp_path, request)
+    assert verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", request) == "right"
 
 
 def test_remedy_where_overrides_of_the_family_do_not_fit_the_plan_file(tmp_path):
@@ -276,16 +278,10 @@ def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
     model.save_pretrained(tmp_path / "source")
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, rules=TRANSFORMERS)
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
-    assert_equal(ranks, type(model), tmp_path, PlanRequest(TRANSFORMERS))
-
-
-def assert_equal(ranks, kind, folder, request, layout="pair"):
-    """Check that a model split by a request equals the unsharded model."""
-    source, place, reference = folder / "source", folder / "split", folder / REFERENCE
-    write_reference(kind, source, reference)
-    found = worst(ranks(layout, check, kind.__name__, source, place, request, reference))
-    assert not isinstance(found, str), found
-    assert (found[0] < 1e-4, found[1], found[2] < 1e-3) == (True, True, True)
+    assert (
+        verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", PlanRequest(TRANSFORMERS))
+        == "right"
+    )
 
 
 def test_model_without_a_tp_plan(tmp_path):
@@ -352,3 +348,16 @@ def test_padding_is_proven(tmp_path):
     assert report.is_proven
     assert {3, 5, 6} < set(report.supported_tp)
     assert not shardconv.prove(source, tps=(3,)).is_proven
+
+
+@pytest.mark.parametrize(("largest", "file"), [(20_000, "small"), (200_000, REFERENCE)])
+def test_full_disk_is_one_message(tmp_path, largest, file):
+    """A limit of the sizes of files stands for a full disk; /dev/full for one that only the reference results fill."""
+    (tmp_path / REFERENCE).symlink_to("/dev/full")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=f"^{re.escape(str(tmp_path / file))}: cannot be written: .*: free space"):
+            write_small_model(llama_config(layers=1), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

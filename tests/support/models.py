@@ -16,8 +16,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from shardconv.plan.family import NAMES_FAMILY
-from shardconv.plan.family_file import family_names, load_family
+from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.loading import family_names, load_family
 
 Tensors = dict[str, torch.Tensor]
 

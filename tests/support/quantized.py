@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of, runnable_plan
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, runnable_plan, stored_planner
 from shardconv.files.containers.safetensors import read_header
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.tp_sizes import padding_report
 from shardconv.runtime.estimate import MAX_TP
 from shardconv.runtime.quantized_shards import Dequantizer
 from shardconv.runtime.rank_tensors import read_tensors
@@ -204,8 +205,8 @@ def check_padding(
     manifest = read_manifest(out / "split")
     assert manifest.plan.rules is not None
     logical = logical_tensors(quantized_tensors(manifest))  # as in memory, without quantization
-    resolvers = (Resolver(logical, manifest.plan.rules), resolver_of(manifest, None))
-    in_memory, in_files = (set(resolver.padding(tp).units) for resolver in resolvers)
+    planners = (Planner(logical, manifest.plan.rules), stored_planner(manifest, None))
+    in_memory, in_files = (set(padding_report(planner, tp).units) for planner in planners)
     assert in_memory == in_files
     shardconv.merge(out / "split", out / "merged")
     assert contents(out / "merged") == contents(source)

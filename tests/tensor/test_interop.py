@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardconv import ColumnParallelLinear, ParallelEmbedding, convert_model, gather_state_dict, init_parallel
 from shardconv.distributed import destroy_parallel, groups
-from shardconv.plan.placement import Interval, Padding, Placement
-from shardconv.plan.units import Unit, shard_dim
+from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.interop import ChunkedShard, num_chunks
 from tests.support.matrix import cases

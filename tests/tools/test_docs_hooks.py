@@ -13,7 +13,7 @@ from tools.docs_hooks import docstring_markdown, site_links
         ("project/results.md", "[a](../docs/vllm.md#x)", "[a](../vllm.md#x)"),
         ("project/architecture.md", "[a](CONTRIBUTING.md)", "[a](../project/contributing.md)"),
         ("index.md", "[a](https://example.org/b.md)", "[a](https://example.org/b.md)"),
-        ("plan-files.md", "[blocks](../shardconv/plan/blocks)", "blocks (`shardconv/plan/blocks`)"),
+        ("plan-files.md", "[blocks](../shardconv/plan/families/blocks)", "blocks (`shardconv/plan/families/blocks`)"),
         ("plan-files.md", "[`LICENSE`](../LICENSE)", "`LICENSE`"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardconv.plan.family_file import load_family
+from shardconv.plan.families.loading import load_family
 from shardconv.plan.plan import Plan, TensorPlan
 
 #: Classes of attention modules (without their submodules), and of modules with a state of fixed size.
@@ -33,9 +33,7 @@ def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
     """
     kinds, reasons = set(), set()
     models = plan.rules.models if plan.rules else ()
-    undivided = {
-        name for model in models for name, unit in (model.family.units or {}).items() if unit.shard_if_divisible
-    }
+    undivided = {name for model in models for name, unit in model.family.units.items() if unit.shard_if_divisible}
     for module, matrices in _modules(model, plan):
         is_gathered = all(matrix.style in _FULL_OUTPUT for matrix in matrices)
         if is_gathered or any(undivided.intersection(matrix.units) for matrix in matrices):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import transformers
 
-from shardconv.plan.family_file import family_names, load_family
-from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.plan.families.loading import family_names, load_family
+from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT
 from tools.model_matrix.trial import KINDS, LEAST_SHARDED, LESS_SHARDED, NOT_TRAINED, REASONS, Row
 
 ROOT = Path(__file__).parents[2]

@@ -22,11 +22,10 @@ from shardconv.convert.model import DTYPE_NAMES
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.proof.compare import Comparison, compare, write_reference
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.proof.compare import Differences, compare, write_reference
 from shardconv.proof.prove import PROOF_TPS
-from shardconv.proof.ranks import sharded_fraction
-from shardconv.proof.report import GRADIENT_LIMIT, OUTPUT_LIMIT
+from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, sharded_fraction
 from shardconv.proof.small_models import REFERENCE
 from shardconv.support.errors import PlanError
 from tests.support.disguised import NAME, disguised
@@ -155,7 +154,7 @@ def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
 
 def plan_in_memory(model: Any, tp: int) -> Plan:
     """The plan of a model in memory."""
-    return resolve(specs_in_memory(model), model.config.to_dict(), PlanRequest()).resolver.plan(tp)
+    return planner_for(specs_in_memory(model), model.config.to_dict(), PlanRequest()).plan(tp)
 
 
 def default_sharded(architecture: Any) -> float | None:
@@ -168,7 +167,7 @@ def default_sharded(architecture: Any) -> float | None:
         return None
 
 
-def check(axis: Any, kind: str, *arguments: Any) -> Comparison | str:
+def check(axis: Any, kind: str, *arguments: Any) -> Differences | str:
     """Compare on one rank; returns the comparison, or the error as text."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -180,20 +179,20 @@ def check(axis: Any, kind: str, *arguments: Any) -> Comparison | str:
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
 
 
-def check_disguised(axis: Any, *arguments: Any) -> Comparison | str:
+def check_disguised(axis: Any, *arguments: Any) -> Differences | str:
     """:func:`check` on a disguised CPU, where tensors of different devices are an error."""
     with disguised():
         return check(axis, *arguments, NAME)
 
 
-def worst(found: list[Any]) -> Comparison | str:
+def worst(found: list[Any]) -> Differences | str:
     """Combine the results of all ranks: the first error, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
-    outputs, tokens, gradients, notes, caches = zip(*found, strict=True)
+    outputs, tokens, gradients, notes, caches, _ = zip(*found, strict=True)
     are_equal = None if set(tokens) == {None} else False not in tokens
     gradient = None if None in gradients else max(gradients)
-    return Comparison(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
+    return Differences(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
 
 
 def try_type(
@@ -247,8 +246,8 @@ def try_type(
         attention, reasons = attention_kinds(model, plan_in_memory(model, tp))
         if sharded is None:
             opened = open_source(source)
-            resolver = resolve(opened.specs, opened.config, PlanRequest()).resolver
-            sharded = sharded_fraction(opened.specs, resolver.plan(tp))
+            planner = planner_for(opened.specs, opened.config, PlanRequest())
+            sharded = sharded_fraction(opened.specs, planner.plan(tp))
             notes.append("measured on the small model")
         try:
             found = worst(run(LAYOUTS[tp], checking, type(model).__name__, source, place, PlanRequest(), reference))
@@ -258,7 +257,7 @@ def try_type(
             verdicts.append("fails")
             notes.append(found)
             continue
-        output, tokens, gradient, note, cache = found
+        output, tokens, gradient, note, cache, _ = found
         caches.append(cache)
         is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
         verdicts.append("right" if is_right else "wrong")

@@ -22,9 +22,9 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter import A, AdapterTensors, with_adapter_grids
 from shardconv.plan.plan import TensorSpec, logical_tensors
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.plan.request import PlanRequest, Resolution
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import SourceError, UsageError, option
 
@@ -128,7 +128,7 @@ def plan_adapter(
         adapter.source,
         tensors,
         replace(found.request, engine=None, may_miss=False),
-        Resolution(Resolver(tensors, rules, where="the adapter"), found.assumed),
+        Planner(tensors, rules, assumed=found.assumed, where="the adapter"),
         paths,
     )
 
@@ -152,7 +152,7 @@ def fitted(adapter: Adapter, rules: RuleSet, base: Mapping[str, TensorSpec] | No
 def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
     """The base model, by its own plan, by that of a split checkpoint, or by the options."""
     if isinstance(base, PlannedSource):
-        rules, assumed = base.resolution.resolver.rules, base.resolution.assumed
+        rules, assumed = base.planner.rules, base.planner.assumed
         return _Base(logical_tensors(base.tensors), rules, base.request, assumed, base.paths)
     path = local_path(base)
     if not path.exists():

@@ -45,7 +45,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
             f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
             f"into quantized weights: split the model with {option('adapters')}, without {option(merge_adapter=True)}"
         )
-    merge = _Merge(adapter, source, planned.resolution.resolver.rules)
+    merge = _Merge(adapter, source, planned.planner.rules)
     stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
     merged = replace(
         source,
@@ -54,10 +54,9 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
         derived=(*source.derived, f"the adapter {adapter.source.name} is merged into it"),
         merged_adapter=adapter.source.name,
     )
-    resolution = planned.resolution
     return planned._replace(
         source=merged,
-        resolution=resolution._replace(assumed=(*resolution.assumed, *merge.assumed())),
+        planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
         paths=(*planned.paths, *adapter.source.paths, adapter.config_path),
     )
 

@@ -29,10 +29,10 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
-from shardconv.plan.tp_sizes import PaddingReport
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.tp_sizes import PaddingReport, padding_report
 from shardconv.support.errors import PlanError, SourceError, UsageError
 
 #: Checks that a model of a config has these tensors; raises if not.
@@ -175,17 +175,17 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
             f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"
         )
     config, request = copy.deepcopy(source.config), PlanRequest(pad=tp)
-    rules = replace(resolve(source.specs, config, request).resolver.rules, vocab_multiple=vocab_multiple)
-    resolver = Resolver(source.specs, rules)
-    plan, padding = resolver.plan(1), resolver.padding(1)
+    rules = replace(planner_for(source.specs, config, request).rules, vocab_multiple=vocab_multiple)
+    planner = Planner(source.specs, rules)
+    plan, padding = planner.plan(1), padding_report(planner, 1)
     if not padding.units:
         raise UsageError(f"{source.path}: does not need padding for tp {tp}: use it unchanged")
-    changes = change_config(resolver, source.specs, may_add=check is not None)
+    changes = change_config(planner, source.specs, may_add=check is not None)
     padded = {
         name: TensorSpec(spec.dtype, plan.placement(name).shard_shape(spec.shape, 0))
         for name, spec in source.specs.items()
     }
-    resolve(padded, config, PlanRequest()).resolver.plan(tp)  # raises PlanError if they do not match the new config
+    planner_for(padded, config, PlanRequest()).plan(tp)  # raises PlanError if they do not match the new config
     if check is not None:
         check(config, padded)
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)

@@ -10,7 +10,7 @@ from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import num_bytes, total_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
@@ -19,7 +19,7 @@ from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
-from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
 
@@ -121,23 +121,23 @@ def report_plan(
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
         return _report_stored(path, tp, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
-    source, specs, _, (resolver, assumed), _ = planned
-    sizes = resolver.tp_sizes()
-    tp_plan = None if tp is None else resolver.plan(tp, assumed=assumed)
+    source, specs, _, planner, _ = planned
+    sizes = tp_sizes(planner)
+    tp_plan = None if tp is None else planner.plan(tp)
     tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
     return PlanReport(
         source=str(path),
-        family=resolver.rules.family,
+        family=planner.rules.family,
         tp=tp,
         num_tensors=sum(len(file.header.tensors) for file in source.files),
         num_bytes=source.num_bytes,
-        assumed=assumed,
+        assumed=planner.assumed,
         left_out=source.left_out,
         supported_tp=sizes.supported,
         supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=sizes.padded if base is None else (),
-        padding=NO_PADDING if tp is None else resolver.padding(tp),
+        padding=NO_PADDING if tp is None else padding_report(planner, tp),
         rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
         tensors=tensors,
         num_quantized=num_quantized(specs),
@@ -156,10 +156,10 @@ def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> Pla
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan, specs = manifest.plan, manifest.source_tensors
-    stored = resolver_of(manifest, manifest.request.engine)
-    resolver = stored if tp in (None, plan.tp) else stored.padded(int(pad))
-    plan = plan if tp in (None, plan.tp) else resolver.plan(tp, assumed=plan.assumed)
-    sizes = resolver.tp_sizes()
+    stored = stored_planner(manifest, manifest.request.engine)
+    planner = stored if tp in (None, plan.tp) else stored.padded(int(pad))
+    plan = plan if tp in (None, plan.tp) else planner.plan(tp)
+    sizes = tp_sizes(planner)
     tensors = tensor_reports(specs, plan)
     return PlanReport(
         source=str(folder),
@@ -173,7 +173,7 @@ def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> Pla
         supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=() if is_adapter else sizes.padded,
-        padding=resolver.padding(plan.tp),
+        padding=padding_report(planner, plan.tp),
         rank_bytes=rank_bytes(tensors, plan.tp),
         tensors=tensors,
         layout=manifest.layout.name,

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.planning import StrPath, request_for
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, resolver_of
+from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath
@@ -27,7 +27,7 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import LAYOUTS, META
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
-from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
@@ -216,9 +216,9 @@ def _plan_reshard(
         request = request_for(request, layout)
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
     file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
-    resolver = resolver_of(old, request.engine, pad=pad)
-    plan = resolver.plan(tp, assumed=old.plan.assumed)
-    return old.with_plan(plan, request, file_layout, checksums=checksums), resolver.padding(tp)
+    planner = stored_planner(old, request.engine, pad=pad)
+    plan = planner.plan(tp)
+    return old.with_plan(plan, request, file_layout, checksums=checksums), padding_report(planner, tp)
 
 
 def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters: Mapping[str, SplitFolders]) -> int:

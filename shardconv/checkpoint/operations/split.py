@@ -26,7 +26,7 @@ from shardconv.layouts import META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
-from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport
+from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
@@ -172,7 +172,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         seconds=time.perf_counter() - began,
         dry_run=dry_run,
         destination_exists=exists,
-        padding=planned.resolution.resolver.padding(tp),
+        padding=padding_report(planned.planner, tp),
         derived=source.derived,
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),

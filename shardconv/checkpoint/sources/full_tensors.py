@@ -23,7 +23,7 @@ from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import IntegrityError, PlanError, SourceError
 
 _AGAIN = "copy the folder again"
@@ -168,10 +168,10 @@ def _by_plan(folder: AnyPath, layout: LayoutFile, found: RankFiles, config: Mapp
     rank_tensors = {name: stored.spec for name, stored in found.ranks[0].items()}
     try:
         full = planned_tensors(layout.key, rank_tensors, tp, config, request)
-        resolver, assumed = resolve(full, config, request)
+        planner = planner_for(full, config, request)
         file_layout = choose_layout(layout.key, full, config)
         try:
-            plan = resolver.plan(tp, assumed=assumed)
+            plan = planner.plan(tp)
         except PlanError as error:
             raise SourceError(
                 f"{folder}: has files of {tp} ranks, but its model cannot be sharded for tp {tp} ({error.problem}): "

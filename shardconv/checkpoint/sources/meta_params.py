@@ -7,7 +7,7 @@ from shardconv.files.containers.safetensors import FLOAT_NAMES
 from shardconv.files.folder import AnyPath
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
-from shardconv.plan.units import round_up
+from shardconv.plan.placement import round_up
 from shardconv.support.errors import PlanError, SourceError, option
 
 PARAMS_NAME = "params.json"

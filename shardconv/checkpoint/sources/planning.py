@@ -16,8 +16,8 @@ from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.request import PlanRequest, Resolution, resolve
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
 from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
@@ -82,14 +82,14 @@ class PlannedSource(NamedTuple):
         source: the source.
         tensors: its tensors, those of quantized layers with their grids.
         request: the user's options for the plan.
-        resolution: the rules and assumptions.
+        planner: the rules over the tensors, with their assumptions.
         paths: all files that were read.
     """
 
     source: Source
     tensors: Mapping[str, TensorSpec]
     request: PlanRequest
-    resolution: Resolution
+    planner: Planner
     paths: tuple[AnyPath, ...]
 
     def plan(self, tp: int) -> Plan:
@@ -98,7 +98,7 @@ class PlannedSource(NamedTuple):
         Raises:
             PlanError: if no plan is known to be correct.
         """
-        return self.resolution.resolver.plan(tp, assumed=self.resolution.assumed)
+        return self.planner.plan(tp)
 
 
 def plan_source(
@@ -144,16 +144,16 @@ def plan_source(
     settings = config_with_quantization(source)
     tensors = with_grids(source.specs, settings)
     if isinstance(rules, Plan):
-        request, resolution = _resolution_of(rules, tensors, options)
-        return PlannedSource(source, tensors, request_for(request, layout), resolution, paths)
+        request, planner = _planner_of(rules, tensors, options)
+        return PlannedSource(source, tensors, request_for(request, layout), planner, paths)
     if (plan_file := plan_file_of(rules)) is not None:
         check_exists(local_path(str(rules)), PlanError)
         paths = (*paths, plan_file)
     named = _named(rules)
     request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
-    resolver, assumed = resolve(tensors, settings, request)
-    sentences = (*source.assumed, *assumed, *_without_class(source.config or {}))
-    return PlannedSource(source, tensors, request, Resolution(resolver, sentences), paths)
+    planner = planner_for(tensors, settings, request)
+    assumed = (*source.assumed, *planner.assumed, *_without_class(source.config or {}))
+    return PlannedSource(source, tensors, request, planner.assuming(*assumed), paths)
 
 
 def _without_class(config: Mapping[str, object]) -> Iterator[str]:
@@ -175,7 +175,7 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     if settings is None:
         return (f"shapes are not compared with a config, because the folder does not have {CONFIG_NAME}",)
     try:
-        resolve(with_grids(source.specs, settings), settings, PlanRequest()).resolver.plan(1)
+        planner_for(with_grids(source.specs, settings), settings, PlanRequest()).plan(1)
     except ShapeError as error:
         raise SourceError(
             f"{source.path}: {error.problem}: correct {CONFIG_NAME}, or remove it to merge without this comparison"
@@ -210,10 +210,8 @@ def _named(rules: Rules) -> PlanRequest:
         ) from error
 
 
-def _resolution_of(
-    plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequest
-) -> tuple[PlanRequest, Resolution]:
-    """The request and rules of a plan that a user passes, with the options beside it.
+def _planner_of(plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequest) -> tuple[PlanRequest, Planner]:
+    """The request and planner of a plan that a user passes, with the options beside it.
 
     Raises:
         UsageError: if other options change the plan.
@@ -224,10 +222,10 @@ def _resolution_of(
         changed.append("engine")
     if changed:
         raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
-    resolver = Resolver(tensors, plan.rules).padded(plan.rules.pad)
-    if (name := plan.first_difference(resolver.plan(plan.tp))) is not None:
+    planner = Planner(tensors, plan.rules, assumed=plan.assumed)
+    if (name := plan.first_difference(planner.plan(plan.tp))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
-    return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), Resolution(resolver, plan.assumed)
+    return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), planner
 
 
 def request_for(request: PlanRequest, layout: str) -> PlanRequest:
@@ -279,5 +277,4 @@ def make_plan(src: SourcePath, *, tp: int, **options: Unpack[PlanOptions]) -> Pl
         PlanError: if no plan is known to be correct.
         UsageError: if the family or ``tp`` is not valid, or an option does not apply to the checkpoint.
     """
-    resolver, assumed = plan_source(src, **options).resolution
-    return resolver.plan(tp, assumed=assumed)
+    return plan_source(src, **options).plan(tp)

@@ -20,7 +20,7 @@ from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import FileState, InputFiles
-from shardconv.plan.matcher import pattern_for
+from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import IntegrityError, SourceError
 

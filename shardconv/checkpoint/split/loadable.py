@@ -151,8 +151,8 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
         manifest = read_manifest(path, remedy=f"or load it without splitting it: {option(tp='N')}")
         _refuse_options(path, manifest, tp, options)
         return Loadable(path, manifest)
-    source, _, request, (resolver, assumed), _ = plan_source(path, **options)
-    plan = resolver.plan(tp, assumed=assumed)
+    source, _, request, planner, _ = plan_source(path, **options)
+    plan = planner.plan(tp)
     manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
     checksums = {name: checksum_file(file) for name, file in source.auxiliary_files.items()}
     return Loadable(path, manifest.written(None, checksums), source)

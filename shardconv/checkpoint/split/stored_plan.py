@@ -1,15 +1,18 @@
 """The plan that is stored in a split checkpoint, as used by reshard, plan and run; installed families are not read."""
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
-from shardconv.plan.resolver import Resolver
+from shardconv.plan.planner import Planner
 from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, SplitCheckpointError
 
@@ -28,10 +31,10 @@ def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorS
     return logical_tensors(tensors) if dequantize else tensors
 
 
-def resolver_of(
+def stored_planner(
     manifest: Manifest, engine: str | None, *, pad: int | None = None, dequantize: bool = False
-) -> Resolver:
-    """The resolver of the stored rules, which makes the plan for any tensor parallel size.
+) -> Planner:
+    """The planner of the stored rules, which makes the plan for any tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
@@ -46,7 +49,7 @@ def resolver_of(
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
     tensors = loaded_tensors(manifest, dequantize=dequantize)
-    return Resolver(tensors, rules).padded(manifest.request.pad if pad is None else pad)
+    return Planner(tensors, rules, assumed=manifest.plan.assumed).padded(manifest.request.pad if pad is None else pad)
 
 
 def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = False) -> Plan:
@@ -62,13 +65,13 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = Fal
     """
     stored = manifest.plan
     try:
-        plan = resolver_of(manifest, manifest.request.engine).plan(manifest.tp, assumed=stored.assumed)
+        plan = stored_planner(manifest, manifest.request.engine).plan(manifest.tp)
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {_REASON}: {error.message}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
-            resolver = resolver_of(manifest, manifest.request.engine, dequantize=True)
-            plan = resolver.plan(manifest.tp, assumed=stored.assumed)
+            planner = stored_planner(manifest, manifest.request.engine, dequantize=True)
+            plan = planner.plan(manifest.tp)
         return _relax_unused(plan)
     raise SplitCheckpointError(
         f"{folder}: {_REASON}: {name} was split as {_describe(stored, name)}, and would now be split as "
@@ -84,17 +87,13 @@ def _relax_unused(plan: Plan) -> Plan:
     unused = known_unused(plan.tensors)
     needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
 
-    def relaxed(model_rules: ModelRules) -> ModelRules:
+    def relaxed(model_rules: ModelRules) -> Iterator[Rule]:
         mounts = {rule.mount for rule in model_rules.family.rules if rule.pattern in needed}
-        rules = tuple(
-            replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
-            if rule.by_user and rule.pattern not in needed
-            else rule
-            for rule in model_rules.family.rules
-        )
-        return replace(model_rules, family=replace(model_rules.family, rules=rules))
+        for rule in model_rules.family.rules:
+            is_needed = not rule.by_user or rule.pattern in needed
+            yield rule if is_needed else replace(rule, optional=True, mount=rule.mount if rule.mount in mounts else "")
 
-    return replace(plan, rules=replace(plan.rules, models=tuple(map(relaxed, plan.rules.models))).without_engine())
+    return replace(plan, rules=plan.rules.with_rules(relaxed).without_engine())
 
 
 def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = False) -> dict[str, Placement]:
@@ -110,7 +109,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     """
     if plan.tp == 1:
         return {}
-    runtime_plan = Resolver(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
+    runtime_plan = Planner(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
     different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
     if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:

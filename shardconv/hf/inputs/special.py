@@ -18,7 +18,7 @@ from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.media import audio_features, image_inputs
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
-from shardconv.plan.config_fields import Fields, lookup
+from shardconv.plan.families.config_fields import Fields, lookup
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]

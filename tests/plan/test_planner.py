@@ -8,11 +8,11 @@ import pytest
 
 import shardconv
 from shardconv.files.containers.safetensors import num_bytes
-from shardconv.plan.family_file import load_family, parse_plan_file
+from shardconv.plan.families.loading import load_family, parse_plan_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.request import PlanRequest, resolve
-from shardconv.plan.resolver import Resolver
-from shardconv.plan.submodels import rules_for
+from shardconv.plan.planner import Planner
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.rule_set import rules_for
 from shardconv.support.errors import PlanError
 from tests.support.checkpoints import safetensors_bytes, write_config, write_weights
 
@@ -142,29 +142,29 @@ def test_heads_of_a_tower_with_rules_of_the_user_are_not_those_of_the_other(tmp_
         shardconv.make_plan(tmp_path, tp=8, rules=tmp_path / "mine.toml")
 
 
-UNBALANCED = pytest.mark.parametrize("pattern", ["{model.normX", "model.norm}", "model.{norm,{a}}"])
+PATTERNS = ["{model.normX", "model.norm}", "model.{norm,{a}}"]
 
 
-@UNBALANCED
-def test_unbalanced_braces_in_a_plan_file_are_refused(checkpoint, tmp_path, pattern):
-    plan = tmp_path / "plan.toml"
-    plan.write_text(f'[rules]\n"{pattern}" = {{ style = "replicate" }}')
-    with pytest.raises(shardconv.PlanError, match=r"braces are unbalanced"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
-
-
-@UNBALANCED
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
     with pytest.raises(shardconv.support.errors.UsageError, match=r"replicate=.*braces are unbalanced"):
         shardconv.make_plan(checkpoint("llama"), tp=2, replicate=[pattern])
 
 
-def test_very_long_expression_is_refused(checkpoint, tmp_path):
-    plan = tmp_path / "plan.toml"
-    count = "+".join("1" * 5000)
-    plan.write_text(f'[units]\nu = {{ count = "{count}" }}')
-    with pytest.raises(shardconv.PlanError, match="is not an expression, or too long"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((f'[rules]\n"{pattern}" = {{ style = "replicate" }}', "braces are unbalanced") for pattern in PATTERNS),
+        *(
+            (f'[units]\nu = {{ count = "{expression}" }}', "is not an expression")
+            for expression in ("a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b")
+        ),
+        (f'[units]\nu = {{ count = "{"+".join("1" * 5000)}" }}', "is not an expression, or too long"),
+    ],
+)
+def test_invalid_patterns_and_expressions_are_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        parse_plan_file("plan.toml", text)
 
 
 def test_config_of_another_checkpoint_is_named_with_the_sizes_first(checkpoint, tmp_path):
@@ -260,15 +260,10 @@ def heads_of_two_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
-def test_head_size_by_the_rows_of_a_layer(heads_of_two_sizes, layer, size):
-    queries = heads_of_two_sizes.placement(f"layers.{layer}.q_proj.weight")
+def test_heads_by_the_rows_of_a_layer(heads_of_two_sizes, layer, size):
+    """The size of query heads, and the number of KV heads: two, each on two ranks."""
+    queries, keys = (heads_of_two_sizes.placement(f"layers.{layer}.{name}_proj.weight") for name in "qk")
     assert queries.shard_shape((4 * size, 6), 3) == (size, 6)
-
-
-@pytest.mark.parametrize(("layer", "size"), [(0, 4), (1, 8)])
-def test_head_count_by_the_rows_of_another_layer(heads_of_two_sizes, layer, size):
-    """Two KV heads, each on two ranks."""
-    keys = heads_of_two_sizes.placement(f"layers.{layer}.k_proj.weight")
     assert [entries[0].start for entries in keys.ranks] == [0, 0, size, size]
 
 
@@ -278,7 +273,7 @@ def test_depth_of_nested_configs_is_limited():
     for level in range(40):  # alternating types, as a nested config of the same type is the text model
         config = {"model_type": "llava" if level % 2 else "llava_next", "text_config": config}
     with pytest.raises(PlanError, match="submodels are nested too deep"):
-        resolve({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
+        planner_for({"lm_head.weight": TensorSpec("F32", (8, 8))}, config, PlanRequest())
 
 
 def test_submodel_may_name_its_family():
@@ -287,7 +282,7 @@ def test_submodel_may_name_its_family():
         "language_model.model.blocks.0.self_attn.o_proj.weight": TensorSpec("F32", (64, 32)),
         "lm_head.weight": TensorSpec("F32", (96, 64)),
     }
-    plan = Resolver(tensors, rules_for(load_family("kimi_k25"), {"text_config": text})).plan(2)
+    plan = Planner(tensors, rules_for(load_family("kimi_k25"), {"text_config": text})).plan(2)
     assert [planned.placement.dim for planned in plan.tensors.values()] == [1, 0]
 
 
@@ -303,7 +298,7 @@ def test_norms_with_a_row_for_each_head_are_sharded_by_rows():
     tensors = {
         f"model.layers.0.self_attn.{name}": TensorSpec("F32", (4 if name[0] == "q" else 2, 16)) for name in names
     }
-    plan = Resolver(tensors, rules_for(load_family("chameleon"), config)).plan(4)
+    plan = Planner(tensors, rules_for(load_family("chameleon"), config)).plan(4)
     held = [(planned.placement.dim, planned.placement.local_size(0)) for planned in plan.tensors.values()]
     assert held == [(0, 1)] * 4
 
@@ -362,19 +357,11 @@ def test_condition_on_a_field_of_a_nested_config(tmp_path, kind, expected):
     assert found == expected
 
 
-@pytest.mark.parametrize("expression", ["a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b"])
-def test_invalid_expressions_are_refused(checkpoint, tmp_path, expression):
-    plan = tmp_path / "plan.toml"
-    plan.write_text(f'[units]\nu = {{ count = "{expression}" }}')
-    with pytest.raises(shardconv.PlanError, match="is not an expression"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
-
-
 def test_rule_with_dims_replicates_tensors_with_fewer_dims():
     shapes = {"kernel": (6, 3, 3, 3), "matrix": (5, 4), "token": (1, 4, 6), "scale": (6,), "count": ()}
     specs = {name: TensorSpec("F32", shape) for name, shape in shapes.items()}
     rule = '[rules]\n"**.*" = { style = "gathered", pad = true, dims = 2 }'
-    plan = resolve(specs, None, PlanRequest(plan_file=("plan.toml", rule))).resolver.plan(2)
+    plan = planner_for(specs, None, PlanRequest(plan_file=("plan.toml", rule))).plan(2)
     dims = {name: plan.tensors[name].placement.dim for name in shapes}
     assert dims == {"kernel": 0, "matrix": 0, "token": None, "scale": None, "count": None}
 
@@ -412,7 +399,7 @@ def test_configs_of_checkpoints_on_the_hub(model_type):
         f"{vision}blocks.0.norm1.weight": (64,),
     }
     specs = {name: TensorSpec("BF16", shape) for name, shape in shapes.items()}
-    plan = resolve(specs, {"model_type": model_type, **config}, PlanRequest()).resolver.plan(2)
+    plan = planner_for(specs, {"model_type": model_type, **config}, PlanRequest()).plan(2)
     assert [planned.placement.dim for planned in plan.tensors.values()] == [0, 1, 0, 1, None]
 
 
@@ -430,7 +417,7 @@ def stages(heads, tp, *, config=None, plan=STAGES, pad=0):
     names = [f"encoder.stages.{stage}.layers.5.{layer}.weight" for stage in range(len(heads)) for layer in "qo"]
     specs = {name: TensorSpec("F32", (16, 24)) for name in names}
     request = PlanRequest(plan_file=("mine.toml", plan), pad=pad)
-    found = resolve(specs, config or {"model_type": "new", "num_heads": heads}, request).resolver.plan(tp)
+    found = planner_for(specs, config or {"model_type": "new", "num_heads": heads}, request).plan(tp)
     return [(found.tensors[name].style, found.placement(name)) for name in names]
 
 
@@ -467,7 +454,7 @@ def test_name_without_a_stage_is_refused():
     request = PlanRequest(plan_file=("mine.toml", plan.rpartition('"encoder')[0]))
     specs = {"q.weight": TensorSpec("F32", (16, 24))}
     with pytest.raises(PlanError, match="does not contain the number of a stage"):
-        resolve(specs, {"model_type": "new", "num_heads": [4]}, request).resolver.plan(2)
+        planner_for(specs, {"model_type": "new", "num_heads": [4]}, request).plan(2)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import fields_in
-from shardconv.plan.family import Block, Mount, fields_read
-from shardconv.plan.module_override import ModuleRule, SliceRule
-from shardconv.plan.rule import SIZE_NAMES, Rule, UnitRule
+from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.family import Family, Mount, fields_read
+from shardconv.plan.families.rule import SIZE_NAMES, ModuleRule, Rule, SliceRule, UnitRule
 from shardconv.support.errors import PlanError
 
 #: The deepest nesting of blocks.
@@ -46,7 +45,7 @@ class ExpandedBlocks(NamedTuple):
 
 def expand_blocks(
     mounts: Iterable[Mount],
-    find: Callable[[str], Block],
+    find: Callable[[str], Family],
     origin: str,
     *,
     units: Mapping[str, UnitRule],
@@ -78,7 +77,7 @@ def expand_blocks(
 
 @dataclass(slots=True)
 class _Builder:
-    find: Callable[[str], Block]
+    find: Callable[[str], Family]
     origin: str
     config: dict[str, Expression] = field(default_factory=dict)
     units: dict[str, UnitRule] = field(default_factory=dict)
@@ -125,7 +124,7 @@ class _Builder:
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
 
-    def _add_default(self, name: str, default: Expression, block: Block) -> None:
+    def _add_default(self, name: str, default: Expression, block: Family) -> None:
         """Add the default of a config field, which has to be the same in all blocks."""
         existing = self.config.setdefault(name, default)
         if existing != default and name not in self.known:
@@ -134,7 +133,7 @@ class _Builder:
                 f"{block.name!r}: add the right one to [config]"
             )
 
-    def _check_fields(self, mount: Mount, block: Block) -> None:
+    def _check_fields(self, mount: Mount, block: Family) -> None:
         """Check that a block reads every field that its entry replaces."""
         names = [name for name, _ in mount.fields]
         read = self._fields_read(block) if names else set()
@@ -144,7 +143,7 @@ class _Builder:
                 f"(it reads {', '.join(sorted(read)) or 'no field'}): correct or remove it"
             )
 
-    def _fields_read(self, block: Block, depth: int = 0) -> set[str]:
+    def _fields_read(self, block: Family, depth: int = 0) -> set[str]:
         """The config fields that a block and the blocks in it read, without those that it replaces."""
         read = fields_read(block) - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():

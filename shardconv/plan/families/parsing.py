@@ -6,31 +6,25 @@ docs/plan-files.md describes the format. Unknown keys are errors.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardconv.plan.config_fields import check_expression
-from shardconv.plan.family import Block, Family, Mount, Submodel, check_units
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import Rule, UnitRule, check_pattern
+from shardconv.plan.families.config_fields import check_expression
+from shardconv.plan.families.family import Family, Mount, Submodel, check_units
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data, parse_table
 
 
-class _BlockTable(Data, frozen=True):
-    """The table of a block. Its rules and the like are parsed one by one, so that errors name them."""
-
-    config: Mapping[str, str | int | bool] = {}
-    units: Mapping[str, Any] = {}
-    rules: Mapping[str, Any] = {}
-    modules: Mapping[str, Any] = {}
-    blocks: Mapping[str, Any] = {}
-
-
-class _FamilyTable(_BlockTable, frozen=True):
-    """The table of a family, and a plan file."""
+class _FamilyTable(Data, frozen=True):
+    """The table of a family, a plan file or a block. Its rules and the like are parsed one by one: errors name them."""
 
     model_types: tuple[str, ...] = ()
     inherits: str = ""
     prefix: str | tuple[str, ...] = ()
+    config: Mapping[str, str | int | bool] = {}
+    units: Mapping[str, Any] = {}
+    rules: Mapping[str, Any] = {}
+    modules: Mapping[str, Any] = {}
     submodels: Mapping[str, Any] = {}
+    blocks: Mapping[str, Any] = {}
     gathered: str = ""
 
 
@@ -45,6 +39,8 @@ class _SubmodelTable(Data, frozen=True):
 _INHERITED = ("prefix", "submodels", "gathered")
 #: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
 _NOT_BY_USER = ("model_types", "gathered")
+#: Keys that a block does not have.
+_NOT_IN_BLOCKS = ("model_types", "inherits", "prefix", "submodels", "gathered")
 
 
 def parse_family(name: str, data: Mapping[str, object], origin: str, *, by_user: bool = False) -> Family:
@@ -59,9 +55,36 @@ def parse_family(name: str, data: Mapping[str, object], origin: str, *, by_user:
     Raises:
         PlanError: if the table does not have the format.
     """
+    return _parse(name, data, origin, by_user=by_user, without=_NOT_BY_USER if by_user else ())
+
+
+def parse_block(name: str, data: Mapping[str, object]) -> Family:
+    """Parse the table of a block.
+
+    Args:
+        name: name of the block.
+        data: the table.
+
+    Raises:
+        PlanError: if the table does not have the format, or a rule names a unit that does not exist.
+    """
+    block = _parse(name, data, f"block {name}", without=_NOT_IN_BLOCKS)
+    if overrides := [key for key, unit in block.units.items() if unit.override]:
+        raise PlanError(
+            f"{block.origin}: unit {overrides[0]}: override = true is not for blocks, as they inherit no units"
+        )
+    check_units(block.units, block.rules, block.modules)
+    return block
+
+
+def _parse(
+    name: str, data: Mapping[str, object], origin: str, *, by_user: bool = False, without: tuple[str, ...] = ()
+) -> Family:
     try:
-        table = parse_table(data, _FamilyTable, without=_NOT_BY_USER if by_user else ())
-        family = Family(
+        table = parse_table(data, _FamilyTable, without=without)
+        for expression in table.config.values():
+            check_expression(expression)
+        return Family(
             name=name,
             model_types=table.model_types,
             inherits=table.inherits,
@@ -79,50 +102,12 @@ def parse_family(name: str, data: Mapping[str, object], origin: str, *, by_user:
                 start: _parse_submodel(start, submodel)._replace(by_user=by_user)
                 for start, submodel in table.submodels.items()
             },
-            blocks=_parse_blocks(table.blocks),
+            blocks=tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table.blocks)),
             origin=origin,
             empty=frozenset(key for key in _INHERITED if key in data and not getattr(table, key)),
         )
-        for expression in (family.config or {}).values():
-            check_expression(expression)
     except ValueError as error:
         raise PlanError(f"{origin}: {error}") from error
-    return family
-
-
-def parse_block(name: str, data: Mapping[str, object]) -> Block:
-    """Parse the table of a block.
-
-    Args:
-        name: name of the block.
-        data: the table.
-
-    Raises:
-        PlanError: if the table does not have the format, or a rule names a unit that does not exist.
-    """
-    origin = f"block {name}"
-    try:
-        table = parse_table(data, _BlockTable)
-        block = Block(
-            name,
-            config=table.config,
-            units={key: parse_unit(key, unit) for key, unit in table.units.items()},
-            rules=tuple(parse_rule(pattern, rule, origin) for pattern, rule in _alternatives(table.rules)),
-            modules=tuple(parse_module(pattern, rule, origin) for pattern, rule in _alternatives(table.modules)),
-            blocks=_parse_blocks(table.blocks),
-        )
-        for expression in block.config.values():
-            check_expression(expression)
-        if overrides := [key for key, unit in block.units.items() if unit.override]:
-            raise ValueError(f"unit {overrides[0]}: override = true is not for blocks, as they inherit no units")
-    except ValueError as error:
-        raise PlanError(f"{origin}: {error}") from error
-    check_units(block.units, block.rules, block.modules)
-    return block
-
-
-def _parse_blocks(table: Mapping[str, object]) -> tuple[Mount, ...]:
-    return tuple(_parse_mount(pattern, mount) for pattern, mount in _alternatives(table))
 
 
 def _parse_mount(pattern: str, data: object) -> Mount:

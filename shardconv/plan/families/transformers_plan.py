@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from shardconv.plan.family import NAMES_FAMILY, TRANSFORMERS, Family
-from shardconv.plan.family_file import load_family
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import STYLES, Rule, UnitRule
+from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family
+from shardconv.plan.families.loading import load_family
+from shardconv.plan.families.rule import STYLES, ModuleRule, Rule, UnitRule
 
 _ORIGIN = f"family {TRANSFORMERS}"
 
@@ -64,7 +63,7 @@ def transformers_family(model_type: str) -> Family | None:
     overrides = [ModuleRule(name, {}, {}, shared_output="qk_rope_head_dim") for name in latent]
     if any(name.endswith(".q_proj") and style == "colwise" for name, style in plan.items()):
         overrides.append(ModuleRule("**.self_attn", _HEAD_ATTRIBUTES, {}))
-    units = {**(names.units or {}), "element": UnitRule()}
+    units = {**names.units, "element": UnitRule()}
     return Family(TRANSFORMERS, config=names.config, units=units, rules=tuple(rules), modules=tuple(overrides))
 
 

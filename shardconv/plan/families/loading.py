@@ -1,26 +1,109 @@
-"""Load families, blocks and plan files, and find the family of a model type.
+"""Load families, blocks and plan files, and find families by name and by model type.
 
-A family file has one or more families, each a table. family_format.py parses the tables.
+A family file has one or more families, each a table. parsing.py parses the tables.
 """
 
 import json
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardconv.plan.blocks import expand_blocks
-from shardconv.plan.family import PLAN_FILE, Block, Family, units_named
-from shardconv.plan.family_format import parse_block, parse_family
-from shardconv.plan.family_search import FamilyList, search_families, suggest
+from shardconv.plan.families.expansion import expand_blocks
+from shardconv.plan.families.family import PLAN_FILE, Family, units_named
+from shardconv.plan.families.parsing import parse_block, parse_family
 from shardconv.support.errors import PlanError, UsageError
 
-FOLDER = Path(__file__).parent / "families"
-_BLOCKS = Path(__file__).parent / "blocks"
+#: Maximum number of suggestions for an unknown name.
+_MAX_SUGGESTIONS = 3
+_MIN_STEM = 3
+#: How similar a name has to be if it does not begin with the same letters.
+_CUTOFF = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyList:
+    """The families that a search found.
+
+    Attributes:
+        families: name of a family to the model types that it serves.
+        similar: if there are none, the most similar families and model types.
+    """
+
+    families: Mapping[str, tuple[str, ...]]
+    similar: tuple[str, ...] = ()
+
+
+def search_families(of_type: Mapping[str, str], names: list[str], word: str) -> FamilyList:
+    """The families with a name that contains a word, and those that serve a model type that contains it.
+
+    Args:
+        of_type: model type to family.
+        names: of all families.
+        word: the word, in any case and with any separators; "" for all families.
+
+    Returns:
+        The families; with only the model types that contain the word if the name of the family does not.
+    """
+    letters = _squeeze(word)
+    served = {name: tuple(kind for kind, family in of_type.items() if family == name) for name in names}
+    matching = {
+        name: kinds if letters in _squeeze(name) else tuple(kind for kind in kinds if letters in _squeeze(kind))
+        for name, kinds in served.items()
+    }
+    found = {name: kinds for name, kinds in matching.items() if kinds or letters in _squeeze(name)}
+    return FamilyList(found, () if found else _nearest([*names, *of_type], word))
+
+
+def suggest(of_type: Mapping[str, str], names: list[str], unknown: str) -> str:
+    """Families for a name that is not one: that which serves a model type of this name, else the most similar ones."""
+    if (family := of_type.get(unknown)) is not None:
+        return f"{family}, which serves the model type {unknown}"
+    nearest = _nearest([*names, *of_type], unknown)
+    return ", ".join(dict.fromkeys(of_type.get(name, name) for name in nearest)) or "none"
+
+
+def _nearest(names: Iterable[str], unknown: str) -> tuple[str, ...]:
+    """The names that are most similar to an unknown one.
+
+    Those that begin with the same letters, the name of a series of models, come before all others: ``qwen2`` for
+    ``qwen25``, and ``llama`` for ``LlamaForCausalLM``.
+    """
+    by_letters = {_squeeze(name): name for name in reversed([*names])}
+    letters = _squeeze(unknown)
+    same_series = [name for name in by_letters if _share_stem(name, letters)]
+    nearest = get_close_matches(
+        letters, same_series or [*by_letters], _MAX_SUGGESTIONS, 0.0 if same_series else _CUTOFF
+    )
+    return tuple(by_letters[name] for name in nearest)
+
+
+def _squeeze(name: str) -> str:
+    """A name in lower case, without separators."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _share_stem(name: str, other: str) -> bool:
+    """Whether the letters at the beginning of one name are those of the other, or begin with them."""
+    short, long = sorted((_stem(name), _stem(other)), key=len)
+    return len(short) >= _MIN_STEM and long.startswith(short)
+
+
+def _stem(name: str) -> str:
+    """The letters at the beginning of a name."""
+    letters = re.match("[a-z]*", name)
+    return letters[0] if letters else ""
+
+
+FOLDER = Path(__file__).parent
+_BLOCKS = FOLDER / "blocks"
 
 
 def family_names() -> list[str]:
@@ -62,9 +145,9 @@ def expand_family(family: Family, base: Family) -> Family:
             without ``override``.
     """
     _check_units(family, base)
-    own = {name: replace(unit, override=False) for name, unit in (family.units or {}).items()}
-    units = {**(base.units or {}), **own}
-    inherited, config = base.config or {}, family.config or {}
+    own = {name: replace(unit, override=False) for name, unit in family.units.items()}
+    units = {**base.units, **own}
+    inherited, config = base.config, family.config
     expanded = expand_blocks(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
     _check_numbered(family, expanded.numbered | base.numbered)
     by_user = family.origin.startswith(PLAN_FILE)
@@ -84,8 +167,8 @@ def expand_family(family: Family, base: Family) -> Family:
 
 
 def _check_units(family: Family, base: Family) -> None:
-    for name, unit in (family.units or {}).items():
-        other = (base.units or {}).get(name, unit)
+    for name, unit in family.units.items():
+        other = base.units.get(name, unit)
         if not unit.override and other != unit:
             raise PlanError(
                 f"{family.origin}: unit {name!r} is {unit.describe()}, but {other.describe()} in family {base.name}, "
@@ -94,7 +177,7 @@ def _check_units(family: Family, base: Family) -> None:
 
 
 def _check_numbered(family: Family, numbered: AbstractSet[str]) -> None:
-    defined = set(family.units or {})
+    defined = set(family.units)
     if names := sorted((units_named(family.rules, family.modules) & numbered) - defined):
         raise PlanError(
             f"{family.origin}: the number in unit {names[0]!r} depends on the order of [blocks], which may change: "
@@ -108,7 +191,7 @@ def block_names() -> list[str]:
 
 
 @cache
-def load_block(name: str) -> Block:
+def load_block(name: str) -> Family:
     """The block of this name.
 
     Raises:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Self
 
-from shardconv.plan.rule import CHOICE
+from shardconv.plan.families.rule import CHOICE
 
 #: Last component of the names of tensors that a rule for their module applies to.
 _LEAVES = ("weight", "bias")
@@ -19,7 +19,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 _NUMBER_IN_PATTERN = re.compile(r"(?:^|[.{,])[\d*]*\d[\d*]*(?:$|[.},])")
 
 
-class Match(NamedTuple):
+class PatternMatch(NamedTuple):
     """The pattern that matches a tensor.
 
     Attributes:
@@ -55,18 +55,18 @@ class Matcher:
         """The matcher of patterns without optional prefixes."""
         return cls([(pattern, name_regex(pattern)) for pattern in patterns])
 
-    def match(self, name: str) -> Match | None:
+    def match(self, name: str) -> PatternMatch | None:
         """The first pattern that matches a tensor; None if there is none."""
         # Without numbers in patterns all layers match alike, and one cached result serves them.
         return self._cached_find(name if self._has_numbers else _NUMBER.sub(".0", name))
 
-    def _find(self, name: str) -> Match | None:
+    def _find(self, name: str) -> PatternMatch | None:
         module, _, leaf = name.rpartition(".")
         texts = [name, module] if leaf in _LEAVES else [name]
         lasts = {None, *(text.rpartition(".")[2] for text in texts)}
         for index in sorted({index for last in lasts for index in self._by_last.get(last, ())}):
             if any(_compiled(self._regexes[index]).fullmatch(text) for text in texts):
-                return Match(index, "bias" if name.endswith("bias") else "weight")
+                return PatternMatch(index, "bias" if name.endswith("bias") else "weight")
         return None
 
 

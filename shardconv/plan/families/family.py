@@ -1,19 +1,17 @@
 """A family: the rules, units and module overrides for the models of one architecture; and the blocks of families.
 
-Plain data, which family_format.py parses. tensor_groups.py applies the rules to tensors.
+Plain data, which parsing.py parses. tensor_groups.py applies the rules to tensors.
 """
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from shardconv.plan.config_fields import fields_in
-from shardconv.plan.module_override import ModuleRule
-from shardconv.plan.rule import Rule, UnitRule
+from shardconv.plan.families.config_fields import fields_in
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
 
@@ -48,27 +46,6 @@ class Mount(NamedTuple):
         return f"blocks {self.pattern!r} = {self.block!r}" + (f" with {fields}" if fields else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """How one kind of module is sharded, in names relative to the module.
-
-    Attributes:
-        name: the file's name without its ending.
-        config: defaults of config fields: expressions, true or false.
-        units: name to unit.
-        rules: in the order in which they are tried.
-        modules: module overrides; the pattern "" is the module itself.
-        blocks: blocks of modules in it.
-    """
-
-    name: str
-    config: Mapping[str, str | int]
-    units: Mapping[str, UnitRule]
-    rules: tuple[Rule, ...]
-    modules: tuple[ModuleRule, ...]
-    blocks: tuple[Mount, ...]
-
-
 class Submodel(NamedTuple):
     """A submodel of a composite model.
 
@@ -86,10 +63,13 @@ class Submodel(NamedTuple):
 
 
 class Family(Data, frozen=True):
-    """The rules for the models of one architecture.
+    """The rules for the models of one architecture; or a block, the rules for one kind of module.
+
+    A block has names relative to its module, of which the pattern is "". It has neither model types nor a prefix,
+    inherits nothing and does not have submodels.
 
     Attributes:
-        name: the file's name without its ending.
+        name: of the family, or of the file of the block without its ending.
         model_types: the values of config.json's ``model_type`` that it serves.
         prefix: a prefix of patterns that names may lack, as in checkpoints of a base model; followed by prefixes that
             names may have instead.
@@ -110,11 +90,11 @@ class Family(Data, frozen=True):
     model_types: tuple[str, ...] = ()
     inherits: str = ""
     prefix: tuple[str, ...] = ()
-    config: Mapping[str, str | int | bool] | None = None
-    units: Mapping[str, UnitRule] | None = None
+    config: Mapping[str, str | int | bool] = {}
+    units: Mapping[str, UnitRule] = {}
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
-    submodels: Mapping[str, Submodel] | None = None
+    submodels: Mapping[str, Submodel] = {}
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
@@ -131,25 +111,25 @@ class Family(Data, frozen=True):
         family = replace(
             self,
             prefix=self.prefix or base.prefix,
-            config={**(base.config or {}), **(self.config or {})},
-            units={**(base.units or {}), **(self.units or {})},
+            config={**base.config, **self.config},
+            units={**base.units, **self.units},
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
-            submodels={**(base.submodels or {}), **(self.submodels or {})},
+            submodels={**base.submodels, **self.submodels},
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )
-        check_units(family.units or {}, family.rules, family.modules, hidden=family.numbered)
+        check_units(family.units, family.rules, family.modules, hidden=family.numbered)
         return family
 
 
-def fields_read(family: Family | Block) -> set[str]:
+def fields_read(family: Family) -> set[str]:
     """The names in all expressions and conditions of a family or a block: config fields and units."""
     rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
-    expressions = [one for unit in (family.units or {}).values() for one in (unit.count, unit.size)]
+    expressions = [one for unit in family.units.values() for one in (unit.count, unit.size)]
     expressions += [one for rule in rules for one in rule.expressions()]
     expressions += [one for rule in family.modules for one in rule.sizes()]
-    expressions += (family.config or {}).values()
+    expressions += family.config.values()
     found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
     return found.union(*(rule.when for rule in rules))
 

@@ -5,7 +5,7 @@ A field that the config does not have is the family's default. The fields that a
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from shardconv.support.errors import ConfigError, PlanError, option
@@ -134,6 +134,22 @@ def lookup(config: Mapping[str, object], name: str) -> object:
     return value
 
 
+def with_field(config: Mapping[str, object], name: str, value: object) -> dict[str, object]:
+    """A copy of a config with a new value of a field, or with dots of a field of a nested config."""
+    first, _, rest = name.partition(".")
+    nested = config.get(first)
+    return {**config, first: with_field(nested if isinstance(nested, Mapping) else {}, rest, value) if rest else value}
+
+
+def select_fields(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
+    """The config with these fields only, without those that it does not have."""
+    selected: dict[str, object] = {}
+    for name in sorted(names):
+        if (value := lookup(config, name)) is not None:
+            selected = with_field(selected, name, value)
+    return selected
+
+
 @lru_cache(1024)
 def _parse(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
@@ -168,17 +184,21 @@ def fields_in(expression: str | int) -> frozenset[str]:
     return names(_parse(str(expression)))
 
 
+def with_defaults(names: Iterable[str], defaults: Mapping[str, str | int]) -> set[str]:
+    """These fields, and those that their defaults read, directly or through the defaults of other fields."""
+    read, pending = set[str](), {*names}
+    while pending:
+        read.add(name := pending.pop())
+        if not isinstance(default := defaults.get(name, 0), bool):
+            pending |= fields_in(default) - read
+    return read
+
+
 def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> bool:
     """Whether a checked expression reads ``field[stage]``, directly or through the defaults of config fields."""
-    pending, seen = {expression}, set[str | int]()
-    while pending:
-        current = pending.pop()
-        seen.add(current)
-        tree = ast.walk(_parse(str(current)))
-        if any(isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) for node in tree):
-            return True
-        pending |= {defaults[name] for name in fields_in(current) if name in defaults} - seen
-    return False
+    names = with_defaults(fields_in(expression), defaults)
+    nodes = (node for one in (expression, *map(defaults.get, names)) for node in ast.walk(_parse(str(one))))
+    return any(isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) for node in nodes)
 
 
 def _check_node(node: ast.expr, expression: str | int) -> None:

@@ -1,0 +1,1 @@
+"""Families: rules for the tensors and modules of model architectures, as data, and their loader."""

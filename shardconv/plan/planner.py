@@ -1,0 +1,169 @@
+"""The planner: the plan of a checkpoint, from the names and shapes of its tensors and a rule set."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from copy import copy
+
+from msgspec.structs import replace
+
+from shardconv.plan.families.rule import REPLICATE_OPTION
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.tensor_groups import (
+    TensorGroup,
+    group_tensors,
+    layers_by_rule,
+    padding_blocks,
+    with_model_rules,
+)
+from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
+from shardconv.plan.tp_sizes import MAX_TP, BlockedTp, PlacedTensors, unsupported_tp
+from shardconv.support.errors import PlanError, UsageError, option
+
+
+class Planner:
+    """A rule set over the tensors of one checkpoint, or of a model in memory. Immutable.
+
+    Args:
+        tensors: name to dtype and shape, as the headers have them.
+        rules: the rules.
+        assumed: assumptions and conclusions of the rules that are not read from config or plan file, as sentences.
+        where: the source of the tensors, for messages.
+        has_experts_option: whether the user can choose to distribute whole experts over ranks, for messages.
+
+    Attributes:
+        rules: the rules.
+        assumed: the assumptions.
+        group_of: name of a tensor to its group.
+
+    Raises:
+        PlanError: if no rule matches a tensor, or a rule or a block of a plan file matches none.
+        UsageError: if a name or pattern to replicate matches no tensor, or experts are to be whole on a rank, and there
+            are none.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorSpec],
+        rules: RuleSet,
+        *,
+        assumed: tuple[str, ...] = (),
+        where: str = "this checkpoint",
+        has_experts_option: bool = False,
+    ) -> None:
+        self.assumed = assumed
+        self._has_experts_option = has_experts_option and rules.experts == "tensor" and rules.engine is None
+        self._with_padding: dict[int, Planner] = {}
+        self._set_rules(rules, group_tensors(tensors, rules))
+        _check_used(rules, frozenset(group.rule for group in self._sizes), where)
+        if rules.pad:
+            self._set_padding(rules.pad)
+
+    def _set_rules(self, rules: RuleSet, group_of: Mapping[str, TensorGroup]) -> None:
+        self.rules, self.group_of = rules, group_of
+        self._sizes = Counter(group_of.values())
+        self._planners = {group: GroupPlanner(group, rules) for group in self._sizes}
+
+    def _set_padding(self, pad: int) -> None:
+        rules = self.rules.with_padding(pad, layers_by_rule(self.group_of), padding_blocks(self.group_of))
+        models = dict(zip(self.rules.models, rules.models, strict=True))
+        self._set_rules(rules, with_model_rules(self.group_of, models))
+
+    def padded(self, pad: int = 1) -> "Planner":
+        """The planner with padding to a multiple of ``pad`` and of tp; without padding for 0.
+
+        Raises:
+            PlanError: if padding is not supported for the model.
+        """
+        if pad == self.rules.pad:
+            return self
+        if pad and (refusal := self.rules.padding_refusal):
+            raise PlanError(f"{option(pad=True)} is not supported for this model: {refusal}")
+        if pad not in self._with_padding:
+            self._with_padding[pad] = copy(self)
+            self._with_padding[pad]._set_padding(pad)  # noqa: SLF001 - of the same class
+        return self._with_padding[pad]
+
+    def assuming(self, *sentences: str) -> "Planner":
+        """The planner with these assumptions instead of its own."""
+        other = copy(self)
+        other.assumed, other._with_padding = sentences, {}  # noqa: SLF001 - of the same class
+        return other
+
+    def plan(self, tp: int) -> Plan:
+        """The plan for ``tp`` ranks.
+
+        Raises:
+            PlanError: if a tensor cannot be sharded for ``tp`` ranks; the message names the sizes that are supported.
+            UsageError: if ``tp`` is not an integer from 1 to :data:`MAX_TP`.
+        """
+        if type(tp) is not int or not 1 <= tp <= MAX_TP:
+            raise UsageError(
+                f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
+            )
+        try:
+            plans = {group: planner.plan(tp) for group, planner in self._planners.items()}
+        except BlockedError as error:
+            raise unsupported_tp(self, tp, error) from error
+        tensors = {name: plans[group] for name, group in self.group_of.items()}
+        return Plan.of_tensors(tp, self.rules.family, tensors, self.rules, self.assumed)
+
+    def place(self, tp: int) -> list[PlacedTensors]:
+        """The placement of each group of equal tensors for ``tp`` ranks.
+
+        Raises:
+            BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
+        """
+        groups = self._planners.items()
+        return [PlacedTensors(planner.plan(tp).placement, group.spec, self._sizes[group]) for group, planner in groups]
+
+    def blocked(self, tp: int) -> BlockedTp | None:
+        """The reason why a tensor parallel size is not supported; None if it is."""
+        try:
+            self.place(tp)
+        except BlockedError as error:
+            return BlockedTp(tp, error.tensor, error.reason)
+        return None
+
+    def sharded_dim(self, name: str) -> ShardedDim:
+        """The dim that is sharded of a tensor, and its full size by rule and config.
+
+        The size of that dim is not read from the tensor, which may therefore be a rank's shard.
+
+        Raises:
+            PlanError: if the config lacks a field that gives the size.
+        """
+        return self._planners[self.group_of[name]].sharded_dim()
+
+    def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
+        """The units that the plan for ``tp`` ranks pads on request, by rule."""
+        for planner in self._planners.values() if self.rules.pad else ():
+            yield from planner.padded_units(tp)
+
+    def supports_whole_experts(self, tp: int) -> bool:
+        """Whether the user may distribute whole experts over ranks, and ``tp`` is supported then, without padding."""
+        if not self._has_experts_option:
+            return False
+        tensors = {name: group.spec for name, group in self.group_of.items()}
+        try:
+            return Planner(tensors, replace(self.rules.with_padding(0), experts="expert")).blocked(tp) is None
+        except (PlanError, UsageError):  # without experts, or with rules for them in a plan file
+            return False
+
+
+def _check_used(rules: RuleSet, used: frozenset[object], where: str) -> None:
+    """Check that every rule and block of the user matches a tensor."""
+    users = [rule for model_rules in rules.models for rule in model_rules.family.rules if rule.by_user]
+    mounts = {rule.mount for rule in users if rule in used}
+    for rule in users:
+        if not rule.optional and rule not in used:
+            if rule.origin == REPLICATE_OPTION:
+                raise UsageError(
+                    f"{option(replicate=[rule.pattern])} matches no tensor of {where}: correct or remove it"
+                )
+            raise PlanError(f"rule {rule.pattern!r} matches no tensor of {where}: correct or remove it")
+        if rule.mount and rule.mount not in mounts:
+            raise PlanError(
+                f"{rule.origin.partition(',')[0]}: {rule.mount}: none of its rules applies to a tensor of {where}, "
+                f"because no name matches or earlier rules match first: correct or remove it"
+            )
