@@ -25,7 +25,8 @@ REPORTS = {
     ("checkpoint/operations/verify.py", "--config"), ("checkpoint/sources/layout_source.py", "--from"),
     ("checkpoint/sources/planning.py", "--config"), ("checkpoint/split/loadable.py", "--adapter"),
     ("plan/head_inference.py", "--config"), ("plan/head_inference.py", "--head-dim"),
-    ("plan/head_inference.py", "--rules"), ("plan/families/rule.py", "--replicate"), ("runtime/estimate.py", "--config"),
+    ("plan/head_inference.py", "--rules"), ("plan/families/rule.py", "--replicate"),
+    ("runtime/estimate.py", "--config"),
 }  # fmt: skip
 
 
