@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # no import of typing, which takes longer than all the others
 def main() -> "NoReturn":
     """Install signal handlers, import the command line and run it."""
     try:
-        from shardconv.support.exits import default_signals, exit_on_signals  # noqa: PLC0415
+        from shardconv.support.exits import default_signals, exit_at_once, exit_on_signals  # noqa: PLC0415
         from shardconv.support.launched import PARENT  # noqa: PLC0415 - inside try, as are those that follow
 
         if PARENT in os.environ:
@@ -25,7 +25,12 @@ def main() -> "NoReturn":
         os._exit(130)
     from shardconv.cli import main as run  # noqa: PLC0415
 
-    run()
+    try:
+        run()
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code != 0:
+            exit_at_once(error.code)  # threads of a store's client may still run after an aborted upload
+        raise
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Removal:
 
 
 def exit_at_once(code: int) -> "NoReturn":
-    """Exit without destructors, which abort for a connected process group whose threads are still running."""
+    """Exit without destructors, which abort if threads still run: of a process group, or of the client of a store."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the reader may have closed the pipe
             stream.flush()

@@ -55,6 +55,9 @@ def rows(types: list[str], *, is_disguised: bool) -> Iterator[Row]:
 def main() -> int:
     """Try the types given on the command line, or all; returns the exit code."""
     options = {argument for argument in sys.argv[1:] if argument.startswith("--")}
+    if options - {"--update", "--disguised"}:
+        print(__doc__)
+        return 2
     types, found = [argument for argument in sys.argv[1:] if argument not in options], []
     for row in rows(types, is_disguised="--disguised" in options):
         found.append(row)
