@@ -364,6 +364,15 @@ def as_deepspeed(source: Path) -> None:
     (source / "ds_inference_config.json").write_text('{"type": "ds_model", "parallelization": "tp", "tp_size": 2}')
 
 
+def first_rank_of_vllm(source: Path) -> None:
+    """Write the first of two rank files in vLLM's layout in place of the checkpoint."""
+    split = source.with_name("vllm")
+    shardconv.split(source, split, tp=2, layout="vllm")
+    (split / "model-rank-0-part-0.safetensors").rename(source / "model-rank-0-part-0.safetensors")
+    shutil.rmtree(split)
+    (source / "model.safetensors").unlink()
+
+
 def metadata_with_code(source: Path) -> None:
     """Write a checkpoint of torch.distributed.checkpoint whose metadata would run a command."""
     (source / "model.safetensors").unlink()
@@ -641,6 +650,9 @@ CASES: Mapping[str, Case] = {
     ),
     "adapter next to rank files of DeepSpeed": Case(
         refused(error("adapter_config.json, adapter_model.safetensors", "--ignore")), both(as_deepspeed, adapter),
+    ),
+    "rank files that vLLM saved, without one": Case(
+        refused(error("rank files are missing", "save the folder again")), first_rank_of_vllm,
     ),
     "rank file of a split without its manifest": Case(
         refused(error("rank-0-of-2.safetensors, a rank file of shardconv", "restore shardconv.json")),
@@ -947,7 +959,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 344, "warning": 10, "na": 647}
+COUNTS = {"right": 249, "error": 347, "warning": 10, "na": 654}
 
 
 def counts() -> Counter[str]:
