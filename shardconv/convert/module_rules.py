@@ -173,12 +173,12 @@ def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules,
 
 def _is_sharded(place: SliceRule, model_rules: ModelRules, axis: Axis) -> bool:
     """Whether the units are sharded, and not replicated."""
-    return all(model_rules.is_sharded(unit, axis.size) for unit in place.units())
+    return all(model_rules.is_sharded(unit, axis.size) for unit in place.units)
 
 
 def _slice(place: SliceRule, model_rules: ModelRules, tp: int) -> Placement:
     """The placement of a tensor of which each rank reads a slice."""
-    sizes = ((name, model_rules.fields().evaluate(model_rules.family.units[name].size)) for name in place.units())
+    sizes = ((name, model_rules.fields().evaluate(model_rules.family.units[name].size)) for name in place.units)
     return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 
 

@@ -17,7 +17,6 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.tensor_placement import ShardedDim
 from shardconv.support.errors import PlanError
 from shardconv.support.formatting import counted
 
@@ -134,10 +133,7 @@ def planned_tensors(
     shards, planner = _resolved(members, rank_tensors, config, request)
     check_layers(shards, config)
     _check_equal_layers(shards, config)
-    return {
-        name: TensorSpec(shards[name].dtype, _full_shape(shards[name].shape, planner.sharded_dim(name), tp))
-        for name in sorted(shards)
-    }
+    return {name: TensorSpec(shards[name].dtype, planner.group_of[name].full_shape(tp)) for name in sorted(shards)}
 
 
 def _resolved(
@@ -171,13 +167,6 @@ def _resolved(
 def _even_split(spec: TensorSpec, count: int) -> TensorSpec:
     """One of ``count`` members of a tensor with the same number of rows each."""
     return spec if count == 1 else TensorSpec(spec.dtype, (sum(spec.shape[:1]) // count, *spec.shape[1:]))
-
-
-def _full_shape(shard: tuple[int, ...], sharded: ShardedDim, tp: int) -> tuple[int, ...]:
-    if sharded.dim is None:
-        return shard
-    size = shard[sharded.dim] * tp if sharded.size is None else sharded.size
-    return (*shard[: sharded.dim], size, *shard[sharded.dim + 1 :])
 
 
 def check_layers(names: Iterable[str], config: Mapping[str, object]) -> None:

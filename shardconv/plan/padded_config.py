@@ -67,8 +67,8 @@ def change_config(planner: Planner, names: Collection[str], *, may_add: bool) ->
     for padded in padded_rules:
         _check_tensor(padded)
         if (field := _field(padded)) is not None:
-            change = _Change(padded.model_rules, field, padded.padded)
-            first = changes.setdefault((id(padded.model_rules.config), field), change)
+            change = _Change(padded.group.model_rules, field, padded.padded)
+            first = changes.setdefault((id(padded.group.model_rules.config), field), change)
             if first.value != change.value:
                 raise PlanError(f"config field {field} would be both {first.value} and {change.value}: {_REMEDY}")
     changes |= {(id(change.model_rules.config), change.field): change for change in _equal_counts([*changes.values()])}
@@ -90,16 +90,16 @@ def change_config(planner: Planner, names: Collection[str], *, may_add: bool) ->
 
 
 def _check_tensor(padded: PaddedRule) -> None:
-    if padded.tensor.endswith(".weight") and len(padded.spec.shape) == 1:
+    if padded.group.name.endswith(".weight") and len(padded.group.spec.shape) == 1:
         raise PlanError(
-            f"{padded.tensor} is a norm over all heads, which would divide by the padded number of heads: {_REMEDY}"
+            f"{padded.group.name} is a norm over all heads, which would divide by the padded number of heads: {_REMEDY}"
         )
 
 
 def _count(padded: PaddedRule) -> str | int | None:
     """The number of units as an expression; None if it follows from the size of the tensor."""
-    unit = padded.model_rules.family.units.get(padded.unit or "")
-    if padded.unit is None and padded.rule.style == "embedding_rowwise":
+    unit = padded.group.model_rules.family.units.get(padded.unit or "")
+    if padded.unit is None and padded.group.rule.style == "embedding_rowwise":
         return VOCABULARY
     return None if unit is None else unit.count
 
@@ -123,11 +123,11 @@ def _equal_counts(changes: list[_Change]) -> Iterator[_Change]:
 def _check_count(padded: PaddedRule) -> None:
     """Check that the number of units follows from the changed config."""
     count = _count(padded)
-    if count is None or padded.model_rules.fields().evaluate(count) != padded.padded:
+    if count is None or padded.group.model_rules.fields().evaluate(count) != padded.padded:
         source = "is in no known field" if count is None else f"follows from {count}, which is not one field,"
         raise PlanError(
-            f"{padded.tensor}: the number of {padded.unit or 'elements'} {source} of config.json, so the config cannot "
-            f"express {padded.padded} instead of {padded.size}: {_REMEDY}"
+            f"{padded.group.name}: the number of {padded.unit or 'elements'} {source} of config.json, so the config "
+            f"cannot express {padded.padded} instead of {padded.size}: {_REMEDY}"
         )
 
 
@@ -135,9 +135,7 @@ def _check_modules(model_rules: ModelRules, names: Collection[str]) -> None:
     """Refuse padded units for which modules have values that depend on the number of units, such as ALiBi slopes."""
     units = model_rules.family.units
     for regex, rule in model_rules.modules():
-        padded = {
-            name for name in rule.units() if units[name].count is not None and model_rules.units(name, 1).is_padded
-        }
+        padded = {name for name in rule.units if units[name].count is not None and model_rules.units(name, 1).is_padded}
         if rule.norms and not any(re.match(rf"{regex.pattern}\.norms\.", name) for name in names):
             padded.discard(rule.norms)
         if padded:

@@ -9,14 +9,8 @@ from msgspec.structs import replace
 from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.tensor_groups import (
-    TensorGroup,
-    group_tensors,
-    layers_by_rule,
-    padding_blocks,
-    with_model_rules,
-)
-from shardconv.plan.tensor_placement import BlockedError, GroupPlanner, PaddedRule, ShardedDim
+from shardconv.plan.tensor_groups import group_tensors, layers_by_rule, padding_blocks, with_rules
+from shardconv.plan.tensor_placement import BlockedError, PaddedRule, TensorGroup
 from shardconv.plan.tp_sizes import MAX_TP, BlockedTp, PlacedTensors, unsupported_tp
 from shardconv.support.errors import PlanError, UsageError, option
 
@@ -62,12 +56,10 @@ class Planner:
     def _set_rules(self, rules: RuleSet, group_of: Mapping[str, TensorGroup]) -> None:
         self.rules, self.group_of = rules, group_of
         self._sizes = Counter(group_of.values())
-        self._planners = {group: GroupPlanner(group, rules) for group in self._sizes}
 
     def _set_padding(self, pad: int) -> None:
         rules = self.rules.with_padding(pad, layers_by_rule(self.group_of), padding_blocks(self.group_of))
-        models = dict(zip(self.rules.models, rules.models, strict=True))
-        self._set_rules(rules, with_model_rules(self.group_of, models))
+        self._set_rules(rules, with_rules(self.group_of, rules))
 
     def padded(self, pad: int = 1) -> "Planner":
         """The planner with padding to a multiple of ``pad`` and of tp; without padding for 0.
@@ -102,7 +94,7 @@ class Planner:
                 f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
             )
         try:
-            plans = {group: planner.plan(tp) for group, planner in self._planners.items()}
+            plans = {group: group.plan(tp) for group in self._sizes}
         except BlockedError as error:
             raise unsupported_tp(self, tp, error) from error
         tensors = {name: plans[group] for name, group in self.group_of.items()}
@@ -114,8 +106,7 @@ class Planner:
         Raises:
             BlockedError: if a tensor cannot be sharded for ``tp`` ranks.
         """
-        groups = self._planners.items()
-        return [PlacedTensors(planner.plan(tp).placement, group.spec, self._sizes[group]) for group, planner in groups]
+        return [PlacedTensors(group.plan(tp).placement, group.spec, number) for group, number in self._sizes.items()]
 
     def blocked(self, tp: int) -> BlockedTp | None:
         """The reason why a tensor parallel size is not supported; None if it is."""
@@ -125,20 +116,10 @@ class Planner:
             return BlockedTp(tp, error.tensor, error.reason)
         return None
 
-    def sharded_dim(self, name: str) -> ShardedDim:
-        """The dim that is sharded of a tensor, and its full size by rule and config.
-
-        The size of that dim is not read from the tensor, which may therefore be a rank's shard.
-
-        Raises:
-            PlanError: if the config lacks a field that gives the size.
-        """
-        return self._planners[self.group_of[name]].sharded_dim()
-
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
         """The units that the plan for ``tp`` ranks pads on request, by rule."""
-        for planner in self._planners.values() if self.rules.pad else ():
-            yield from planner.padded_units(tp)
+        for group in self._sizes if self.rules.pad else ():
+            yield from group.padded_rules(tp)
 
     def supports_whole_experts(self, tp: int) -> bool:
         """Whether the user may distribute whole experts over ranks, and ``tp`` is supported then, without padding."""

@@ -138,7 +138,7 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     matcher = Matcher.of_patterns(rule.pattern for rule in family.rules)
     matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
     rules = tuple(family.rules[index] for index in sorted(matched))
-    named = units_named(rules, family.modules)
+    named = units_named((*rules, *family.modules))
     units = {name: unit for name, unit in family.units.items() if name in named}
     read = fields_read(replace(family, rules=rules, units=units, config={}))
     return not HEAD_FIELDS.isdisjoint(with_defaults(read, family.config))

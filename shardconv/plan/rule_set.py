@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
-from shardconv.plan.families.config_fields import check_expression, lookup, select_fields, with_defaults
+from shardconv.plan.families.config_fields import lookup, select_fields, with_defaults
 from shardconv.plan.families.family import (
     NAMES_FAMILY,
     PLAN_FILE,
@@ -138,22 +138,19 @@ class RuleSet(Data, frozen=True, eq=False):
         return replace(self, models=tuple(map(_stored, self.models)))
 
     def check(self) -> None:
-        """Check a rule set from a manifest, as a family is checked when it is loaded.
+        """Check the units of a rule set from a manifest, as those of a family are checked when it is loaded.
 
         Raises:
-            ValueError: if the default of a config field is not an expression.
             PlanError: if a rule names a unit that does not exist.
         """
-        for family in (model_rules.family for model_rules in self.models):
-            for expression in family.config.values():
-                check_expression(expression)
-            check_units(family.units, family.rules, family.modules)
+        for model_rules in self.models:
+            check_units(model_rules.family)
 
 
 def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
     rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
-    units = {name: unit for name, unit in family.units.items() if name in units_named(rules, modules)}
+    units = {name: unit for name, unit in family.units.items() if name in units_named((*rules, *modules))}
     kept = Family(
         family.name,
         prefix=family.prefix,
@@ -200,9 +197,10 @@ def model_rules_of(
         raise PlanError(f"submodels are nested too deep (expected at most {_MAX_DEPTH} nested configs)")
     yield ModelRules(family, config, at)
     for start, submodel in family.submodels.items():
-        if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.field), Mapping):
+        if submodel.by_user and config is not None and not isinstance(lookup(config, submodel.config), Mapping):
             raise PlanError(
-                f"submodel {start!r}: the config does not have a nested config {submodel.field!r}: correct or remove it"
+                f"submodel {start!r}: the config does not have a nested config {submodel.config!r}: correct or remove "
+                f"it"
             )
         submodel_config, submodel_family = _config_and_family(submodel, config or {})
         if submodel_family is not None:
@@ -216,12 +214,12 @@ def _config_and_family(submodel: Submodel, config: Mapping[str, object]) -> tupl
     ``model_type``, or none. The submodel's type is then the model's with the name of the field appended, such as
     ``qwen2_vl_text`` for ``text_config``.
     """
-    nested = lookup(config, submodel.field)
+    nested = lookup(config, submodel.config)
     submodel_config = nested if isinstance(nested, Mapping) else config
     if submodel.family:
         return submodel_config, load_family(submodel.family)
     model_type = config.get("model_type")
     submodel_type = submodel_config.get("model_type") or model_type
     if submodel_type == model_type:
-        submodel_type = f"{model_type}_{submodel.field.rpartition('.')[2].removesuffix('_config')}"
+        submodel_type = f"{model_type}_{submodel.config.rpartition('.')[2].removesuffix('_config')}"
     return submodel_config, family_for(submodel_type) if isinstance(submodel_type, str) else None

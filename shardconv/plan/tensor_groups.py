@@ -5,18 +5,18 @@ Tensors of a group have the same rule, shape and other inputs of a placement. A 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm, prod
 
-from shardconv.plan.experts import Expert, find_experts
-from shardconv.plan.families.config_fields import Fields
+from shardconv.plan.experts import find_experts
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import Matcher, PatternMatch, pattern_for
-from shardconv.plan.families.rule import STYLES, Rule
+from shardconv.plan.families.rule import Rule
 from shardconv.plan.grid import Grid
 from shardconv.plan.model_rules import ModelRules, UsedRules
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.tensor_placement import TensorGroup
 from shardconv.support.errors import PlanError, option
 
 #: Names of tensors that hold several projections: never sharded without a rule that gives their segments.
@@ -24,52 +24,6 @@ FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|p
 
 #: The rule of a tensor of at most one element that no other rule matches.
 SCALAR = Rule("(one element or none)", "replicate", origin="any model")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorGroup:
-    """Tensors with equal inputs of the placement, and therefore with equal placements. Compared by identity.
-
-    Attributes:
-        name: the first of the tensors, for messages.
-        rule: the rule that matches their names.
-        model_rules: the rules of the model or submodel.
-        leaf: ``weight`` or ``bias``: which tensor of its module each is.
-        spec: dtype, shape and grid.
-        rows: rows of the weight of the layer ``beside`` of the rule; None without one.
-        stage: the stage of the model, where the units of the rule differ by stage.
-        expert: the expert that it belongs to, if experts are distributed over ranks.
-    """
-
-    name: str
-    rule: Rule
-    model_rules: ModelRules
-    leaf: str
-    spec: TensorSpec
-    rows: int | None = None
-    stage: int | None = None
-    expert: Expert | None = None
-
-    @property
-    def matrix(self) -> str:
-        """The name of the tensor that the rule is for: of a quantized tensor, that of its logical matrix."""
-        return self.name if self.spec.grid is None else self.spec.grid.logical_name(self.name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the rule reads: of a quantized tensor, that of its logical matrix."""
-        return self.spec.shape if self.spec.grid is None else self.spec.grid.shape
-
-    @property
-    def dim(self) -> int | None:
-        """The dim of :attr:`shape` that the rule shards, from 0; None where it is replicated."""
-        return sharded_dim_of(self.rule, self.leaf, self.shape, self.name)
-
-    def fields(self) -> Fields:
-        """The fields that the rule's expressions read: the config, ``features`` (the sharded dim) and ``rows``."""
-        dim = self.dim
-        sizes = {"features": None if dim is None else self.shape[dim], "rows": self.rows}
-        return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
 
 def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, TensorGroup]:
@@ -100,7 +54,7 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
         group = groups.get(key)
         if group is None:
             leaf = "weight" if match is None else match.leaf
-            group = groups[key] = TensorGroup(name, rule, model_rules, leaf, *key[1:])
+            group = groups[key] = TensorGroup(name, rule, model_rules, rules, leaf, *key[1:])
             _check_expert(group)
         group_of[name] = group
     if unmatched:
@@ -128,12 +82,11 @@ def padding_blocks(group_of: Mapping[str, TensorGroup]) -> dict[str, int]:
     return found
 
 
-def with_model_rules(
-    group_of: Mapping[str, TensorGroup], models: Mapping[ModelRules, ModelRules]
-) -> dict[str, TensorGroup]:
-    """The same groups with other rules of their models."""
+def with_rules(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> dict[str, TensorGroup]:
+    """The same groups with another rule set, whose models have the same rules."""
     changed = {
-        group: replace(group, model_rules=models[group.model_rules]) for group in dict.fromkeys(group_of.values())
+        group: replace(group, rules=rules, model_rules=rules.models[group.rules.models.index(group.model_rules)])
+        for group in dict.fromkeys(group_of.values())
     }
     return {name: changed[group] for name, group in group_of.items()}
 
@@ -143,27 +96,6 @@ def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
     ruled = [(rule, model_rules) for model_rules in rules.models for rule in model_rules.rules()]
     patterns = [(f"{model_rules.at}.{rule.pattern}", model_rules.regex(rule.pattern)) for rule, model_rules in ruled]
     return ruled, Matcher(patterns)
-
-
-def sharded_dim_of(rule: Rule, leaf: str, shape: tuple[int, ...], name: str) -> int | None:
-    """The dim of a tensor that a rule shards, from 0; None where it is replicated.
-
-    Raises:
-        PlanError: if the rule shards input features, and the tensor has one dim.
-    """
-    style = STYLES[rule.style]
-    dim = style.bias if leaf == "bias" else style.weight
-    if dim is None or prod(shape) <= 1 or len(shape) < max(rule.dims, 1):
-        return None
-    if rule.dims and shape[dim] == 1:
-        return None
-    if dim >= 0 or len(shape) == 1:
-        if dim == -1 and leaf != "bias":
-            raise PlanError(f"{name}: style {rule.style} needs a matrix (got a tensor of one dim): use another style")
-        return 0
-    if rule.transposed and leaf != "bias":
-        dim = {-1: -2, -2: -1}[dim]
-    return len(shape) + dim
 
 
 def _check_expert(group: TensorGroup) -> None:

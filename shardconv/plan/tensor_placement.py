@@ -1,26 +1,25 @@
-"""The placement of one group of tensors at one tp, by its rule, config and shape.
+"""A group of tensors with equal placements, and their placement at one tp, by their rule, config and shape.
 
 Sizes of rule, config and shape that do not agree are an error.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
 from msgspec import structs
 
-from shardconv.plan.experts import place_expert
+from shardconv.plan.experts import Expert, place_expert
 from shardconv.plan.families.config_fields import Fields
 from shardconv.plan.families.family import NAMES_FAMILY
-from shardconv.plan.families.rule import Rule
+from shardconv.plan.families.rule import STYLES, Rule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.tensor_groups import TensorGroup
 from shardconv.support.errors import PlanError, ShapeError, option
 
 #: Config fields about attention heads, which are assumed without a config.
@@ -37,29 +36,16 @@ class PaddedRule(NamedTuple):
     """A rule that pads.
 
     Attributes:
-        model_rules: the rules of the model or submodel.
-        rule: the rule.
+        group: the first tensors that it pads.
         unit: the unit; None if elements are padded.
         size: number of units without padding.
         padded: number of units with padding.
-        tensor: the first tensor that the rule pads.
-        spec: of the tensor.
     """
 
-    model_rules: ModelRules
-    rule: Rule
+    group: "TensorGroup"
     unit: str | None
     size: int
     padded: int
-    tensor: str
-    spec: TensorSpec
-
-
-class ShardedDim(NamedTuple):
-    """The dim that a rule shards, from 0 (None: replicated), and its full size (None: only the tensor has it)."""
-
-    dim: int | None
-    size: int | None
 
 
 class BlockedError(Exception):
@@ -78,21 +64,68 @@ class BlockedError(Exception):
         self.is_unsure = is_unsure
 
 
-class GroupPlanner:
-    """Placements of one group of tensors.
+@dataclass(frozen=True, eq=False)
+class TensorGroup:
+    """Tensors with equal inputs of the placement, and therefore with equal placements. Compared by identity.
 
-    Args:
-        group: the tensors.
-        rules: the rule set that their rule is from.
+    Attributes:
+        name: the first of the tensors, for messages.
+        rule: the rule that matches their names.
+        model_rules: the rules of the model or submodel.
+        rules: the rule set that these are from.
+        leaf: ``weight`` or ``bias``: which tensor of its module each is.
+        spec: dtype, shape and grid.
+        rows: rows of the weight of the layer ``beside`` of the rule; None without one.
+        stage: the stage of the model, where the units of the rule differ by stage.
+        expert: the expert that it belongs to, if experts are distributed over ranks.
     """
 
-    def __init__(self, group: TensorGroup, rules: RuleSet) -> None:
-        self._group = group
-        self._rules = rules
+    name: str
+    rule: Rule
+    model_rules: ModelRules
+    rules: RuleSet
+    leaf: str
+    spec: TensorSpec
+    rows: int | None = None
+    stage: int | None = None
+    expert: Expert | None = None
+
+    @property
+    def matrix(self) -> str:
+        """The name of the tensor that the rule is for: of a quantized tensor, that of its logical matrix."""
+        return self.name if self.spec.grid is None else self.spec.grid.logical_name(self.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the rule reads: of a quantized tensor, that of its logical matrix."""
+        return self.spec.shape if self.spec.grid is None else self.spec.grid.shape
+
+    @property
+    def dim(self) -> int | None:
+        """The dim of :attr:`shape` that the rule shards, from 0; None where it is replicated.
+
+        Raises:
+            PlanError: if the rule shards input features, and the tensor has one dim.
+        """
+        rule, shape, is_bias = self.rule, self.shape, self.leaf == "bias"
+        dim = STYLES[rule.style].bias if is_bias else STYLES[rule.style].weight
+        if dim is None or prod(shape) <= 1 or len(shape) < max(rule.dims, 1) or (rule.dims and shape[dim] == 1):
+            return None
+        if dim >= 0 or len(shape) == 1:
+            if dim == -1 and not is_bias:
+                raise PlanError(
+                    f"{self.name}: style {rule.style} needs a matrix (got a tensor of one dim): use another style"
+                )
+            return 0
+        if rule.transposed and not is_bias:
+            dim = {-1: -2, -2: -1}[dim]
+        return len(shape) + dim
 
     @cached_property
     def _fields(self) -> Fields:
-        return self._group.fields()
+        """The fields that the rule's expressions read: the config, ``features`` (the sharded dim) and ``rows``."""
+        sizes = {"features": None if self.dim is None else self.shape[self.dim], "rows": self.rows}
+        return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
     def plan(self, tp: int) -> TensorPlan:
         """Placement, style and reason at ``tp`` ranks.
@@ -101,100 +134,95 @@ class GroupPlanner:
             BlockedError: if the units cannot be divided over ``tp`` ranks.
             PlanError: if rule, config and shape do not fit together.
         """
-        group, rule = self._group, self._group.rule
+        rule, grid = self.rule, self.spec.grid
         if not self._is_sharded(tp):
             return self._unsharded.plan(tp)
-        if self._rules.uncertain and tp & (tp - 1):
+        if self.rules.uncertain and tp & (tp - 1):
             raise BlockedError(
-                group.matrix, "only powers of two are supported while head_dim is unknown", is_unsure=True
+                self.matrix, "only powers of two are supported while head_dim is unknown", is_unsure=True
             )
         try:
-            if group.expert is not None:
-                placement = place_expert(group.expert, group.spec.shape, tp)
-                return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern), group.spec.grid)
+            if self.expert is not None:
+                placement = place_expert(self.expert, self.spec.shape, tp)
+                return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern), self.spec.grid)
             matrix_placement = self._place(tp)
-            grid = group.spec.grid
-            placement = matrix_placement if grid is None else grid.place(matrix_placement, group.spec.shape)
-            _check_bytes(placement, group.spec)
+            placement = matrix_placement if grid is None else grid.place(matrix_placement, self.spec.shape)
+            _check_bytes(placement, self.spec)
         except IndivisibleError as error:
-            read = ", ".join(self._fields_read()) or f"shape {list(group.shape)}"
-            is_unsure = bool(self._rules.uncertain) and not HEAD_FIELDS.isdisjoint(self._fields.read)
-            raise BlockedError(group.matrix, f"{error} ({read})", is_unsure=is_unsure) from error
+            read = ", ".join(self._fields_read()) or f"shape {list(self.shape)}"
+            is_unsure = bool(self.rules.uncertain) and not HEAD_FIELDS.isdisjoint(self._fields.read)
+            raise BlockedError(self.matrix, f"{error} ({read})", is_unsure=is_unsure) from error
         except PlanError as error:
-            if self._rules.family != NAMES_FAMILY or self._rules.has_plan_file:
+            if self.rules.family != NAMES_FAMILY or self.rules.has_plan_file:
                 raise
             raise PlanError(f"{error.message}. No family is known for this model", f"pass {option('rules')}") from error
         edits = None if grid is None else grid.edits(matrix_placement)
         reason = Reason(rule.origin, rule.pattern, self._fields_read())
         return TensorPlan(placement, rule.style, rule.units, reason, grid, edits)
 
-    def padded_units(self, tp: int) -> Iterator[PaddedRule]:
+    def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
         """The units that have padding at ``tp`` ranks."""
-        group = self._group
         if not self._is_sharded(tp):
-            yield from self._unsharded.padded_units(tp)
-            return
-        if not self.plan(tp).placement.is_padded:
-            return
-        names, units, _ = self._units(group.shape[group.dim or 0])
-        for unit_name, unit in zip(names, units, strict=True):
-            padding = group.model_rules.padding(group.rule, unit_name)
-            padded = (padding.apply(unit, group.model_rules.multiple(tp)) if padding else unit).padded_count(tp)
-            if padded != unit.count:
-                yield PaddedRule(group.model_rules, group.rule, unit_name, unit.count, padded, group.name, group.spec)
+            yield from self._unsharded.padded_rules(tp)
+        elif self.plan(tp).placement.is_padded:
+            names, units, _ = self._units(self.shape[self.dim or 0])
+            for name, unit in zip(names, units, strict=True):
+                padding = self.model_rules.padding(self.rule, name)
+                padded = (padding.apply(unit, self.model_rules.multiple(tp)) if padding else unit).padded_count(tp)
+                if padded != unit.count:
+                    yield PaddedRule(self, name, unit.count, padded)
 
-    def sharded_dim(self) -> ShardedDim:
-        """The dim that is sharded, and its full size by rule and config.
-
-        The size is not read from the tensor, which may therefore be a rank's shard.
+    def full_shape(self, tp: int) -> tuple[int, ...]:
+        """The full shape where these tensors are shards for ``tp`` ranks: of the sharded dim by rule and config.
 
         Raises:
             PlanError: if the config lacks a field that gives the size.
         """
-        rule = self._group.rule
-        if (dim := self._group.dim) is None or rule.otherwise:
-            return ShardedDim(dim, None)
-        fields = self._group.fields()
-        names = rule.segments or (rule.unit,)
-        units = [self._group.model_rules.family.units[unit] for unit in names if unit is not None]
-        if not units and rule.style == "embedding_rowwise":
-            return ShardedDim(dim, fields.evaluate("vocab_size"))
-        counted = [fields.evaluate(unit.count) * fields.evaluate(unit.size) for unit in units if unit.count is not None]
-        is_known = len(counted) == len(names)
-        times = fields.evaluate(rule.groups) * fields.evaluate(rule.repeats)
-        return ShardedDim(dim, times * sum(counted) if is_known else None)
+        rule, dim, fields = self.rule, self.dim, self._fields
+        if dim is None:
+            return self.shape
+        size = self.shape[dim] * tp
+        units = [self.model_rules.family.units[unit] for unit in rule.units]
+        if not rule.otherwise and not units and rule.style == "embedding_rowwise":
+            size = fields.evaluate("vocab_size")
+        elif not rule.otherwise and units and all(unit.count is not None for unit in units):
+            widths = (fields.evaluate(unit.count or 0) * fields.evaluate(unit.size) for unit in units)
+            size = fields.evaluate(rule.groups) * fields.evaluate(rule.repeats) * sum(widths)
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
     def _is_sharded(self, tp: int) -> bool:
         """Whether the units of the rule are sharded: with ``shard_if_divisible``, if ``tp`` divides their count."""
-        model_rules, rule = structs.replace(self._group.model_rules, stage=self._group.stage), self._group.rule
-        return not rule.otherwise or all(model_rules.is_sharded(unit, tp) for unit in rule.units)
+        if not self.rule.otherwise:
+            return True
+        model_rules = structs.replace(self.model_rules, stage=self.stage)
+        return all(model_rules.is_sharded(unit, tp) for unit in self.rule.units)
 
     @cached_property
-    def _unsharded(self) -> "GroupPlanner":
-        """The planner with the style that applies where the units are not sharded."""
-        rule = self._group.rule
+    def _unsharded(self) -> "TensorGroup":
+        """The group with the style that applies where the units are not sharded."""
+        rule = self.rule
         other = Rule(rule.pattern, rule.otherwise, pad=True, transposed=rule.transposed, origin=rule.origin)
-        return GroupPlanner(replace(self._group, rule=other), self._rules)
+        return replace(self, rule=other)
 
     def _fields_read(self) -> tuple[str, ...]:
         """The config fields that were read, with a mark on those that were assumed."""
-        assumed = HEAD_FIELDS if self._rules.uncertain else frozenset()
+        assumed = HEAD_FIELDS if self.rules.uncertain else frozenset()
         return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in self._fields.read.items())
 
     def _place(self, tp: int) -> Placement:
         """The placement of a tensor of shape :attr:`TensorGroup.shape`."""
-        group, rule, shape = self._group, self._group.rule, self._group.shape
+        rule, shape = self.rule, self.shape
         if rule.size is not None and shape[-1:] != (expected := self._fields.evaluate(rule.size),):
             raise PlanError(
-                f"{group.matrix}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
+                f"{self.matrix}: shape {list(shape)} does not end in {rule.size} = {expected}, so rule "
                 f"{rule.pattern!r} is not meant for it: pass a family or a plan file with a rule for it as "
                 f"{option('rules')}"
             )
-        if (dim := group.dim) is None:
+        if (dim := self.dim) is None:
             return Placement.replicated(tp)
         if len(shape) > 2 and rule.origin == f"family {NAMES_FAMILY}":
             raise PlanError(
-                f"{group.matrix} of shape {list(shape)}: its name does not determine which dim to shard: pass "
+                f"{self.matrix} of shape {list(shape)}: its name does not determine which dim to shard: pass "
                 f"{option('rules')} with a family, or with a plan file that has a rule for it"
             )
         names, units, chunks = self._units(shape[dim])
@@ -202,25 +230,25 @@ class GroupPlanner:
         self._check_size(dim, groups, units, chunks)
         if chunks > 1:
             return shard_dim(dim, units, tp, groups=groups).chunk(rule.segment or 0, chunks)
-        paddings = [group.model_rules.padding(rule, unit) for unit in names]
-        return _padded_placement(dim, units, tp, groups, paddings, group.model_rules.multiple(tp))
+        paddings = [self.model_rules.padding(rule, unit) for unit in names]
+        return _padded_placement(dim, units, tp, groups, paddings, self.model_rules.multiple(tp))
 
     def _check_size(self, dim: int, groups: int, units: Sequence[Unit], chunks: int) -> None:
         """Check that the units of all groups, or an even chunk of them, are the elements of the dim."""
-        group, size = self._group, self._group.shape[dim]
+        size = self.shape[dim]
         expected = groups * sum(unit.width for unit in units)
         if expected == size * chunks:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
-        stored = "" if group.spec.grid is None else ", or quantization_config of the layer is wrong"
+        stored = "" if self.spec.grid is None else ", or quantization_config of the layer is wrong"
         of_group = f"; counts of segments are those of one of the {groups} groups" if groups > 1 else ""
         cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
         config = option("config")
         raise ShapeError(
-            f"{group.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
+            f"{self.matrix}: dim {dim} has {size} elements (expected {_sum_of_widths(groups, units, chunks)}"
             f"{f' by {read} of the config' * bool(read)}{of_group}): {cause}",
-            f"pass {f'{config} or ' * bool(read or stored)}other {option('rules')} (now {group.rule.origin}, "
-            f"rule {group.rule.pattern!r})",
+            f"pass {f'{config} or ' * bool(read or stored)}other {option('rules')} (now {self.rule.origin}, "
+            f"rule {self.rule.pattern!r})",
         )
 
     def _units(self, size: int) -> tuple[tuple[str | None, ...], list[Unit], int]:
@@ -230,7 +258,7 @@ class GroupPlanner:
             The names of the units; the units; and the number of tensors into which the dim is divided evenly: 1, or the
             number of segments if each tensor holds an even chunk of all of them.
         """
-        rule = self._group.rule
+        rule = self.rule
         names = (rule.segments or (rule.unit,)) * self._fields.evaluate(rule.repeats)
         segment_size = size // max(self._fields.evaluate(rule.groups) * len(names), 1)  # of units without a count
         units = [self._unit(unit, segment_size) for unit in names]
@@ -241,24 +269,22 @@ class GroupPlanner:
         return names, units, len(units)
 
     def _unit(self, unit_name: str | None, size: int) -> Unit:
-        rule, fields = self._group.rule, self._fields
+        rule, fields = self.rule, self._fields
         if unit_name is None:
             is_vocabulary = rule.pad and rule.style == "embedding_rowwise"
             rows = fields.evaluate_known(rule.rows)
             return Unit(
                 size if rows is None else rows,
                 pad=rule.pad,
-                multiple=self._rules.vocab_multiple if is_vocabulary else 1,
+                multiple=self.rules.vocab_multiple if is_vocabulary else 1,
             )
-        unit = self._group.model_rules.family.units[unit_name]
-        replicate = unit.replicate and not self._rules.uncertain
+        unit = self.model_rules.family.units[unit_name]
+        replicate = unit.replicate and not self.rules.uncertain
         unit_size = fields.evaluate(unit.size)
         if unit.count is not None:
             return Unit(fields.evaluate(unit.count), unit_size, replicate, rule.pad)
         if not unit_size or size % unit_size:
-            raise PlanError(
-                f"{self._group.name}: {size} elements are not a multiple of the {unit_size} of one {unit_name}"
-            )
+            raise PlanError(f"{self.name}: {size} elements are not a multiple of the {unit_size} of one {unit_name}")
         return Unit(size // unit_size, unit_size, replicate, rule.pad)
 
 

@@ -193,7 +193,9 @@ def padded_size(planner: "Planner", tp: int) -> PaddedTp | None:
 
 def padding_report(planner: "Planner", tp: int) -> PaddingReport:
     """The padding that the plan for ``tp`` ranks adds on request."""
-    units = [PaddedUnit(one.unit or pattern_for(one.tensor), one.size, one.padded) for one in planner.padded_rules(tp)]
+    units = [
+        PaddedUnit(one.unit or pattern_for(one.group.name), one.size, one.padded) for one in planner.padded_rules(tp)
+    ]
     return PaddingReport(tuple(dict.fromkeys(units)), padding_share(planner.place(tp))) if units else NO_PADDING
 
 

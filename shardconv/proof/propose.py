@@ -13,10 +13,9 @@ from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.families.family import NAMES_FAMILY, PLAN_FILE, Family, Mount
-from shardconv.plan.families.loading import expand_family, load_family
+from shardconv.plan.families.loading import expand_family, load_family, parse_entry, parse_family
 from shardconv.plan.families.matcher import Matcher
-from shardconv.plan.families.parsing import parse_family, parse_module, parse_unit
-from shardconv.plan.families.rule import ModuleRule
+from shardconv.plan.families.rule import ModuleRule, UnitRule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
@@ -152,7 +151,7 @@ def _used_units(proposal: Proposal) -> dict[str, UnitTable]:
     """The units that the rules and overrides of a proposal name."""
     used = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("segments", ()))}
     for pattern, overrides in proposal.overrides.items():
-        used |= parse_module(pattern, overrides, "proposal").reads()
+        used |= parse_entry(ModuleRule, pattern, overrides, pattern=pattern).reads()
     return {name: unit for name, unit in proposal.units.items() if name in used}
 
 
@@ -232,7 +231,7 @@ def _overriding(units: Mapping[str, UnitTable], family: Family) -> dict[str, Uni
     """The units, with ``override`` for those that the family defines differently."""
     known = family.units
     return {
-        name: {**unit, "override": True} if known.get(name, own := parse_unit(name, unit)) != own else unit
+        name: {**unit, "override": True} if known.get(name, own := parse_entry(UnitRule, name, unit)) != own else unit
         for name, unit in units.items()
     }
 

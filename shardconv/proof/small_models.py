@@ -110,5 +110,6 @@ def _padded_heads(planner: Planner, tp: int) -> set[tuple[str, Heads]]:
     """The heads that a plan pads in groups, each with the submodel that has them."""
     if not planner.rules.pad or planner.blocked(tp) is not None:
         return set()
-    paddings = ((one.model_rules, one.model_rules.padding(one.rule, one.unit)) for one in planner.padded_rules(tp))
-    return {(model_rules.at, padding.heads) for model_rules, padding in paddings if padding and padding.heads}
+    padded = ((one.group.model_rules, one.group.rule, one.unit) for one in planner.padded_rules(tp))
+    paddings = ((model_rules.at, model_rules.padding(rule, unit)) for model_rules, rule, unit in padded)
+    return {(at, padding.heads) for at, padding in paddings if padding and padding.heads}

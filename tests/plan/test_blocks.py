@@ -8,8 +8,16 @@ import pytest
 
 from shardconv.plan.families import loading
 from shardconv.plan.families.family import Family
-from shardconv.plan.families.loading import expand_family, family_for, family_names, load_block, load_family
-from shardconv.plan.families.parsing import parse_block, parse_family, parse_module
+from shardconv.plan.families.loading import (
+    expand_family,
+    family_for,
+    family_names,
+    load_block,
+    load_family,
+    parse_block,
+    parse_entry,
+    parse_family,
+)
 from shardconv.plan.families.rule import ModuleRule
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
@@ -138,9 +146,9 @@ def test_empty_sections_are_not_inherited():
 
 def test_override_that_is_false_replaces_one_that_is_true():
     keys = ("allreduce_input_grad", "gathered_output", "allreduce_output")
-    said = [parse_module("x", dict.fromkeys(keys, value), "") for value in (True, False)]
+    said = [parse_entry(ModuleRule, "x", dict.fromkeys(keys, value), pattern="x") for value in (True, False)]
     assert not any(getattr(ModuleRule.joined(said), key) for key in keys)
-    silent = parse_module("x", {"attributes": {"a": 1}}, "")
+    silent = parse_entry(ModuleRule, "x", {"attributes": {"a": 1}}, pattern="x")
     assert all(getattr(ModuleRule.joined([said[0], silent]), key) for key in keys)
     assert all(msgspec.convert(msgspec.to_builtins(one), ModuleRule) == one for one in said)
 
@@ -268,8 +276,11 @@ def test_inherited_units_stay():
     [
         ({"x": "attentoin"}, "block 'attentoin' is unknown"),
         ({"x": "../families/llama"}, "block '../families/llama' is unknown"),
-        ({"x": 3}, "is not a block's name"),
-        ({"x": {"block": "attention", "num_attention_heads": True}}, "is not an expression of config fields"),
+        ({"x": 3}, "blocks 'x': block: Expected `str`, got `int`"),
+        (
+            {"x": {"block": "attention", "num_attention_heads": True}},
+            r"blocks 'x': fields\[...\]: Expected `.*`, got `bool`",
+        ),
         ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "is not an expression"),
         (
             {"x": {"block": "mlp", "intermediate_sise": "moe_intermediate_size"}},

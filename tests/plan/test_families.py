@@ -684,7 +684,7 @@ def test_plan_file_may_inherit_a_family(checkpoint, tmp_path):
             '[submodels]\n"model" = { config = "text_config", family = "nothing" }',
             r"plan file mine\.toml: submodel 'model': family 'nothing' is unknown",
         ),
-        ("rules = 1", "rules: Expected `object`, got `int`"),
+        ("rules = 1", "rules: 1 is not a table"),
         ("[rules", "is not TOML"),
     ],
 )

@@ -5,6 +5,7 @@ A field that the config does not have is the family's default. The fields that a
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
@@ -21,6 +22,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 _REMEDY = f"pass {option(config='FILE')} with it"
 #: In an expression, the index of the stage of a tensor or module: ``field[stage]``.
 STAGE = "stage"
+#: A name in an expression; with dots for fields of nested configs.
+NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
 
 
 class Fields:
@@ -162,26 +165,55 @@ def check_expression(expression: str | int) -> None:
         ValueError: if it does not.
     """
     try:
-        _check_node(_parse(str(expression)), expression)
+        fields_in(expression)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{expression!r:.60} is not an expression, or too long") from error
 
 
 @lru_cache(maxsize=4096)
 def fields_in(expression: str | int) -> frozenset[str]:
-    """The fields that a checked expression reads; with dots for fields of nested configs."""
+    """The fields that an expression reads; with dots for fields of nested configs.
+
+    Raises:
+        ValueError: if it is not an expression.
+    """
 
     def names(node: ast.expr) -> frozenset[str]:
         match node:
-            case ast.Subscript(value=value):
-                return names(value)
-            case ast.BinOp(left=left, right=right):
-                return names(left) | names(right)
-            case ast.Name() | ast.Attribute():
+            case ast.Constant(value=int()):
+                return frozenset()
+            case ast.Name(id=name):
+                return frozenset({name})
+            case ast.Attribute(value=ast.Name() | ast.Attribute() as value) if names(value):
                 return frozenset({ast.unparse(node)})
-        return frozenset()
+            case ast.Subscript(value=ast.Name() | ast.Attribute() as value, slice=index) if _is_index(index):
+                return names(value)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return names(left) | names(right)
+        raise ValueError(
+            f"{expression!r:.60} is not an expression of config fields, integers, + - * // and parentheses"
+        )
 
     return names(_parse(str(expression)))
+
+
+def _is_index(node: ast.expr) -> bool:
+    """Whether a node is an index of a list: an integer or ``stage``."""
+    return type(node.value) is int if isinstance(node, ast.Constant) else ast.unparse(node) == STAGE
+
+
+def replaced(expression: str | int, names: Mapping[str, str | int]) -> str | int:
+    """Replace names in an expression by other names or expressions."""
+    if isinstance(expression, int) or fields_in(expression).isdisjoint(names):
+        return expression
+
+    def replacement(match: re.Match[str]) -> str:
+        value = names.get(match[0], match[0])
+        is_atom = isinstance(value, int) or NAME.fullmatch(value)
+        return str(value) if is_atom or match[0] == expression else f"({value})"
+
+    text = NAME.sub(replacement, expression)
+    return int(text) if text.isdigit() else text
 
 
 def with_defaults(names: Iterable[str], defaults: Mapping[str, str | int]) -> set[str]:
@@ -189,40 +221,11 @@ def with_defaults(names: Iterable[str], defaults: Mapping[str, str | int]) -> se
     read, pending = set[str](), {*names}
     while pending:
         read.add(name := pending.pop())
-        if not isinstance(default := defaults.get(name, 0), bool):
-            pending |= fields_in(default) - read
+        pending |= fields_in(defaults.get(name, 0)) - read
     return read
 
 
 def reads_stage(expression: str | int, defaults: Mapping[str, str | int]) -> bool:
-    """Whether a checked expression reads ``field[stage]``, directly or through the defaults of config fields."""
+    """Whether an expression reads ``field[stage]``, directly or through the defaults of config fields."""
     names = with_defaults(fields_in(expression), defaults)
-    nodes = (node for one in (expression, *map(defaults.get, names)) for node in ast.walk(_parse(str(one))))
-    return any(isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) for node in nodes)
-
-
-def _check_node(node: ast.expr, expression: str | int) -> None:
-    match node:
-        case ast.Constant(value=int()) | ast.Name():
-            return
-        case ast.Attribute(value=ast.Name() | ast.Attribute() as value):
-            _check_node(value, expression)
-            return
-        case ast.Subscript(value=ast.Name() | ast.Attribute() as value, slice=index) if _is_index(index):
-            _check_node(value, expression)
-            return
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            _check_node(left, expression)
-            _check_node(right, expression)
-            return
-    raise ValueError(f"{expression!r:.60} is not an expression of config fields, integers, + - * // and parentheses")
-
-
-def _is_index(node: ast.expr) -> bool:
-    """Whether a node is an index of a list: an integer or ``stage``."""
-    match node:
-        case ast.Constant(value=value):
-            return type(value) is int
-        case ast.Name(id=name):
-            return name == STAGE
-    return False
+    return any(f"[{STAGE}]" in ast.unparse(_parse(str(one))) for one in (expression, *map(defaults.get, names)))

@@ -1,17 +1,18 @@
 """A family: the rules, units and module overrides for the models of one architecture; and the blocks of families.
 
-Plain data, which parsing.py parses. tensor_groups.py applies the rules to tensors.
+Plain data, which loading.py parses. tensor_groups.py applies the rules to tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Annotated
 
+from msgspec import Meta
 from msgspec.structs import replace
 
-from shardconv.plan.families.config_fields import fields_in
-from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule
+from shardconv.plan.families.config_fields import check_expression, fields_in
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError
 from shardconv.support.structs import Data
 
@@ -25,8 +26,8 @@ TRANSFORMERS = "transformers"
 PLAN_FILE = "plan file"
 
 
-class Mount(NamedTuple):
-    """A block at a module of a family.
+class Mount(Data, frozen=True):
+    """A block at a module of a family: an entry of ``[blocks]``.
 
     Attributes:
         pattern: names of the module; "" for the model itself.
@@ -37,28 +38,31 @@ class Mount(NamedTuple):
 
     pattern: str
     block: str
-    fields: tuple[tuple[str, str | int], ...] = ()
+    fields: Mapping[str, str | int] = {}
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        for expression in self.fields.values():
+            check_expression(expression)
 
     def describe(self) -> str:
         """The entry as a plan file has it."""
-        fields = ", ".join(f"{name} = {value!r}" for name, value in self.fields)
+        fields = ", ".join(f"{name} = {value!r}" for name, value in self.fields.items())
         return f"blocks {self.pattern!r} = {self.block!r}" + (f" with {fields}" if fields else "")
 
 
-class Submodel(NamedTuple):
-    """A submodel of a composite model.
-
-    An entry of ``[submodels]``.
+class Submodel(Data, frozen=True):
+    """A submodel of a composite model: an entry of ``[submodels]``.
 
     Attributes:
-        field: the config field that holds its config.
+        config: the config field that holds its config.
         family: the family whose rules apply; "" for that of the ``model_type`` of its config.
         by_user: whether it is from a plan file; then the config has to have the field.
     """
 
-    field: str
-    family: str = ""
+    config: str
+    family: str
     by_user: bool = False
 
 
@@ -89,7 +93,7 @@ class Family(Data, frozen=True):
     name: str
     model_types: tuple[str, ...] = ()
     inherits: str = ""
-    prefix: tuple[str, ...] = ()
+    prefix: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     config: Mapping[str, str | int | bool] = {}
     units: Mapping[str, UnitRule] = {}
     rules: tuple[Rule, ...] = ()
@@ -100,6 +104,10 @@ class Family(Data, frozen=True):
     gathered: str = ""
     numbered: frozenset[str] = frozenset()
     empty: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for expression in self.config.values():
+            check_expression(expression)
 
     def with_base(self, base: "Family") -> "Family":
         """Add the rules, units, defaults and submodels of ``base``; those of this family take precedence.
@@ -119,55 +127,41 @@ class Family(Data, frozen=True):
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )
-        check_units(family.units, family.rules, family.modules, hidden=family.numbered)
+        check_units(family)
         return family
 
 
 def fields_read(family: Family) -> set[str]:
     """The names in all expressions and conditions of a family or a block: config fields and units."""
     rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
-    expressions = [one for unit in family.units.values() for one in (unit.count, unit.size)]
-    expressions += [one for rule in rules for one in rule.expressions()]
-    expressions += [one for rule in family.modules for one in rule.sizes()]
-    expressions += family.config.values()
-    found = set().union(*(fields_in(one) for one in expressions if one is not None and not isinstance(one, bool)))
-    return found.union(*(rule.when for rule in rules))
+    expressions = {*family.config.values()}
+    for named in (*family.units.values(), *rules):
+        expressions |= {*named.sizes(), *named.expressions()}
+    return set().union(*map(fields_in, expressions), *(rule.when for rule in rules))
 
 
-def units_named(rules: Sequence[Rule], modules: Sequence[ModuleRule]) -> set[str]:
+def units_named(rules: Iterable[Rule | ModuleRule]) -> set[str]:
     """The names that may be units."""
-    found = {unit for rule in rules for unit in (rule.unit, *rule.segments) if unit is not None}
-    return found.union(*(module.reads() for module in modules))
+    return set().union(*(rule.reads() for rule in rules))
 
 
-def check_units(
-    units: Mapping[str, UnitRule],
-    rules: Sequence[Rule],
-    modules: Sequence[ModuleRule],
-    hidden: AbstractSet[str] = frozenset(),
-) -> None:
+def check_units(family: Family) -> None:
     """Check that every named unit exists, and that rules with ``shard_if_divisible`` units have ``otherwise``.
-
-    The error for an unknown unit lists the others, except ``hidden`` ones.
 
     Raises:
         PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
     """
+    rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
     for rule in rules:
-        where = f"{rule.origin}: rule {rule.pattern!r}"
+        where = f"{rule.origin}: {rule.LABEL} {rule.pattern!r}"
         for unit in rule.units:
-            if unit not in units:
-                raise PlanError(f"{where}: {_unknown_unit(unit, units.keys() - hidden)}")
-        kinds = {units[unit].shard_if_divisible for unit in rule.units} or {False}
-        if kinds != {bool(rule.otherwise)}:
+            if unit not in family.units:
+                raise PlanError(f"{where}: {_unknown_unit(unit, family.units.keys() - family.numbered)}")
+        kinds = {family.units[unit].shard_if_divisible for unit in rule.units} or {False}
+        if isinstance(rule, Rule) and kinds != {bool(rule.otherwise)}:
             raise PlanError(
                 f"{where}: set otherwise for the rule and shard_if_divisible = true for all of its units, or neither"
             )
-    for module in modules:
-        for unit in module.units():
-            if unit not in units:
-                where = f"{module.origin}: modules {module.pattern!r}"
-                raise PlanError(f"{where}: {_unknown_unit(unit, units.keys() - hidden)}")
 
 
 def _unknown_unit(name: str, units: AbstractSet[str]) -> str:

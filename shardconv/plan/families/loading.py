@@ -1,25 +1,25 @@
 """Load families, blocks and plan files, and find families by name and by model type.
 
-A family file has one or more families, each a table. parsing.py parses the tables.
+A family file has one or more families, each a table. docs/plan-files.md describes the tables. Unknown keys are errors.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
-
-from msgspec.structs import replace
+from typing import Any, NamedTuple, TypeVar
 
 from shardconv.plan.families.expansion import expand_blocks
-from shardconv.plan.families.family import PLAN_FILE, Family, units_named
-from shardconv.plan.families.parsing import parse_block, parse_family
+from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel, check_units, units_named
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError, UsageError
+from shardconv.support.structs import convert, parse_table
+
+T = TypeVar("T", UnitRule, Rule, ModuleRule)
 
 #: Maximum number of suggestions for an unknown name.
 _MAX_SUGGESTIONS = 3
@@ -144,29 +144,6 @@ def expand_family(family: Family, base: Family) -> Family:
         PlanError: if a block does not exist or cannot be mounted, or if a unit would change the rules of ``base``
             without ``override``.
     """
-    _check_units(family, base)
-    own = {name: replace(unit, override=False) for name, unit in family.units.items()}
-    units = {**base.units, **own}
-    inherited, config = base.config, family.config
-    expanded = expand_blocks(family.blocks, load_block, family.origin, units=units, config=inherited, known=config)
-    _check_numbered(family, expanded.numbered | base.numbered)
-    by_user = family.origin.startswith(PLAN_FILE)
-    rules = tuple(
-        replace(rule, by_user=by_user, optional=by_user, mount=rule.mount if by_user else "") for rule in expanded.rules
-    )
-    flat = replace(
-        family,
-        config={**expanded.config, **config},
-        units=expanded.units,
-        rules=family.rules + rules,
-        modules=expanded.modules + family.modules,
-        blocks=(),
-        numbered=expanded.numbered,
-    )
-    return flat.with_base(base)
-
-
-def _check_units(family: Family, base: Family) -> None:
     for name, unit in family.units.items():
         other = base.units.get(name, unit)
         if not unit.override and other != unit:
@@ -174,15 +151,14 @@ def _check_units(family: Family, base: Family) -> None:
                 f"{family.origin}: unit {name!r} is {unit.describe()}, but {other.describe()} in family {base.name}, "
                 f"whose rules also use it: correct or rename it, or replace the unit of the family with override = true"
             )
-
-
-def _check_numbered(family: Family, numbered: AbstractSet[str]) -> None:
-    defined = set(family.units)
-    if names := sorted((units_named(family.rules, family.modules) & numbered) - defined):
+    expanded = expand_blocks(family, base, load_block)
+    named = units_named((*family.rules, *family.modules)) - family.units.keys()
+    if numbered := sorted(named & (expanded.numbered | base.numbered)):
         raise PlanError(
-            f"{family.origin}: the number in unit {names[0]!r} depends on the order of [blocks], which may change: "
+            f"{family.origin}: the number in unit {numbered[0]!r} depends on the order of [blocks], which may change: "
             f"add a unit with another name to [units]"
         )
+    return expanded.with_base(base)
 
 
 def block_names() -> list[str]:
@@ -263,4 +239,117 @@ def parse_plan_file(name: str, text: str) -> Family:
         raise PlanError(f"{name} is not {'JSON' if is_json else 'TOML'}: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"{name} is not a table (expected the keys of a plan file)")
-    return parse_family(name, data, f"{PLAN_FILE} {name}", by_user=True)
+    return parse_family(name, data, f"{PLAN_FILE} {name}", without=_NOT_BY_USER)
+
+
+#: Fields of a family that are not keys of its table.
+_GIVEN = ("name", "origin", "numbered", "empty")
+#: Keys that a plan file does not have: it applies to the checkpoint it is passed for, and is not in docs/models.md.
+_NOT_BY_USER = ("model_types", "gathered")
+#: Keys that a block does not have.
+_NOT_IN_BLOCKS = ("model_types", "inherits", "prefix", "submodels", "gathered")
+#: Keys whose values a family inherits, unless its file has them empty.
+_INHERITED = ("prefix", "submodels", "gathered")
+
+
+def parse_block(name: str, data: Mapping[str, object]) -> Family:
+    """Parse the table of a block.
+
+    Raises:
+        PlanError: if the table does not have the format, or a rule names a unit that does not exist.
+    """
+    block = parse_family(name, data, f"block {name}", without=_NOT_IN_BLOCKS)
+    if overrides := [key for key, unit in block.units.items() if unit.override]:
+        raise PlanError(
+            f"{block.origin}: unit {overrides[0]}: override = true is not for blocks, as they inherit no units"
+        )
+    check_units(block)
+    return block
+
+
+def parse_family(name: str, data: Mapping[str, object], origin: str, *, without: tuple[str, ...] = ()) -> Family:
+    """Parse the table of a family, without expanding blocks and what it inherits.
+
+    Args:
+        name: name of the family.
+        data: the table.
+        origin: the source of its rules, for reports.
+        without: keys that the table may not have.
+
+    Raises:
+        PlanError: if the table does not have the format.
+    """
+    by_user = origin.startswith(PLAN_FILE)
+
+    def rules(key: str, kind: type[T]) -> list[T]:
+        return [
+            parse_entry(kind, pattern, table, pattern=pattern, origin=origin, by_user=by_user)
+            for pattern, table in _entries(data, key)
+        ]
+
+    try:
+        prefix = data.get("prefix", ())
+        sections = {
+            "prefix": (prefix,) if isinstance(prefix, str) and prefix else prefix or (),
+            "units": {unit: parse_entry(UnitRule, unit, table) for unit, table in _entries(data, "units")},
+            "rules": rules("rules", Rule),
+            "modules": rules("modules", ModuleRule),
+            "submodels": {
+                start: _submodel(start, table, by_user=by_user) for start, table in _entries(data, "submodels")
+            },
+            "blocks": [_mount(pattern, table) for pattern, table in _entries(data, "blocks")],
+        }
+        empty = [key for key in _INHERITED if key in data and not data[key]]
+        table = {**data, **{key: value for key, value in sections.items() if key in data}}
+        return parse_table(
+            table, Family, without=(*_GIVEN, *without), name=name, origin=origin, numbered=[], empty=empty
+        )
+    except ValueError as error:
+        raise PlanError(f"{origin}: {error}") from error
+
+
+def _entries(data: Mapping[str, object], key: str) -> Iterator[tuple[str, Any]]:
+    """Each name in a section with each of its entries, in order: a name has one or a list of them."""
+    section = data.get(key, {})
+    if not isinstance(section, dict):
+        raise ValueError(f"{key}: {section!r:.60} is not a table")  # noqa: TRY004 - all of them become one PlanError
+    for name, entries in section.items():
+        yield from ((name, entry) for entry in (entries if isinstance(entries, list) else [entries]))
+
+
+def parse_entry(kind: type[T], name: str, data: object, **given: object) -> T:
+    """Parse the table of a unit, a rule or module overrides.
+
+    Args:
+        kind: the class.
+        name: of the unit, or the pattern.
+        data: the table.
+        given: fields that follow from the file, or from the place of the table in it.
+
+    Raises:
+        ValueError: if the table does not have the format.
+    """
+    try:
+        return parse_table(data, kind, without=("pattern", "origin", "by_user", "mount", "block"), **given)
+    except ValueError as error:
+        raise ValueError(f"{kind.LABEL} {name!r}: {error}") from error
+
+
+def _submodel(start: str, data: object, *, by_user: bool) -> Submodel:
+    """Parse an entry of ``[submodels]``: a config field, or a table with it and a family."""
+    table = {"config": data, "family": ""} if isinstance(data, str) else data
+    try:
+        check_pattern(start)
+        return parse_table(table, Submodel, without=("by_user",), by_user=by_user)
+    except ValueError as error:
+        raise ValueError(f"submodel {start!r}: {error}: expected a config field, or config and family") from error
+
+
+def _mount(pattern: str, data: object) -> Mount:
+    """Parse an entry of ``[blocks]``: a block's name, or a table with the name and replaced config fields."""
+    fields = dict(data) if isinstance(data, dict) else {"block": data}
+    table = {key: fields.pop(key) for key in ("block", "optional") if key in fields}
+    try:
+        return convert({**table, "pattern": pattern, "fields": fields}, Mount)
+    except ValueError as error:
+        raise ValueError(f"blocks {pattern!r}: {error}") from error

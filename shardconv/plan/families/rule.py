@@ -5,13 +5,14 @@ collectives that differ from those of the unsharded model.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from functools import partial
+from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta, structs
 
-from shardconv.plan.families.config_fields import check_expression, fields_in
+from shardconv.plan.families.config_fields import check_expression, fields_in, replaced
 from shardconv.support.structs import Data
 
 
@@ -63,7 +64,87 @@ def check_pattern(pattern: str) -> None:
         raise ValueError("braces are unbalanced or nested")
 
 
-class UnitRule(Data, frozen=True):
+class Named(Data, frozen=True):
+    """Base of units and rules: data with names of units and config fields, which change where a block is mounted.
+
+    Class attributes list the fields that have them. Each value of a tuple or mapping is one, and None is none.
+
+    Attributes:
+        LABEL: what messages call the data, before its name.
+        SIZES: expressions of config fields.
+        COUNTS: expressions in which the name of a unit is its count per rank.
+        UNITS: names of units.
+        NESTED: data with names in turn.
+    """
+
+    LABEL: ClassVar = ""
+    SIZES: ClassVar[tuple[str, ...]] = ()
+    COUNTS: ClassVar[tuple[str, ...]] = ()
+    UNITS: ClassVar[tuple[str, ...]] = ()
+    NESTED: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for expression in (*self.sizes(), *self.expressions()):
+            check_expression(expression)
+
+    def sizes(self) -> Iterator[str | int]:
+        """The expressions in which all names are config fields."""
+        yield from self._values("SIZES")
+
+    def expressions(self) -> Iterator[str | int]:
+        """The expressions in which the name of a unit is its count per rank."""
+        yield from self._values("COUNTS")
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of units outside of expressions."""
+        return tuple(unit for unit in self._values("UNITS") if unit)
+
+    def reads(self) -> set[str]:
+        """The names of units, and those in expressions that may be units."""
+        return {*self.units}.union(*map(fields_in, self.expressions()))
+
+    def mounted(self, fields: Mapping[str, str | int], units: Mapping[str, str]) -> Self:
+        """Replace config fields by others or by expressions, and units by others."""
+        changes: dict[str, Callable[[Any], object]] = {
+            "SIZES": partial(replaced, names=fields),
+            "COUNTS": partial(replaced, names={**fields, **units}),
+            "UNITS": lambda unit: units.get(unit, unit),
+            "NESTED": lambda data: data.mounted(fields, units),
+        }
+        return structs.replace(
+            self,
+            **{name: _mapped(getattr(self, name), changes[kind]) for kind in changes for name in getattr(self, kind)},
+        )
+
+    def _values(self, kind: str) -> Iterator[Any]:
+        for name in getattr(self, kind):
+            yield from _leaves(getattr(self, name))
+        for name in self.NESTED:
+            for nested in _leaves(getattr(self, name)):
+                yield from nested._values(kind)  # noqa: SLF001 - of the same class
+
+
+def _leaves(value: object) -> Iterator[Any]:
+    """A value, or those in a tuple or mapping; none for None."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, tuple):
+        yield from value
+    elif value is not None:
+        yield value
+
+
+def _mapped(value: object, change: Callable[[Any], object]) -> object:
+    """A value with a change of its leaves."""
+    if isinstance(value, Mapping):
+        return {name: change(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(change, value))
+    return None if value is None else change(value)
+
+
+class UnitRule(Named, frozen=True):
     """A unit: elements that are never divided between ranks, such as a head. Sizes are expressions of config fields.
 
     Attributes:
@@ -76,6 +157,9 @@ class UnitRule(Data, frozen=True):
             the families are joined.
     """
 
+    LABEL = "unit"
+    SIZES = ("count", "size")
+
     count: str | int | None = None
     size: str | int = 1
     replicate: bool = False
@@ -85,8 +169,7 @@ class UnitRule(Data, frozen=True):
     def __post_init__(self) -> None:
         if self.shard_if_divisible and self.count is None:
             raise ValueError("shard_if_divisible = true needs a count")
-        for expression in (1 if self.count is None else self.count, self.size):
-            check_expression(expression)
+        super().__post_init__()
 
     def describe(self) -> str:
         """The unit as a plan file has it."""
@@ -95,7 +178,7 @@ class UnitRule(Data, frozen=True):
         return f"{{ {', '.join(f'{name} = {value!r}' for name, value in kept.items())} }}".replace("True", "true")
 
 
-class Rule(Data, frozen=True, eq=False):
+class Rule(Named, frozen=True, eq=False):
     """How tensors are sharded whose names match a pattern. Compared by identity, as it is a key of large dicts.
 
     Attributes:
@@ -124,6 +207,10 @@ class Rule(Data, frozen=True, eq=False):
             for none, and for optional entries.
         block: the block, at its module, that it is from; "" for none.
     """
+
+    LABEL = "rule"
+    SIZES = ("groups", "repeats", "size", "rows")
+    UNITS = ("unit", "segments")
 
     pattern: str
     style: str
@@ -162,17 +249,7 @@ class Rule(Data, frozen=True, eq=False):
             raise ValueError("rule has rows, and units, whose counts give them: remove rows")
         if self.segment is not None and not 0 <= self.segment < len(self.segments):
             raise ValueError(f"segment = {self.segment} is out of range (got {len(self.segments)} segments)")
-        for expression in self.expressions():
-            check_expression(expression)
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The names of its units."""
-        return self.segments or ((self.unit,) if self.unit is not None else ())
-
-    def expressions(self) -> Iterator[str | int]:
-        """Its expressions, without those of its units."""
-        yield from (one for one in (self.groups, self.repeats, self.size, self.rows) if one is not None)
+        super().__post_init__()
 
 
 #: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
@@ -180,7 +257,7 @@ class Rule(Data, frozen=True, eq=False):
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
-class SliceRule(Data, frozen=True):
+class SliceRule(Named, frozen=True):
     """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
 
     Attributes:
@@ -192,6 +269,9 @@ class SliceRule(Data, frozen=True):
         items: the tensors of an argument that is a list of tensors, from 0; () if it is one tensor.
     """
 
+    SIZES = ("size",)
+    UNITS = ("unit", "segments")
+
     dim: int
     unit: str = ""
     size: str | int | None = None
@@ -200,18 +280,14 @@ class SliceRule(Data, frozen=True):
     items: tuple[Annotated[int, Meta(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
-        check_expression(1 if self.size is None else self.size)
+        super().__post_init__()
         if bool(self.unit) == bool(self.segments):
             raise ValueError("it needs either a unit, or segments with the names of units")
         if self.items and self.size is None:
             raise ValueError("items needs size")
 
-    def units(self) -> tuple[str, ...]:
-        """The names of its units."""
-        return self.segments or (self.unit,)
 
-
-class ModuleRule(Data, frozen=True):
+class ModuleRule(Named, frozen=True):
     """Per-rank module overrides of the modules that match a pattern.
 
     In its expressions the name of a unit is its count per rank.
@@ -238,6 +314,11 @@ class ModuleRule(Data, frozen=True):
         block: the block, at its module, that they are from; "" for none.
     """
 
+    LABEL = "modules"
+    COUNTS = ("attributes", "shared_output")
+    UNITS = ("norms",)
+    NESTED = ("inputs", "slices", "output")
+
     pattern: str
     attributes: Mapping[str, str | int] = {}
     inputs: Mapping[str, SliceRule] = {}
@@ -259,35 +340,10 @@ class ModuleRule(Data, frozen=True):
     def __post_init__(self) -> None:
         for pattern in (self.pattern, *self.gathers):
             check_pattern(pattern)
-        for expression in self.expressions():
-            check_expression(expression)
-        for place in ("inputs", "slices"):
-            for rule in getattr(self, place).values():
+        super().__post_init__()
+        for place in self.NESTED:
+            for rule in _leaves(getattr(self, place)):
                 _check_slice(place, rule)
-        if self.output is not None:
-            _check_slice("output", self.output)
-
-    def expressions(self) -> Iterator[str | int]:
-        """The expressions in which the name of a unit is its count per rank."""
-        yield from self.attributes.values()
-        if self.shared_output is not None:
-            yield self.shared_output
-
-    def sizes(self) -> Iterator[str | int]:
-        """The expressions in which names are config fields."""
-        places = (*self.inputs.values(), *filter(None, [self.output]))
-        yield from (place.size for place in places if place.size is not None)
-
-    def units(self) -> Iterator[str]:
-        """The names of units outside of expressions."""
-        for place in (*self.inputs.values(), *self.slices.values(), *filter(None, [self.output])):
-            yield from place.units()
-        if self.norms:
-            yield self.norms
-
-    def reads(self) -> set[str]:
-        """All names that the overrides depend on: units and config fields."""
-        return {*self.units()}.union(*map(fields_in, self.expressions()))
 
     def is_empty(self) -> bool:
         """Whether nothing is overridden, as the code of the modules is right on each rank."""
