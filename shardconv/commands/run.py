@@ -130,9 +130,7 @@ class _OneFolder(Command):
     click.option(
         "--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32."
     ),
-    click.option(
-        "--verify/--no-verify", default=True, help="Compare each rank file with its checksums first. [default: on]"
-    ),
+    click.option("--verify/--no-verify", default=True, help="Compare each rank file with its checksums. [default: on]"),
 )
 @section(
     DISPLAY,

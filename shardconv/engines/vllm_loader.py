@@ -31,7 +31,7 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
 
     Args:
         load_config: vLLM's config; ``model_loader_extra_config`` may have ``verify`` (default: true): check the rank
-            file against its checksums before it is loaded.
+            file against its checksums while it is read.
 
     Raises:
         ValueError: if the extra config has another key or value.

@@ -48,11 +48,11 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
         tp: tensor parallel size of the engine.
         rank: the rank, from 0.
         engine: name of the engine whose boundaries the plan of a source follows.
-        verify: check the rank file of a split checkpoint against its checksums first.
+        verify: check the rank file of a split checkpoint against its checksums while it is read.
 
     Raises:
         WorldSizeError: if the checkpoint is split for another tensor parallel size.
-        ShardconvError: if the checkpoint is not supported, or its rank file does not match its checksums.
+        ShardconvError: if the checkpoint is not supported.
     """
     if not is_split(folder):
         source, _, _, planner, _ = plan_source(folder, engine=engine)
@@ -83,6 +83,8 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
     Raises:
         PlanError: if torch does not have the dtype of a tensor.
         NotHeldError: from operations on the tensors that use elements that the rank does not hold.
+        IntegrityError: if bytes of the rank file differ from its checksums; from operations on the tensors that use
+            them, or at the end.
     """
     reader, remedy = source
     for name, spec in reader.tensors.items():
@@ -98,6 +100,7 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
         else:
             shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
             yield name, RankTensor.of(shard, DTYPES[spec.dtype])
+    reader.finish()
 
 
 def _read(reader: RankReader, name: str) -> Tensor:

@@ -220,18 +220,22 @@ class InputFiles:
         if self._ahead is not None:
             self._ahead.announce((self._remote[one[0]], one[1], one[2]) for one in merged if one[0] in self._remote)
 
-    def fetch(self) -> None:
-        """Read remote files into memory, so that each byte is fetched once, however often it is read.
+    def views(self) -> list[Bytes]:
+        """The bytes of each file: mapped into memory, or read into it where it is remote or cannot be mapped.
 
         Raises:
-            SourceError: if one cannot be read.
+            SourceError: if a file cannot be read.
         """
-        self.prefetch((number, 0, file.size) for number, file in self._remote.items())
-        for number, file in self._remote.items():
-            data = memoryview(mmap.mmap(-1, file.size))
-            self.read(number, data, 0)
-            self._files[number] = MemoryFile(data, file.mode)
-        self._remote = {}
+        self.prefetch((number, 0, file.size) for number, file in enumerate(self._files))
+        return [self.map(number) or self._fetch(number) for number in range(len(self._files))]
+
+    def _fetch(self, number: int) -> Bytes:
+        file = self._files[number]
+        data = memoryview(mmap.mmap(-1, file.size))
+        self.read(number, data, 0)
+        self._files[number] = MemoryFile(data, file.mode)
+        self._remote.pop(number, None)
+        return data
 
     def map(self, number: int) -> Bytes | None:
         """Map file ``number`` into memory, until its last view is freed; None if it is remote or cannot be mapped.

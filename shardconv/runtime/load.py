@@ -76,8 +76,8 @@ def load(
             the names of the checkpoint. Buffers that are not stored have the values that it gives them. By default the
             class of transformers that the config names.
         group: the ranks; by default the current tensor axis, else all processes.
-        verify: check the rank's file against its checksums first, for which it is read twice. Without it, damaged or
-            exchanged files are loaded as they are. A source does not have checksums.
+        verify: check the rank's file against its checksums while it is read. Without it, damaged or exchanged files are
+            loaded as they are. A source does not have checksums.
         dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default that of the config.
             They need memory on a CPU, too. Activations and KV caches are not quantized. Without it, quantized layers
             need a ``model`` that has the stored tensors.
@@ -208,8 +208,7 @@ class _Loading:
         """Verify the rank's file if asked, and return the tensors that the model has in memory."""
         manifest, rank = self.checkpoint.manifest, self.axis.rank
         self._check_room()
-        reader = self.checkpoint.open_rank(rank, verify=verify, progress=steps.get("read"))
-        tensors = read_tensors(reader, None if self.checkpoint.source is None else steps.get("read"))
+        tensors = read_tensors(self.checkpoint.open_rank(rank, verify=verify), steps.get("read"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
         is_dequantized = self.dequantizer is not None

@@ -36,7 +36,7 @@ def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[s
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
-    reader.check_unchanged()
+    reader.finish()
     return tensors
 
 

@@ -178,8 +178,8 @@ def test_changed_byte_names_the_file_of_the_rank(native):
     assert "rank-1-of-2-file-" in difference
     assert path.name in difference
     with pytest.raises(ShardconvError, match=path.name):
-        RankFileReader(read_manifest(native), native, 1, verify=True)
-    RankFileReader(read_manifest(native), native, 0, verify=True)
+        RankFileReader(read_manifest(native), native, 1, verify=True).finish()
+    RankFileReader(read_manifest(native), native, 0, verify=True).finish()
 
 
 @pytest.mark.parametrize("change", ["missing", "of another rank", "truncated", "in another order"])
@@ -199,7 +199,7 @@ def test_wrong_files_are_refused(native, tmp_path, change):
     with pytest.raises(SplitCheckpointError, match="rank-1-of-2-file-"):
         shardconv.merge(native, tmp_path / "merged")
     with pytest.raises(ShardconvError, match="rank-1-of-2-file-"):
-        RankFileReader(read_manifest(native), native, 1, verify=True)
+        RankFileReader(read_manifest(native), native, 1, verify=True).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["split"]
 
 

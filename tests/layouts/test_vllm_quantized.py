@@ -164,7 +164,7 @@ def test_flipped_bit_of_a_concatenated_tensor_is_found(unquantized, tmp_path, me
     (found,) = shardconv.verify(tmp_path / "split").differences
     assert "model-rank-1-part-0.safetensors" in found
     with pytest.raises(IntegrityError, match="differ from their checksum"):
-        RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True)
+        RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True).finish()
 
 
 @pytest.mark.parametrize("model", ["qwen2", "packed"])

@@ -166,6 +166,11 @@ def spread(count: int, threads: int) -> Iterator[int]:
     return chain.from_iterable(range(first, count, distance) for first in range(distance))
 
 
+def default_threads() -> int:
+    """The number of threads that copy or check stripes, unless it is given."""
+    return min(_MAX_THREADS, os.cpu_count() or 1)
+
+
 class Scratch:
     """Reusable buffers of one thread; a block should have at most ``block_bytes``."""
 
@@ -270,7 +275,7 @@ class CopyJob:
         """
         if threads is not None and threads < 1:
             raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
-        _CopyThreads(self, progress).run(threads or min(_MAX_THREADS, os.cpu_count() or 1))
+        _CopyThreads(self, progress).run(threads or default_threads())
 
     def prefetch(self, number: int) -> None:
         """Read a stripe ahead, which the calling thread copies after the one that it read ahead last."""

@@ -93,6 +93,26 @@ class ShardReader:
         if shards.edits is not None:
             state.problem = state.problem or arrays.edits.difference(block, shards.edits, span.start)
 
+    def check(self, number: int, stripe: Stripe, views: Sequence[Bytes]) -> None:
+        """Check a stripe against its checksum where its bytes are in memory, without gathering full tensors.
+
+        Args:
+            number: of the stripe.
+            stripe: its spans.
+            views: for each file its bytes.
+
+        Raises:
+            IntegrityError: if the checksum differs.
+        """
+        state = StripeState(number)
+        for span in stripe:
+            shards = self.tensors[span.tensor]
+            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
+                file = shards.files[rank]
+                for offset, size in shards.ranges(rank, low, high):
+                    state.update(file // self._files_per_rank, views[file][offset : offset + size])
+        self.finish(state, stripe)
+
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         self._files.read_ranges(file, data, ranges)
         if self._checksums is not None:

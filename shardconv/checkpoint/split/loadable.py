@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES
 from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source
@@ -70,20 +70,19 @@ class Loadable:
             return "a source"
         return f"a split checkpoint with {'all' if self.manifest.is_complete else 'some of the'} ranks"
 
-    def open_rank(self, rank: int, *, verify: bool = False, progress: Progress | None = None) -> RankReader:
+    def open_rank(self, rank: int, *, verify: bool) -> RankReader:
         """Open the shards of a rank.
 
         Args:
             rank: the rank.
-            verify: check the rank file of a split checkpoint against its checksums first.
-            progress: called with the number of checked bytes and the total.
+            verify: check the rank file of a split checkpoint against its checksums while it is read.
 
         Raises:
-            SplitCheckpointError: if the rank file cannot be used, or differs from its checksums.
+            SplitCheckpointError: if the rank file cannot be used.
             SourceError: if a file of the source does not match its header.
         """
         if self.source is None:
-            return RankFileReader(self.manifest, self.path, rank, verify=verify, progress=progress)
+            return RankFileReader(self.manifest, self.path, rank, verify=verify)
         return SourceReader(self.source, self.manifest.plan, rank)
 
     def copied_bytes(self, rank: int) -> int:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import CopyJob, Progress, held_stripes
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
@@ -86,33 +85,25 @@ def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> No
         )
 
 
-def open_rank(
-    manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False, progress: Progress | None = None
-) -> tuple[Manifest, InputFiles]:
+def open_rank(manifest: Manifest, folder: AnyPath, rank: int) -> tuple[Manifest, ShardReader, InputFiles]:
     """Open the files of a rank and check their headers.
 
     Args:
         manifest: of the split checkpoint.
         folder: the split checkpoint.
         rank: the rank.
-        verify: check its bytes against its checksums, if there are any, without reading other files.
-        progress: called with the number of checked bytes of the full tensors and the total.
 
     Returns:
-        The manifest of this rank alone, and its files.
+        The manifest of this rank alone, the reader of its shards, and its files.
 
     Raises:
-        IntegrityError: if a file is missing, or bytes differ from those that were written.
+        IntegrityError: if a file is missing, or has the wrong size or header.
         SplitCheckpointError: if the folder does not have the rank, or a file cannot be read.
     """
     check_ranks(manifest, folder, [rank])
     own, at = manifest.with_ranks((rank,)), manifest.ranks.index(rank)
     checksums = None if manifest.checksums is None else manifest.checksums[at : at + 1]
-    reader, inputs = read_ranks(own, [SplitFolder(folder, own)], checksums)
-    inputs.fetch()
-    if verify and checksums is not None:
-        CopyJob(held_stripes(own.stripes, reader.tensors), reader, []).run(progress=progress)
-    return own, inputs
+    return own, *read_ranks(own, [SplitFolder(folder, own)], checksums)
 
 
 def auxiliary_paths(manifest: Manifest, folder: AnyPath) -> dict[str, AnyPath]:

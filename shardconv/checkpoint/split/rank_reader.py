@@ -8,10 +8,12 @@ files cannot be mapped.
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardconv.checkpoint.engine import arrays
-from shardconv.checkpoint.engine.copy import Progress, Scratch, Shards, Span, StripeState
+from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState, default_threads, held_stripes
 from shardconv.checkpoint.engine.geometry import Box, ShardRows, geometry, unsharded
+from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
@@ -47,7 +49,6 @@ class RankReader(ABC):
         self.tensors, self.plan, self.rank = tensors, plan, rank
         self.num_bytes_read = 0
         self._files = files
-        self._mappings: dict[int, Bytes | None] = {}
         self.close = weakref.finalize(self, files.close)
 
     @abstractmethod
@@ -71,7 +72,7 @@ class RankReader(ABC):
         """The shape of the rank's shard of a tensor."""
         return self.plan.placement(name).shard_shape(self.tensors[name].shape, self.rank)
 
-    def check_unchanged(self) -> None:
+    def finish(self) -> None:
         """Check that no file was modified since it was opened.
 
         Raises:
@@ -79,11 +80,42 @@ class RankReader(ABC):
         """
         self._files.check_unchanged()
 
-    def _mapping(self, file: int) -> Bytes | None:
-        """A file as it is mapped into memory; None if it cannot be mapped."""
-        if file not in self._mappings:
-            self._mappings[file] = self._files.map(file)
-        return self._mappings[file]
+
+class _StripeChecks:
+    """Checks of the stripes of a rank by several threads, in the order of the file, ahead of those who read its shards.
+
+    The threads check the mapped bytes, so that the pages are read from storage once, and are in memory for the reader.
+
+    Args:
+        reader: of the shards, with their checksums.
+        stripes: of the full tensors, with the ranges that the rank holds.
+        views: for each file its bytes.
+    """
+
+    def __init__(self, reader: ShardReader, stripes: Sequence[Stripe], views: Sequence[Bytes]) -> None:
+        self._pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="shardconv")
+        self._checks = [self._pool.submit(reader.check, number, stripe, views) for number, stripe in enumerate(stripes)]
+        self._of_tensor: dict[int, list[Future[None]]] = {}
+        for stripe, check in zip(stripes, self._checks, strict=True):
+            for tensor in {span.tensor for span in stripe}:
+                self._of_tensor.setdefault(tensor, []).append(check)
+
+    def wait(self, tensor: int | None = None) -> None:
+        """Wait for the checks of a tensor's stripes, by default for those of all.
+
+        Raises:
+            IntegrityError: if bytes differ from those that were written.
+        """
+        try:
+            for check in self._checks if tensor is None else self._of_tensor.get(tensor, ()):
+                check.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop checking, after the current stripes."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 class RankFileReader(RankReader):
@@ -93,24 +125,40 @@ class RankFileReader(RankReader):
         manifest: of the split checkpoint.
         folder: of the split checkpoint.
         rank: the rank of the files.
-        verify: check the files against their checksums first.
-        progress: called with the number of checked bytes and the total.
+        verify: check the files against their checksums, if there are any: the shard of a tensor before it is returned,
+            all others before :meth:`finish` returns.
 
     Raises:
-        IntegrityError: if bytes differ from those that were written.
-        SplitCheckpointError: if a file is missing, a link out of its folder, or has the wrong size or header.
+        IntegrityError: if a file is missing, a link out of its folder, or has the wrong size or header; from the
+            methods if bytes differ from those that were written.
+        SplitCheckpointError: if the folder does not have the rank, or a file cannot be read.
     """
 
-    def __init__(
-        self, manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False, progress: Progress | None = None
-    ) -> None:
-        own, files = open_rank(manifest, folder, rank, verify=verify, progress=progress)
+    def __init__(self, manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False) -> None:
+        own, reader, files = open_rank(manifest, folder, rank)
         super().__init__(files, own.tensors, own.plan, rank)
         self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
-        files.prefetch((number, 0, size) for number, size in enumerate(own.rank_layout.file_bytes))
+        self._views = files.views()
+        self._checks: _StripeChecks | None = None
+        if verify and own.checksums is not None:
+            self._number = {name: number for number, name in enumerate(own.tensors)}
+            self._checks = _StripeChecks(reader, held_stripes(own.stripes, reader.tensors), self._views)
+            weakref.finalize(self, self._checks.stop)
+
+    def finish(self) -> None:
+        """See :class:`RankReader`; also check all stripes.
+
+        Raises:
+            IntegrityError: if bytes differ from those that were written.
+        """
+        if self._checks is not None:
+            self._checks.wait()
+        super().finish()
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
+        if self._checks is not None:
+            self._checks.wait(self._number[name])
         self._files.check_unchanged()
         shards, spec = self._shards[name], self.tensors[name]
         if not shards.files:
@@ -119,20 +167,12 @@ class RankFileReader(RankReader):
         full = shards.geometry.num_bytes
         size = shards.geometry.shards[0].local(full) if full else 0
         self.num_bytes_read += size
-        data = self._read_ranges(shards.files[0], size, list(shards.ranges(0, 0, size)))
+        view, ranges = self._views[shards.files[0]], list(shards.ranges(0, 0, size))
+        pieces = [view[offset : offset + count] for offset, count in ranges]
+        data = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces))
         if shards.edits is None or shards.edits.values is None:
             return data
         return _sum(data, shards.edits.dtype, shards.edits.values[0], sign=1)
-
-    def _read_ranges(self, file: int, size: int, ranges: Sequence[tuple[int, int]]) -> Bytes:
-        """Ranges of a file, one after the other: a view of the file if there is one, and it is mapped."""
-        mapping = self._mapping(file)
-        if mapping is not None and len(ranges) == 1:
-            ((start, count),) = ranges
-            return mapping[start : start + count]
-        data = memoryview(bytearray(size))
-        self._files.read_ranges(file, data, ranges)
-        return data
 
 
 class SourceReader(RankReader):
@@ -152,6 +192,7 @@ class SourceReader(RankReader):
         super().__init__(files, source.specs, plan, rank)
         self._number = {name: number for number, name in enumerate(source.specs)}
         self._scratch = Scratch(_BLOCK_BYTES)
+        self._mappings: dict[int, Bytes | None] = {}
         if files.is_remote:
             self._reader.prefetch(tuple(span for name in self._number for span in self._spans(name)))
 
@@ -200,6 +241,12 @@ class SourceReader(RankReader):
             return None
         mapping, start = self._mapping(full.files[0]), full.offsets[0]
         return None if mapping is None else mapping[start : start + full.geometry.num_bytes]
+
+    def _mapping(self, file: int) -> Bytes | None:
+        """A file as it is mapped into memory; None if it cannot be mapped."""
+        if file not in self._mappings:
+            self._mappings[file] = self._files.map(file)
+        return self._mappings[file]
 
     def _prefetch(self, full: Shards, shard: ShardRows) -> None:
         """Ask the operating system to read ahead the range of the file that has the shard."""
