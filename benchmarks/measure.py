@@ -14,9 +14,11 @@ Command = Sequence[str | Path]
 
 
 class Usage(NamedTuple):
-    """Usage of a process: wall time in seconds, peak resident memory in MB (10^6 bytes)."""
+    """Usage of a process: wall time, user and system time in seconds, peak resident memory in MB (10^6 bytes)."""
 
     seconds: float
+    user: float
+    system: float
     peak_mb: float
 
 
@@ -33,7 +35,7 @@ def run(command: Command) -> Usage:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args)
-    return Usage(seconds, usage.ru_maxrss * 1024 / 1e6)
+    return Usage(seconds, usage.ru_utime, usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
 
 
 def read_bytes(command: Command) -> int:
@@ -62,6 +64,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _use_memory(path: Path, num_bytes: int) -> None:
+    """Write a file of a tmpfs and remove it."""
+    block = bytes(2**20)
+    with path.open("wb") as file:
+        for _ in range(-(-num_bytes // len(block))):
+            file.write(block)
+    path.unlink()
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Usage of two commands that run in turns.
@@ -80,14 +91,14 @@ class Pairs:
         return statistics.median(a.seconds / b.seconds for a, b in zip(self.ours, self.theirs, strict=True))
 
     @property
-    def our_seconds(self) -> float:
-        """Our median wall time."""
-        return statistics.median(usage.seconds for usage in self.ours)
+    def fastest_ratio(self) -> float:
+        """Our shortest wall time by theirs."""
+        return self.fastest(self.ours).seconds / self.fastest(self.theirs).seconds
 
-    @property
-    def their_seconds(self) -> float:
-        """Their median wall time."""
-        return statistics.median(usage.seconds for usage in self.theirs)
+    @staticmethod
+    def fastest(runs: Sequence[Usage]) -> Usage:
+        """The run with the shortest wall time."""
+        return min(runs, key=lambda usage: usage.seconds)
 
     @property
     def peak_mb(self) -> float:
@@ -101,17 +112,21 @@ def run_pairs(
     *,
     outputs: Sequence[Path] = (),
     rounds: int = 5,
+    warm_bytes: int = 0,
 ) -> Pairs:
     """Run two commands in turns, in alternating order, after one warm-up round.
 
     Before each command the disk is synced and the outputs are removed; then the command starts at once, as
-    recently freed memory is the fastest to reuse on a virtual machine.
+    recently freed memory is the fastest to reuse on a virtual machine, which may have to get other memory from its
+    host.
 
     Args:
         ours: a command.
         theirs: the command to compare with.
         outputs: the files and folders that the commands write.
         rounds: the number of measured rounds.
+        warm_bytes: of memory that is written and freed before each command, next to the first output, so that none
+            of the memory that the commands use has to come from the host.
     """
     results: tuple[list[Usage], list[Usage]] = ([], [])
     for number in range(rounds + 1):
@@ -119,6 +134,8 @@ def run_pairs(
             os.sync()
             for output in outputs:
                 remove(output)
+            if warm_bytes:
+                _use_memory(outputs[0].with_name("warm"), warm_bytes)
             usage = run((ours, theirs)[which])
             if number:
                 results[which].append(usage)
