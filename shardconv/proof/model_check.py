@@ -6,9 +6,9 @@ Owns the comparison and its messages. Reads headers and config only, and allocat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import open_source
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model

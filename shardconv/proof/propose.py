@@ -5,8 +5,9 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.source import Source
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.files.paths import SourcePath, local_path, open_path

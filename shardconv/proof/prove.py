@@ -12,8 +12,9 @@ from typing import Unpack
 from msgspec import structs
 
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
-from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.source import Source
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors

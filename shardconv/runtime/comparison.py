@@ -17,8 +17,9 @@ from shardconv.checkpoint.engine.copy import Reader, Scratch, Span, StripeState
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import make_plan, plan_source
-from shardconv.checkpoint.sources.source import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights

@@ -13,7 +13,7 @@ import torch
 import shardconv
 from shardconv.checkpoint.sources import duplicates
 from shardconv.checkpoint.sources.folder_files import matches
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 from tests.support.command import Result, call

@@ -2,15 +2,17 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
-from shardconv.checkpoint.sources.dtype_conversion import Conversion
+from shardconv.checkpoint.sources.dtype_conversion import with_dtype
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
-from shardconv.checkpoint.sources.source_reader import TransformedReader
-from shardconv.plan.plan import TensorSpec
+from shardconv.checkpoint.sources.source_reader import open_tensors
 
 
 def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):
@@ -55,26 +57,17 @@ def test_rows_of_several_tensors_are_joined_in_any_range():
 
 
 @pytest.mark.parametrize("block_bytes", [256, 4096])
-def test_transforms_of_transforms_do_not_share_buffers(block_bytes):
+def test_layers_of_transforms_do_not_share_buffers(tmp_path, block_bytes):
     """Rows are reordered, converted and reordered back: the same elements in another dtype."""
     heads, half, columns = 6, 4, 8
-    elements = np.random.default_rng(0).standard_normal(heads * 2 * half * columns).astype("<f4")
-    forward = RotaryRows("w", 2 * half, columns * 4, to_halves=True)
-    spec = {"w": TensorSpec("F16", (heads * 2 * half, columns))}
-    stored = StoredOnly({"w": elements.tobytes()})
-    converted = TransformedReader(stored, ["w"], spec, {"w": Conversion("w", "F32", "F16", forward)}, None)
-    back = RotaryRows("w", 2 * half, columns * 2, to_halves=False)
-    reader = TransformedReader(converted, ["w"], spec, {"w": back}, None)
-    block = memoryview(bytearray(len(elements) * 2))
-    reader.gather(StripeState(0), Span(0, 0, len(block)), block, Scratch(block_bytes))
+    elements = np.random.default_rng(0).standard_normal((heads * 2 * half, columns)).astype("<f4")
+    save_file({"w": elements}, tmp_path / "model.safetensors")
+    source, row_bytes = open_source(tmp_path / "model.safetensors"), columns * 4
+    stored = source.stored.with_layer({"w": RotaryRows("w", 2 * half, row_bytes, to_halves=True)})
+    converted = with_dtype(replace(source, converted_from=stored), "fp16")
+    stored = converted.stored.with_layer({"w": RotaryRows("w", 2 * half, row_bytes // 2, to_halves=False)})
+    reader, inputs = open_tensors(replace(converted, converted_from=stored), converted.specs, None)
+    block = memoryview(bytearray(elements.size * 2))
+    with inputs:
+        reader.gather(StripeState(0), Span(0, 0, len(block)), block, Scratch(block_bytes))
     assert bytes(block) == elements.astype("<f2").tobytes()
-
-
-class StoredOnly:
-    """A reader of tensors in memory."""
-
-    def __init__(self, stored):
-        self.stored = stored
-
-    def gather(self, _state, span, block, _scratch):
-        block[:] = list(self.stored.values())[span.tensor][span.start : span.stop]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.checkpoint.sources.source import Source, open_source
+from shardconv.checkpoint.sources.opening import open_source
+from shardconv.checkpoint.sources.source import Source
 from shardconv.files.weight_formats import SAFETENSORS
 from shardconv.support.errors import SourceError, SplitCheckpointError
 from tests.support.checkpoints import (

@@ -17,7 +17,7 @@ import shardconv
 from shardconv.checkpoint.engine import copy
 from shardconv.checkpoint.operations import split
 from shardconv.checkpoint.operations.split_writing import split_by
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, num_bytes, read_header
 from shardconv.plan.planner import Planner

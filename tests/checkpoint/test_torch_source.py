@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import shardconv
 from shardconv.checkpoint.engine.arrays import strided
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import IntegrityError, SourceError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
 from tests.support.command import call
@@ -238,7 +238,7 @@ def test_safetensors_files_are_read_where_there_are_both(tmp_path):
     folder = write_checkpoint(tmp_path / "model", config=CONFIG)
     torch.save(load_file(folder / "model.safetensors"), folder / SINGLE)
     source = open_source(folder)
-    assert source.stored is None
+    assert source.converted_from is None
     assert source.left_out == {SINGLE: "duplicate of the checkpoint in another format"}
 
 

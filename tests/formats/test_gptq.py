@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.formats.detect import with_grids

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.operations.split_writing import split_by
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.layouts import SOURCE_LAYOUTS, layout_file
 from shardconv.layouts.layout import Constant, FileLayout, FileTensor

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardconv
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.formats.detect import with_grids
 from shardconv.plan.plan import logical_tensors
 from shardconv.plan.unused import known_unused

@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from shardconv.checkpoint.operations.split import split
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.families.family import NAMES_FAMILY

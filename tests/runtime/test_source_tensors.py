@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.runtime.comparison import load_source
 from tests.support.checkpoints import write_checkpoint
 from tests.support.torch_files import write_pytorch

@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from shardconv.checkpoint.operations.split import split
-from shardconv.checkpoint.sources.source import open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields

@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.sources.folder_files import holds_base
+from shardconv.checkpoint.sources.opening import open_files, open_source, standalone_config
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
-from shardconv.checkpoint.sources.source import Source, open_files, open_source, standalone_config
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath

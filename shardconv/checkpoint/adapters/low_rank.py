@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardconv.checkpoint.engine.arrays.rounding import convert, widen
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.source_reader import ReadStored
+from shardconv.checkpoint.sources.source_reader import ReadTensor
 from shardconv.files.fileio import Bytes
 from shardconv.support.errors import SourceError, option
 
@@ -47,14 +47,14 @@ class StoredMatrix(NamedTuple):
         """Bytes of a row; of a vector, of an element."""
         return self.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
-    def read(self, read: ReadStored, start: int = 0, stop: int | None = None) -> Array:
+    def read(self, read: ReadTensor, start: int = 0, stop: int | None = None) -> Array:
         """Read rows, from ``start`` to ``stop``."""
         stop = self.shape[0] if stop is None else stop
         data = memoryview(bytearray((stop - start) * self.row_bytes))
         read(self.name, start * self.row_bytes, data)
         return widen(np.frombuffer(data, NUMPY_DTYPES[self.dtype]), self.dtype).reshape(stop - start, *self.shape[1:])
 
-    def read_columns(self, read: ReadStored, start: int, stop: int) -> Array:
+    def read_columns(self, read: ReadTensor, start: int, stop: int) -> Array:
         """Read columns of a matrix, from ``start`` to ``stop``."""
         size = (stop - start) * self.itemsize
         data = memoryview(bytearray(self.shape[0] * size))
@@ -70,7 +70,7 @@ class MatrixCache:
         self._lock = Lock()
         self._kept: OrderedDict[str, Array] = OrderedDict()
 
-    def get(self, matrix: StoredMatrix, read: ReadStored) -> Array:
+    def get(self, matrix: StoredMatrix, read: ReadTensor) -> Array:
         """Read a full matrix, unless it is kept."""
         with self._lock:
             if (found := self._kept.pop(matrix.name, None)) is None:
@@ -82,44 +82,36 @@ class MatrixCache:
 
 
 class RowTransform:
-    """Base of transforms that compute rows of a tensor."""
+    """Base of transforms that compute rows of a tensor, see :class:`Transform`; ``unit`` is at least a row."""
 
     result: StoredMatrix
     stored: StoredMatrix
+    unit: int
 
-    @property
-    def inputs(self) -> tuple[StoredMatrix, ...]:
-        """The tensors that it reads."""
-        raise NotImplementedError
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a row."""
-        return self.result.row_bytes
-
-    def rows(self, read: ReadStored, start: int, stop: int) -> Array:
+    def rows(self, read: ReadTensor, start: int, stop: int) -> Array:
         """Compute rows from ``start`` to ``stop``, in float32."""
         raise NotImplementedError
 
-    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch, /) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on.
 
         Raises:
             SourceError: if a finite element becomes NaN, infinite, or too large for the dtype of the weight.
         """
-        first, last = start // self.unit, -(-(start + len(block)) // self.unit)
+        row_bytes = self.result.row_bytes
+        first, last = start // row_bytes, -(-(start + len(block)) // row_bytes)
         with np.errstate(all="ignore"):  # results are checked
             values = np.ascontiguousarray(self.rows(read, first, last))
         self._check_finite(values, read, first, last)
-        data = scratch.take("rows", (last - first) * self.unit)
+        data = scratch.take("rows", (last - first) * row_bytes)
         try:
             convert(values.reshape(-1).view("u1").data, "F32", data, self.result.dtype)
         except OverflowError as error:
             raise self._too_large(error.args[1]) from error
-        offset = start - first * self.unit
+        offset = start - first * row_bytes
         block[:] = data[offset : offset + len(block)]
 
-    def _check_finite(self, values: Array, read: ReadStored, start: int, stop: int) -> None:
+    def _check_finite(self, values: Array, read: ReadTensor, start: int, stop: int) -> None:
         """Check that elements that are finite in the stored tensor are finite in the rows that were computed of it."""
         is_finite = np.isfinite(values)
         if is_finite.all():
@@ -143,21 +135,18 @@ class Vector(RowTransform):
     Attributes:
         result: name, dtype and shape of the result; it need not be stored.
         stored: the tensor.
+        unit: see the base.
         added: the vector; None for none.
         scaling: its factor.
     """
 
     result: StoredMatrix
     stored: StoredMatrix
+    unit: int
     added: StoredMatrix | None = None
     scaling: float = 1.0
 
-    @property
-    def inputs(self) -> tuple[StoredMatrix, ...]:
-        """See the base."""
-        return (self.stored,) if self.added is None else (self.stored, self.added)
-
-    def rows(self, read: ReadStored, start: int, stop: int) -> Array:
+    def rows(self, read: ReadTensor, start: int, stop: int) -> Array:
         """See the base."""
         values = self.stored.read(read, start, stop)
         return values if self.added is None else values + np.float32(self.scaling) * self.added.read(read, start, stop)
@@ -170,6 +159,7 @@ class LowRankUpdate(RowTransform):
     Attributes:
         result: name, dtype and shape of the weight.
         stored: the tensor that it is computed from: the weight, or one that replaces it.
+        unit: see the base.
         a: A, [rank, input].
         b: B, [output, rank].
         scaling: factor of B A.
@@ -180,6 +170,7 @@ class LowRankUpdate(RowTransform):
 
     result: StoredMatrix
     stored: StoredMatrix
+    unit: int
     a: StoredMatrix
     b: StoredMatrix
     scaling: float
@@ -189,12 +180,7 @@ class LowRankUpdate(RowTransform):
     _factor: list[Array] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
-    @property
-    def inputs(self) -> tuple[StoredMatrix, ...]:
-        """See the base."""
-        return (self.stored, self.a, self.b, *(() if self.magnitude is None else (self.magnitude,)))
-
-    def rows(self, read: ReadStored, start: int, stop: int) -> Array:
+    def rows(self, read: ReadTensor, start: int, stop: int) -> Array:
         """See the base."""
         values = self._sums(read, start, stop)
         if self.magnitude is None:
@@ -203,7 +189,7 @@ class LowRankUpdate(RowTransform):
             return values * self._column_factor(read)
         return values * _ratio(self.magnitude.read(read, start, stop), np.square(values).sum(1))[:, None]
 
-    def _sums(self, read: ReadStored, start: int, stop: int) -> Array:
+    def _sums(self, read: ReadTensor, start: int, stop: int) -> Array:
         """Rows of W + s B A as it is stored."""
         if self.is_transposed:
             left, right = self.a.read_columns(read, start, stop).T, self.cache.get(self.b, read).T
@@ -213,7 +199,7 @@ class LowRankUpdate(RowTransform):
         values += (np.float32(self.scaling) * left) @ right
         return values
 
-    def _column_factor(self, read: ReadStored) -> Array:
+    def _column_factor(self, read: ReadTensor) -> Array:
         """The factors of the columns of a transposed weight, whose norms need all rows: the first block reads them."""
         with self._lock:
             if not self._factor:

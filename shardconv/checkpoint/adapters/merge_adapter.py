@@ -19,7 +19,7 @@ from shardconv.checkpoint.adapters.low_rank import (
 from shardconv.checkpoint.sources.dtype_conversion import Conversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import ComposedTransform, StoredFiles, Transform, stored_files
+from shardconv.checkpoint.sources.source_reader import StoredTensors
 from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
@@ -46,11 +46,9 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
             f"into quantized weights: split the model with {option('adapters')}, without {option(merge_adapter=True)}"
         )
     merge = _Merge(adapter, source, planned.planner.rules)
-    stored, of_adapter = (one.stored or stored_files(one) for one in (source, adapter.source))
     merged = replace(
         source,
-        stored=_with_files(stored, of_adapter),
-        transforms={**source.transforms, **merge.transforms()},
+        converted_from=merge.stored(),
         derived=(*source.derived, f"the adapter {adapter.source.name} is merged into it"),
         merged_adapter=adapter.source.name,
     )
@@ -58,22 +56,6 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
         source=merged,
         planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
         paths=(*planned.paths, *adapter.source.paths, adapter.config_path),
-    )
-
-
-def _with_files(one: StoredFiles, other: StoredFiles) -> StoredFiles:
-    """The files of both."""
-    moved = {
-        name: shards._replace(files=tuple(file + len(one.paths) for file in shards.files))
-        for name, shards in other.shards.items()
-    }
-    return StoredFiles(
-        (*one.paths, *other.paths),
-        (*one.prefixes, *other.prefixes),
-        (*one.sizes, *other.sizes),
-        {**one.tensors, **other.tensors},
-        {**one.shards, **moved},
-        (*(one.states or [None] * len(one.paths)), *other.states),
     )
 
 
@@ -90,32 +72,35 @@ class _Merge:
 
     def __init__(self, adapter: Adapter, source: Source, rules: RuleSet) -> None:
         self._settings, self._base, self._rules = adapter.settings, source.specs, rules
+        *lower, last = source.stored.layers or ({},)
         self._conversions = {
-            name: one
-            for name, one in source.transforms.items()
-            if isinstance(one, Conversion) and one.stored_dtype in NUMPY_DTYPES
+            name: one for name, one in last.items() if isinstance(one, Conversion) and one.stored_dtype in NUMPY_DTYPES
         }
-        before = {name: one.inner for name, one in self._conversions.items()}
-        inner = {**source.transforms, **adapter.source.transforms, **before}
-        self._inner: dict[str, Transform] = {name: one for name, one in inner.items() if one is not None}
+        others = {name: one for name, one in last.items() if name not in self._conversions}
+        self._inputs = replace(source.stored, layers=(*lower, others)).joined(adapter.source.stored)
         self._specs = fitted(adapter, rules, source.specs)
         self._tensors = AdapterTensors.of_names(self._specs)
         self._cache, self._matching = MatrixCache(), matcher_of(rules)
 
-    def transforms(self) -> dict[str, Transform]:
-        """The transform of each tensor of the base model that changes.
+    def stored(self) -> StoredTensors:
+        """The tensors of the merged model.
 
         Raises:
             PlanError: if a tensor cannot be merged.
         """
+        return self._inputs.with_layer({**self._conversions, **self._transforms()})
+
+    def _transforms(self) -> dict[str, RowTransform]:
+        """The transform of each tensor of the base model that changes."""
         found: dict[str, RowTransform] = {}
         for target, name in self._tensors.replaced.items():
             self._check_tie(target, name)
             result = self._of_base(target, name)
-            found[result.name] = Vector(result, self._of_adapter(name))
+            replacement = self._of_adapter(name)
+            found[result.name] = Vector(result, replacement, self._unit(result, replacement))
         for layer in self._tensors.layers.values():
             found |= self._of_layer(layer)
-        return {name: self._composed(one) for name, one in found.items()}
+        return found
 
     def assumed(self) -> Iterator[str]:
         """Yield which of the adapted embedding tables may be tied to the head, which then changes, too."""
@@ -127,14 +112,11 @@ class _Merge:
                     f"merge_and_unload; an adapter that is not merged changes the embedding only"
                 )
 
-    def _composed(self, transform: RowTransform) -> Transform:
-        """The transform, with those of the tensors that it reads."""
-        inner = {one.name: self._inner[one.name] for one in transform.inputs if one.name in self._inner}
-        if not inner:
-            return transform
-        stored, result = transform.stored, transform.result
-        unit = inner[stored.name].unit * result.itemsize // stored.itemsize if stored.name in inner else 0
-        return ComposedTransform(transform, inner, max(unit, transform.unit))
+    def _unit(self, result: StoredMatrix, stored: StoredMatrix) -> int:
+        """Bytes of a row of the result, or what the transform that computes the stored tensor has as its unit."""
+        transform = self._inputs.transform_of(stored.name)
+        inner = transform.unit * result.itemsize // stored.itemsize if transform else 0
+        return max(inner, result.row_bytes)
 
     def _of_layer(self, layer: AdaptedLayer) -> Iterator[tuple[str, RowTransform]]:
         """Yield the transform of the weight of an adapted layer, and that of its bias if the adapter has one."""
@@ -143,22 +125,18 @@ class _Merge:
         result = self._of_base(f"{layer.module}.weight", layer.tensors[A])
         grid = self._specs[layer.tensors[A]].grid
         assert grid is not None
+        before = self._before(f"{layer.module}.weight", result)
         yield (
             result.name,
             LowRankUpdate(
-                result,
-                self._before(f"{layer.module}.weight", result),
-                parts[A],
-                parts[B],
-                scaling,
-                grid.axes[0] == INPUT,
-                parts.get(MAGNITUDE),
-                self._cache,
+                result, before, self._unit(result, before), parts[A], parts[B], scaling, grid.axes[0] == INPUT,
+                parts.get(MAGNITUDE), self._cache,
             ),
-        )
+        )  # fmt: skip
         if BIAS in parts:
             bias = self._of_base(f"{layer.module}.bias", layer.tensors[BIAS])
-            yield bias.name, Vector(bias, self._before(f"{layer.module}.bias", bias), parts[BIAS], scaling)
+            before = self._before(f"{layer.module}.bias", bias)
+            yield bias.name, Vector(bias, before, self._unit(bias, before), parts[BIAS], scaling)
 
     def _before(self, target: str, result: StoredMatrix) -> StoredMatrix:
         """The tensor to which a product is added: that of the base model, or the one that replaces it."""

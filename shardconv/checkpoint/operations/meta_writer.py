@@ -8,18 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Reader, Shards, split_into_stripes
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import Transform, TransformedReader, open_tensors
+from shardconv.checkpoint.sources.source_reader import Transform, open_tensors
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_archive import TorchArchive
 from shardconv.files.folder import AnyPath, permissions
-from shardconv.files.input_files import InputFiles
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
@@ -75,7 +74,7 @@ class MetaFiles:
         """Write everything but the shards into the files."""
         for name, archive in zip(self.names, self.archives, strict=True):
             with (folder / name).open("r+b") as file:
-                for at, data in archive.pieces:
+                for at, data in archive.pieces.items():
                     file.seek(at)
                     file.write(data)
 
@@ -220,7 +219,8 @@ def write_meta(
         SourceError: if the source changes.
         OutputError: if the destination exists, is in use, or has too little free space.
     """
-    reader, inputs = _open(source, files)
+    source = replace(source, converted_from=source.stored.with_layer(files.transforms))
+    reader, inputs = open_tensors(source, files.tensors, None)
     stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
     auxiliary = writer.auxiliary
     copied = {name: path for name, path in auxiliary.copied.items() if name != PARAMS_NAME}
@@ -231,9 +231,3 @@ def write_meta(
         mode = 0o666 if config is None else permissions([config])
         staged.write(PARAMS_NAME, json.dumps(files.params, indent=2) + "\n", mode)
     return staged.resumed_bytes
-
-
-def _open(source: Source, files: MetaFiles) -> tuple[Reader, InputFiles]:
-    """Open the source as a reader of the tensors in Meta's form."""
-    reader, inputs = open_tensors(source, source.specs, None)
-    return TransformedReader(reader, list(source.specs), files.tensors, files.transforms, None), inputs

@@ -17,8 +17,9 @@ from shardconv.checkpoint.operations.verify_external import (
 )
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
+from shardconv.checkpoint.sources.opening import open_if_external, open_source
 from shardconv.checkpoint.sources.planning import as_names
-from shardconv.checkpoint.sources.source import Source, open_if_external, open_source
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest

@@ -10,14 +10,14 @@ from typing import NamedTuple, TypedDict
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
-from shardconv.checkpoint.sources.layout_files import FullTensors, is_contiguous
+from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.files.containers.safetensors import num_bytes
+from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
+from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, RemotePath
-from shardconv.files.input_files import FileState, file_states
-from shardconv.files.paths import check_link
+from shardconv.files.input_files import file_states
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
@@ -49,56 +49,62 @@ class Chunk(NamedTuple):
     offset: int
 
 
-class DcpFiles(NamedTuple):
-    """The model in a checkpoint of DCP.
-
-    Attributes:
-        paths: of the files.
-        states: for each file its state when its tensors were listed.
-        tensors: the full tensors.
-        left_out: keys of entries that are not the model's.
-    """
-
-    paths: tuple[AnyPath, ...]
-    states: tuple[FileState, ...]
-    tensors: FullTensors
-    left_out: tuple[str, ...]
-
-
-def read_dcp(folder: AnyPath, *, follow_links: bool) -> DcpFiles:
+def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors, tuple[str, ...]]:
     """Read the positions of all tensors of the model.
+
+    Returns:
+        Name to dtype and shape of each tensor, where they are stored, and the keys of entries that are not the model's.
 
     Raises:
         SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, a file
             is missing, damaged or outside of the folder, or chunks do not form their tensors.
     """
-    if isinstance(folder, RemotePath):
-        raise SourceError(f"{folder / METADATA_NAME}: {REMOTE.problem}: {REMOTE.remedy}")
-    check_link(folder / METADATA_NAME, folder, follow_links=follow_links)
-    listed: Mapping[str, list[_Tensor]] = list_metadata(folder / METADATA_NAME)
-    named, left_out = _model_tensors(folder, listed)
+    metadata = folder.path / METADATA_NAME
+    if isinstance(metadata, RemotePath):
+        raise SourceError(f"{metadata}: {REMOTE.problem}: {REMOTE.remedy}")
+    folder.check_link(METADATA_NAME)
+    listed: Mapping[str, list[_Tensor]] = list_metadata(metadata)
+    named, left_out = _model_tensors(folder.path, listed)
     if (name := next((name for name, tensor in named.items() if not tensor["chunks"]), None)) is not None:
-        raise SourceError(f"{folder / METADATA_NAME}: {name} does not have chunks: {_AGAIN}")
+        raise SourceError(f"{metadata}: {name} does not have chunks: {_AGAIN}")
     names = sorted({chunk[2] for tensor in named.values() for chunk in tensor["chunks"]})
-    paths = tuple(_path(folder, name, follow_links=follow_links) for name in names)
-    file_of = {name: number for number, name in enumerate(names)}
-    wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
-    states = file_states(paths)
-    found = read_torch_chunks([TorchChunk(paths[file_of[chunk[2]]], *chunk[3:]) for _, chunk in wanted])
-    chunks: dict[str, list[Chunk]] = {name: [] for name in named}
-    dtypes: dict[str, str] = {}
-    for (name, chunk), tensor in zip(wanted, found, strict=True):
-        offsets, sizes, file = tuple(chunk[0]), tuple(chunk[1]), chunk[2]
-        if tensor.shape != sizes or dtypes.setdefault(name, tensor.dtype) != tensor.dtype or not is_contiguous(tensor):
+    paths = {name: _path(folder, name) for name in names}
+    files = tuple(
+        TensorFile(path, state.size, {}, state=state)
+        for path, state in zip(paths.values(), file_states(paths.values()), strict=True)
+    )
+    tensors = _chunks(paths, named)
+    shards: dict[str, Shards] = {}
+    transforms: dict[str, Transform] = {}
+    for name, (spec, chunks) in tensors.items():
+        try:
+            bands = _bands(name, spec, chunks)
+            shards |= {rows.stored: _shards(*band) for rows, band in bands.items()}
+        except ValueError as error:
             raise SourceError(
-                f"{folder / file}: a chunk of {name} is {tensor.dtype} {list(tensor.shape)} with strides "
-                f"{list(tensor.strides)} (expected {dtypes[name]} {list(sizes)}, contiguous): save the checkpoint again"
+                f"{folder.path}: the chunks of {name} cannot be merged: {error}: save it again"
+            ) from error
+        if name not in shards:
+            transforms[name] = JoinedRows(tuple(bands), num_bytes(spec.dtype, spec.shape[1:]))
+    specs = {name: spec for name, (spec, _) in tensors.items()}
+    return specs, StoredTensors(files, shards).with_layer(transforms), left_out
+
+
+def _chunks(paths: Mapping[str, AnyPath], named: Mapping[str, _Tensor]) -> dict[str, tuple[TensorSpec, list[Chunk]]]:
+    """Name to dtype and shape, and the chunks in the files, of each tensor."""
+    wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
+    found = read_torch_chunks([TorchChunk(paths[chunk[2]], *chunk[3:]) for _, chunk in wanted])
+    file_of = {name: number for number, name in enumerate(paths)}
+    tensors: dict[str, tuple[TensorSpec, list[Chunk]]] = {}
+    for (name, (offsets, sizes, file, *_)), info in zip(wanted, found, strict=True):
+        spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tuple(named[name]["shape"])), []))
+        if [*info.shape] != sizes or info.dtype != spec.dtype or info.strides is not None:
+            raise SourceError(
+                f"{paths[file]}: a chunk of {name} is {info.dtype} {list(info.shape)} with strides "
+                f"{list(info.strides or ())} (expected {spec.dtype} {sizes}, contiguous): save the checkpoint again"
             )
-        chunks[name].append(Chunk(offsets, sizes, file_of[file], tensor.offset))
-    tensors = FullTensors({}, {}, {}, {})
-    for name in named:
-        _add(tensors, folder, name, TensorSpec(dtypes[name], tuple(named[name]["shape"])), chunks[name])
-    return DcpFiles(paths, states, tensors, left_out)
+        chunks.append(Chunk(tuple(offsets), tuple(sizes), file_of[file], info.start))
+    return tensors
 
 
 def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tuple[dict[str, _Tensor], tuple[str, ...]]:
@@ -119,50 +125,43 @@ def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tupl
     return {".".join(tensor["path"][1:]): tensor for tensor in tensors}, tuple(others)
 
 
-def _path(folder: AnyPath, name: str, *, follow_links: bool) -> AnyPath:
+def _path(folder: SourceFolder, name: str) -> AnyPath:
     if not is_portable_name(name):
-        raise SourceError(f"{folder / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)")
-    path = folder / name
+        raise SourceError(
+            f"{folder.path / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)"
+        )
+    path = folder.path / name
     if not path.is_file():
         raise SourceError(f"{path}: is missing (expected by {METADATA_NAME}): {_AGAIN}")
-    check_link(path, folder, follow_links=follow_links)
+    folder.check_link(name)
     return path
 
 
-def _add(tensors: FullTensors, folder: AnyPath, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> None:
-    """Add a tensor: its chunks along one dim, or bands of rows that have chunks along another dim."""
-    try:
-        tensors.specs[name] = spec
-        dims = _sharded_dims(spec.shape, chunks)
-        if len(dims) < 2:
-            tensors.stored[name], tensors.shards[name] = spec, _shards(spec, chunks, dims)
-            return
-        if len(dims) > 2 or 0 not in dims:
-            raise ValueError(f"its chunks divide dims {dims} (expected one dim, or dim 0 and another)")
-        tensors.transforms[name] = _joined(tensors, name, spec, chunks)
-    except ValueError as error:
-        raise SourceError(f"{folder}: the chunks of {name} cannot be merged: {error}: save it again") from error
+def _bands(name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> dict[Rows, tuple[TensorSpec, list[Chunk]]]:
+    """The stored tensors that a tensor consists of: itself, or bands of rows that have chunks along another dim.
 
-
-def _joined(tensors: FullTensors, name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> JoinedRows:
-    """Add each band of rows as a stored tensor, and join them."""
-    bands: dict[tuple[int, int], list[Chunk]] = {}
+    Raises:
+        ValueError: if the chunks are not along one dim, or along dim 0 and another one.
+    """
+    size, dims = num_bytes(spec.dtype, spec.shape), _sharded_dims(spec.shape, chunks)
+    if len(dims) < 2:
+        return {Rows(name, 0, size): (spec, [*chunks])}
+    if len(dims) > 2 or 0 not in dims:
+        raise ValueError(f"its chunks divide dims {dims} (expected one dim, or dim 0 and another)")
+    by_rows: dict[tuple[int, int], list[Chunk]] = {}
     for chunk in chunks:
-        bands.setdefault((chunk.offsets[0], chunk.sizes[0]), []).append(chunk._replace(offsets=(0, *chunk.offsets[1:])))
-    row_bytes, at, parts = num_bytes(spec.dtype, spec.shape[1:]), 0, []
-    for (start, size), band in sorted(bands.items()):
+        moved = chunk._replace(offsets=(0, *chunk.offsets[1:]))
+        by_rows.setdefault((chunk.offsets[0], chunk.sizes[0]), []).append(moved)
+    row_bytes, at, bands = size // spec.shape[0], 0, {}
+    for (start, count), held in sorted(by_rows.items()):
         if start != at:
             raise ValueError(f"rows from {min(at, start)} on are missing or in several chunks")
-        stored, at = f"{name}[{start}]", start + size
-        tensors.stored[stored] = TensorSpec(spec.dtype, (size, *spec.shape[1:]))
-        dims = _sharded_dims(tensors.stored[stored].shape, band)
-        if len(dims) > 1:
-            raise ValueError("its chunks do not form a grid")
-        tensors.shards[stored] = _shards(tensors.stored[stored], band, dims)
-        parts.append(Rows(stored, start * row_bytes, at * row_bytes))
+        at = start + count
+        rows = Rows(f"{name}[{start}]", start * row_bytes, at * row_bytes)
+        bands[rows] = TensorSpec(spec.dtype, (count, *spec.shape[1:])), held
     if at != spec.shape[0]:
         raise ValueError(f"rows from {at} on are missing")
-    return JoinedRows(tuple(parts), row_bytes)
+    return bands
 
 
 def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[int]:
@@ -174,14 +173,14 @@ def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[int]:
     return [dim for dim, size in enumerate(shape) if any(chunk.sizes[dim] != size for chunk in chunks)]
 
 
-def _shards(spec: TensorSpec, chunks: Sequence[Chunk], dims: Sequence[int]) -> Shards:
+def _shards(spec: TensorSpec, chunks: Sequence[Chunk]) -> Shards:
     """The shards of chunks along at most one dim."""
-    size = num_bytes(spec.dtype, spec.shape)
+    size, dims = num_bytes(spec.dtype, spec.shape), _sharded_dims(spec.shape, chunks)
     held = sorted(chunk for chunk in chunks if 0 not in chunk.sizes)
     if not size:
         return Shards(unsharded(0), (chunks[0].file,), (chunks[0].offset,))
-    if not held:
-        raise ValueError("it does not have chunks")
+    if not held or len(dims) > 1:
+        raise ValueError("its chunks do not form a grid")
     placement = Placement.replicated(len(held))
     if dims:
         (dim,) = dims

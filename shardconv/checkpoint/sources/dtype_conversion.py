@@ -14,9 +14,9 @@ from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_files import SourceFile, with_total_size
-from shardconv.checkpoint.sources.source_reader import ReadStored, Transform, stored_files
+from shardconv.checkpoint.sources.source import Source, SourceFile
+from shardconv.checkpoint.sources.source_files import with_total_size
+from shardconv.checkpoint.sources.source_reader import ReadTensor
 from shardconv.files.containers.safetensors import (
     DTYPE_BITS,
     FLOAT_NAMES,
@@ -62,7 +62,8 @@ def with_dtype(source: Source, dtype: str) -> Source:
     if not converted:
         return source
     transforms = {
-        name: Conversion(name, others[name], target, source.transforms.get(name)) for name in sorted(converted)
+        name: Conversion(name, others[name], target, _unit(source, name, others[name], target))
+        for name in sorted(converted)
     }
     files = tuple(_with_header(file, converted, target) for file in source.files)
     total = sum(file.header.data_bytes for file in files)
@@ -70,10 +71,16 @@ def with_dtype(source: Source, dtype: str) -> Source:
         source,
         files=files,
         index=None if source.index is None else (source.index[0], with_total_size(source.index[1], total)),
-        stored=source.stored or stored_files(source),
-        transforms={**source.transforms, **transforms},
+        converted_from=source.stored.with_layer(transforms),
         derived=(*source.derived, _describe(source.specs, dtype, kept)),
     )
+
+
+def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
+    """The unit of a conversion: an element, or what the transform that computes the elements has as its unit."""
+    transform = source.stored.transform_of(name)
+    inner = transform.unit if transform is not None else 0
+    return inner * DTYPE_BITS[dtype] // DTYPE_BITS[stored_dtype] or DTYPE_BITS[dtype] // 8
 
 
 def _refuse_quantized(source: Source, dtype: str) -> None:
@@ -143,21 +150,15 @@ class Conversion:
         name: of the tensor.
         stored_dtype: its dtype in safetensors before the conversion.
         dtype: its dtype after the conversion.
-        inner: the transform that computes its bytes before the conversion; None if they are stored.
+        unit: see :class:`~shardconv.checkpoint.sources.source_reader.Transform`; a multiple of an element.
     """
 
     name: str
     stored_dtype: str
     dtype: str
-    inner: Transform | None = None
+    unit: int
 
-    @property
-    def unit(self) -> int:
-        """See :class:`~shardconv.checkpoint.sources.source_reader.Transform`."""
-        inner = 0 if self.inner is None else self.inner.unit * DTYPE_BITS[self.dtype] // DTYPE_BITS[self.stored_dtype]
-        return inner or DTYPE_BITS[self.dtype] // 8
-
-    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block with the bytes of the converted tensor from ``start`` on.
 
         Raises:
@@ -168,10 +169,7 @@ class Conversion:
         for at in range(0, len(block), step):
             converted, first = block[at : at + step], (start + at) // size
             data = scratch.take("conversion", len(converted) // size * stored_size)
-            if self.inner is None:
-                read(self.name, first * stored_size, data)
-            else:
-                self.inner.fill(data, first * stored_size, read, scratch.nested("inner"))
+            read(self.name, first * stored_size, data)
             try:
                 arrays.rounding.convert(data, self.stored_dtype, converted, self.dtype)
             except OverflowError as error:

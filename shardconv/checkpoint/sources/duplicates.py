@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from shardconv.files.containers.safetensors import read_header
-from shardconv.files.containers.torch_files import TorchFile, TorchProblem, TorchTensor, list_torch_files
+from shardconv.files.containers.safetensors import TensorFile, TensorInfo, read_header
+from shardconv.files.containers.torch_files import TorchProblem, list_torch_files
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
@@ -73,39 +73,39 @@ def _index(name: str, path: AnyPath) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def _read_tensors(path: AnyPath) -> TorchFile | TorchProblem:
-    """The tensors of a safetensors file, in the form of a PyTorch file."""
+def _read_tensors(path: AnyPath) -> TensorFile | TorchProblem:
+    """The tensors of a safetensors file."""
     try:
-        tensors = read_header(path).tensors
+        return read_header(path).file(path)
     except SourceError as error:
         return TorchProblem(error.with_options().removeprefix(f"{path}: "), "download it again")
-    return TorchFile(tuple(TorchTensor(name, one.dtype, one.shape, (), one.start) for name, one in tensors.items()), ())
 
 
-def _with_model_names(tensors: tuple[TorchTensor, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[TorchTensor]:
+def _with_model_names(
+    tensors: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, TensorInfo]]:
     """The tensors, those of Meta's layout with their names in the checkpoint, and without those that follow from it."""
     layout = layout_file(META).all_rules
-    for tensor in tensors:
-        known = find_target(layout.rules, tensor.name)
-        if known is not None and tensor.name not in shapes:
-            yield tensor._replace(name=known.sources[0])
-        elif tensor.name in shapes or not layout.is_without_source(tensor.name):
-            yield tensor
+    for name, info in tensors.items():
+        known = find_target(layout.rules, name)
+        if known is not None and name not in shapes:
+            yield known.sources[0], info
+        elif name in shapes or not layout.is_without_source(name):
+            yield name, info
 
 
-def _first_mismatch(listed: TorchFile | TorchProblem, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _first_mismatch(listed: TensorFile | TorchProblem, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
 
     A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.
     """
     if isinstance(listed, TorchProblem):
         return listed.problem
-    tensors = tuple(_with_model_names(listed.tensors, shapes))
-    known = {tensor[1:] for tensor in tensors if tensor.shape == shapes.get(tensor.name)}
-    for tensor in tensors:
-        if tensor.name in shapes and tensor.shape != shapes[tensor.name]:
-            expected = list(shapes[tensor.name])
-            return f"has {tensor.name} of shape {list(tensor.shape)}, expected {expected} as in the checkpoint"
-        if tensor.name not in shapes and tensor[1:] not in known:
-            return f"has {tensor.name}, which the checkpoint does not have"
+    tensors = list(_with_model_names(listed.tensors, shapes))
+    known = {info for name, info in tensors if info.shape == shapes.get(name)}
+    for name, info in tensors:
+        if name in shapes and info.shape != shapes[name]:
+            return f"has {name} of shape {list(info.shape)}, expected {list(shapes[name])} as in the checkpoint"
+        if name not in shapes and info not in known:
+            return f"has {name}, which the checkpoint does not have"
     return _PROVEN

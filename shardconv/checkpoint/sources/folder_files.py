@@ -4,11 +4,12 @@ Weights are left out only if the model is known not to need them: the user exclu
 they are proven to be duplicates. All other weights are an error.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from shardconv.checkpoint.sources.duplicates import unproven
 from shardconv.files.folder import AnyPath, relative_name, walk
@@ -21,48 +22,87 @@ from shardconv.support.errors import SourceError, UsageError, option
 _MAX_NAMES = 5
 
 
-class FolderFiles(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SourceFolder:
     """The files of a folder.
 
     Attributes:
+        path: of the folder.
         kept: name relative to the folder, with / as separator, to path.
         left_out: name to reason; names of hidden folders end with /.
+        ignore: patterns of files that the user left out.
+        follow_links: whether files may be links out of the folder.
     """
 
+    path: AnyPath
     kept: dict[str, AnyPath]
     left_out: dict[str, str]
+    ignore: tuple[str, ...]
+    follow_links: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the files directly in the folder."""
+        return [name for name, path in self.kept.items() if "/" not in name and not path.is_dir()]
+
+    def check_link(self, name: str) -> None:
+        """Refuse a link out of the folder.
+
+        Raises:
+            SourceError: if it is one.
+        """
+        check_link(self.path / name, self.path, follow_links=self.follow_links)
+
+    def auxiliary(self, others: Collection[str]) -> dict[str, AnyPath]:
+        """The auxiliary files: all kept files that hold no weights and are not among ``others``.
+
+        Raises:
+            SourceError: if one is not a regular file, or a link out of the folder.
+        """
+        found = {name: path for name, path in self.kept.items() if name not in others and not is_weights(name)}
+        for name, path in found.items():
+            self.check_link(name)
+            if not path.is_file():
+                raise SourceError(f"{path}: is not a regular file (a pipe, or a broken or folder link): remove it")
+        return found
 
 
-def list_files(folder: AnyPath, ignore: Collection[str] = (), optional: Collection[str] = ()) -> FolderFiles:
+def list_folder(
+    path: AnyPath, ignore: Collection[str] = (), optional: Collection[str] = (), *, follow_links: bool = False
+) -> SourceFolder:
     """List the files under a folder.
 
     Args:
-        folder: the folder.
+        path: of the folder.
         ignore: patterns of files to leave out; each must match a file.
-        optional: further patterns, which may match nothing.
+        optional: further patterns, which may match nothing; those of ``ignore`` take precedence.
+        follow_links: whether files may be links out of the folder.
 
     Raises:
         SourceError: if the folder cannot be read, or a run has not finished writing it.
         UsageError: if a pattern matches nothing.
     """
-    files = {}
-    for path in _files(folder):
-        name = relative_name(path, folder)
-        files[f"{name}/" if path.name.startswith(".") and path.is_dir() else name] = path
-    left_out = {name: "hidden folder" for name in files if name.endswith("/")}
-    patterns = ignored_files(folder, files, ignore, optional)
-    left_out |= {name: "lock of a run that has not finished" for name in files if is_lock(name)}
-    left_out |= {name: f"ignored by {pattern!r}" for name, pattern in patterns.items()}
-    if LOCK_NAME in files and LOCK_NAME not in patterns:
-        raise SourceError(f"{folder}: {locked(folder)}")
-    return FolderFiles({name: path for name, path in files.items() if name not in left_out}, left_out)
-
-
-def _files(folder: AnyPath) -> list[AnyPath]:
     try:
-        return list(walk(folder))
+        found = [(relative_name(one, path), one) for one in walk(path)]
     except OSError as error:
         raise SourceError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    files = {f"{name}/" if one.name.startswith(".") and one.is_dir() else name: one for name, one in found}
+    ignored = {name: pattern for pattern in optional for name in files if matches(name, pattern)}
+    for pattern in ignore:
+        matched = [name for name in files if matches(name, pattern)]
+        if not matched:
+            raise UsageError(
+                f"{option(ignore=[pattern])} matches no file in {path}: pass a pattern relative to that folder, such "
+                "as '*.gguf' or 'original/*'"
+            )
+        ignored |= dict.fromkeys(matched, pattern)
+    if LOCK_NAME in files and LOCK_NAME not in ignored:
+        raise SourceError(f"{path}: {locked(path)}")
+    left_out = {name: "hidden folder" for name in files if name.endswith("/")}
+    left_out |= {name: "lock of a run that has not finished" for name in files if is_lock(name)}
+    left_out |= {name: f"ignored by {pattern!r}" for name, pattern in ignored.items()}
+    kept = {name: one for name, one in files.items() if name not in left_out}
+    return SourceFolder(path, kept, left_out, tuple(dict.fromkeys([*optional, *ignore])), follow_links)
 
 
 def refuse_adapter(folder: AnyPath, names: Collection[str]) -> None:
@@ -95,80 +135,53 @@ def holds_base(names: Collection[str]) -> bool:
     return any(is_weights(name) and name not in ADAPTER_FILES and not is_trainer_state(name) for name in names)
 
 
-def find_auxiliary(
-    folder: AnyPath, files: FolderFiles, checkpoint: Collection[str], *, follow_links: bool
-) -> dict[str, AnyPath]:
-    """The auxiliary files: all kept files that hold no weights and are not in ``checkpoint``.
-
-    Raises:
-        SourceError: if one is not a regular file, or a link out of the folder.
-    """
-    auxiliary = {name: path for name, path in files.kept.items() if name not in checkpoint and not is_weights(name)}
-    for path in auxiliary.values():
-        check_link(path, folder, follow_links=follow_links)
-        if not path.is_file():
-            raise SourceError(f"{path}: is not a regular file (a pipe, or a broken or folder link): remove it")
-    return auxiliary
-
-
 def leave_out_weights(
-    folder: AnyPath,
-    files: FolderFiles,
-    checkpoint: Collection[str],
-    shapes: Mapping[str, tuple[int, ...]] | None,
-    *,
-    follow_links: bool,
+    folder: SourceFolder, checkpoint: Collection[str], shapes: Mapping[str, tuple[int, ...]] | None
 ) -> dict[str, str]:
     """Name to reason of the weight files that are not part of the checkpoint and that the model does not need.
 
     Args:
         folder: the folder.
-        files: its files.
         checkpoint: names of the checkpoint's files; the index is last.
         shapes: of the checkpoint's tensors; None if the user passed its index, which excludes other weights.
-        follow_links: whether files may be links out of the folder.
 
     Raises:
         SourceError: if the model may need one.
     """
-    others = {name: path for name, path in files.kept.items() if is_weights(name) and name not in checkpoint}
+    others = {name: path for name, path in folder.kept.items() if is_weights(name) and name not in checkpoint}
     if shapes is None:
         return dict.fromkeys(others, "not in the given index")
-    reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
-    rest = {name: path for name, path in others.items() if name not in reasons}
-    links = set() if follow_links else {name for name, path in rest.items() if leads_out(path, folder)}
-    regular = {name: path for name, path in rest.items() if path.is_file() and name not in links}
+    rest = {name: path for name, path in others.items() if not is_trainer_state(name)}
+    regular = {
+        name: path
+        for name, path in rest.items()
+        if path.is_file() and (folder.follow_links or not leads_out(path, folder.path))
+    }
     unknown = dict.fromkeys(rest.keys() - regular.keys(), "") | unproven(regular, shapes)
     if unknown:
-        _refuse_adapters(folder, unknown, files, checkpoint)
-        _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, files, [*checkpoint][-1])
-    return reasons | dict.fromkeys(rest, "duplicate of the checkpoint in another format")
+        _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, checkpoint)
+    proven = dict.fromkeys(rest, "duplicate of the checkpoint in another format")
+    return dict.fromkeys(others, "trainer state") | proven
 
 
-def _refuse_adapters(
-    folder: AnyPath, unknown: Collection[str], files: FolderFiles, checkpoint: Collection[str]
-) -> None:
-    """Refuse adapters in subfolders of their base model, where a merge writes them."""
+def _refuse(folder: SourceFolder, unknown: Mapping[str, str], checkpoint: Collection[str]) -> NoReturn:
+    """Refuse weights besides those of a checkpoint."""
+    is_adapter, last = any(name in ADAPTER_FILES for name in checkpoint), [*checkpoint][-1]
     weights = [PurePosixPath(name) for name in unknown if PurePosixPath(name).name in ADAPTER_WEIGHTS]
-    folders = dict.fromkeys(str(name.parent) for name in weights)
-    adapters = [name for name in folders if f"{name}/{ADAPTER_CONFIG}" in files.kept]
-    if not adapters or any(name in ADAPTER_FILES for name in checkpoint):
-        return
-    split = option(adapters=[str(folder / name) for name in adapters])
-    left_out = option(ignore=[escape(name) for name in adapters])
-    raise SourceError(
-        f"{folder}: holds PEFT adapters in subfolders ({', '.join(adapters)}): pass {split} to split them with the "
-        f"base model, or {left_out} to leave these folders out"
-    )
-
-
-def _refuse(folder: AnyPath, unknown: Mapping[str, str], files: FolderFiles, checkpoint: str) -> NoReturn:
+    parents = dict.fromkeys(str(name.parent) for name in weights)
+    adapters = [name for name in parents if f"{name}/{ADAPTER_CONFIG}" in folder.kept]
+    if adapters and not is_adapter:  # in subfolders of their base model, where a merge writes them
+        raise SourceError(
+            f"{folder.path}: holds PEFT adapters in subfolders ({', '.join(adapters)}): pass "
+            f"{option(adapters=[str(folder.path / name) for name in adapters])} to split them with the base model, or "
+            f"{option(ignore=[escape(name) for name in adapters])} to leave these folders out"
+        )
     described = [f"{name} ({why})" if why else name for name, why in unknown.items()]
     more = f" and {len(described) - _MAX_NAMES} more" if len(described) > _MAX_NAMES else ""
-    alone = "" if checkpoint in ADAPTER_FILES else f", or pass {folder / checkpoint} instead of the folder"
+    alone = "" if last in ADAPTER_FILES else f", or pass {folder.path / last} instead of the folder"
     raise SourceError(
-        f"{folder}: holds weights that are not in {checkpoint}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
-        f"model does not need them, pass {ignore_options(unknown, files.kept.keys() - unknown.keys())}{alone}"
+        f"{folder.path}: holds weights that are not in {last}: {', '.join(described[:_MAX_NAMES])}{more}. If the "
+        f"model does not need them, pass {ignore_options(unknown, folder.kept.keys() - unknown.keys())}{alone}"
     )
 
 
@@ -188,35 +201,6 @@ def matches(name: str, pattern: str) -> bool:
     path = PurePosixPath(name)
     parents = [str(parent) for parent in path.parents if parent.name]
     return any(fnmatchcase(candidate, pattern.rstrip("/")) for candidate in (str(path), *parents))
-
-
-def ignored_files(
-    folder: AnyPath, names: Collection[str], patterns: Iterable[str], optional: Iterable[str] = ()
-) -> dict[str, str]:
-    """Find the files to leave out.
-
-    Args:
-        folder: the folder of the source, for messages.
-        names: all files of the folder.
-        patterns: patterns of the user; each must match a file.
-        optional: patterns that need not match a file; those of the user take precedence.
-
-    Returns:
-        The name of each matched file, with the last pattern that matches it.
-
-    Raises:
-        UsageError: if a pattern of ``patterns`` matches no file.
-    """
-    found = {name: pattern for pattern in optional for name in names if matches(name, pattern)}
-    for pattern in patterns:
-        matched = [name for name in names if matches(name, pattern)]
-        if not matched:
-            raise UsageError(
-                f"{option(ignore=[pattern])} matches no file in {folder}: pass a pattern relative to that folder, such "
-                "as '*.gguf' or 'original/*'"
-            )
-        found |= dict.fromkeys(matched, pattern)
-    return found
 
 
 def ignore_options(names: Collection[str], others: Collection[str]) -> str:

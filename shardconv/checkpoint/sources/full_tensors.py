@@ -5,27 +5,28 @@ shardconv would write the same files: the tensors of every rank must be those.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
-from shardconv.checkpoint.sources.layout_files import FullTensors, RankFiles, StoredTensor, refuse_missing
+from shardconv.checkpoint.sources.layout_files import RankFiles, StoredTensor, refuse_missing
 from shardconv.checkpoint.sources.row_order import RotaryRows
+from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import InputFiles
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.full_shapes import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
 from shardconv.layouts.layout import FileLayout
 from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
-from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import IntegrityError, PlanError, SourceError
 
+#: Name to dtype and shape of each full tensor, and where they are stored.
+FullTensors = tuple[dict[str, TensorSpec], StoredTensors]
 _AGAIN = "copy the folder again"
 _OTHERS = f"{_AGAIN}, or pass the checkpoint that the ranks have shards of"
 _OTHER_MODEL = (
@@ -51,52 +52,47 @@ def read_full_tensors(
     """
     if layout.engine is not None:
         return _by_plan(folder, layout, found, config)
-    tensors = FullTensors({}, {}, {}, {})
     rules = layout.all_rules
     names = [name for name in _names(found) if not rules.is_without_source(name)]
     related = {name: one for name in names if (one := find_target(rules.rules, name)) is not None}
     _check_even(folder, related, found)
     _check_ranks(folder, layout, related, found, config)
+    specs: dict[str, TensorSpec] = {}
+    shards: dict[str, Shards] = {}
+    transforms: dict[str, Transform] = {}
     for name in names:
         if name not in related:
             raise SourceError(
                 f"{folder}: tensor {name} is unknown in {layout.title}: only models that this layout describes are "
                 f"supported"
             )
-        _add(tensors, folder, name, related[name], found, config)
+        options, (source,) = related[name].rule.options, related[name].sources
+        if source in specs:
+            raise SourceError(f"{folder}: two tensors are {source} (got {name} as the second, expected one)")
+        held = _shards_of(folder, name, found, on_all=not options.on_one_rank)
+        try:
+            full = full_tensor(options, [shard.spec.shape for shard in held], config)
+        except PlanError as error:
+            raise SourceError(
+                f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another "
+                f"model"
+            ) from error
+        spec = specs[source] = TensorSpec(held[0].spec.dtype, full.shape)
+        whole = unsharded(num_bytes(*spec[:2])) if len(held) == 1 else geometry(full.placement, *spec[:2])
+        stored = name if full.rotary_heads else source
+        shards[stored] = Shards(whole, tuple(one.file for one in held), tuple(one.offset for one in held))
+        if full.rotary_heads:
+            row_bytes = num_bytes(spec.dtype, spec.shape[1:])
+            transforms[source] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
     try:
-        check_layers(tensors.specs, config)
+        check_layers(specs, config)
     except PlanError as error:
         raise SourceError(f"{folder}: {error.message}: {_AGAIN}") from error
-    return tensors
+    return specs, StoredTensors(found.files, shards).with_layer(transforms)
 
 
 def _names(found: RankFiles) -> list[str]:
     return list(dict.fromkeys(name for rank in found.ranks for name in rank))
-
-
-def _add(
-    tensors: FullTensors, folder: AnyPath, name: str, related: Related, found: RankFiles, config: Mapping[str, object]
-) -> None:
-    """Add one full tensor."""
-    options, (source,) = related.rule.options, related.sources
-    shards = _shards_of(folder, name, found, on_all=not options.on_one_rank)
-    if source in tensors.specs:
-        raise SourceError(f"{folder}: two tensors are {source} (got {name} as the second, expected one)")
-    try:
-        full = full_tensor(options, [shard.spec.shape for shard in shards], config)
-    except PlanError as error:
-        raise SourceError(
-            f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another model"
-        ) from error
-    spec = TensorSpec(shards[0].spec.dtype, full.shape)
-    tensors.specs[source] = spec
-    stored = name if full.rotary_heads else source
-    tensors.stored[stored] = spec
-    tensors.shards[stored] = _positions(folder, name, spec, full.placement, shards)
-    if full.rotary_heads:
-        row_bytes = num_bytes(spec.dtype, spec.shape[1:])
-        tensors.transforms[source] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
 
 
 def _shards_of(folder: AnyPath, name: str, found: RankFiles, *, on_all: bool = True) -> list[StoredTensor]:
@@ -111,18 +107,6 @@ def _shards_of(folder: AnyPath, name: str, found: RankFiles, *, on_all: bool = T
             f"{folder}: {name} has several dtypes (got {', '.join(dtypes)}, expected the same on all ranks)"
         )
     return shards
-
-
-def _positions(
-    folder: AnyPath, name: str, spec: TensorSpec, placement: Placement, shards: Sequence[StoredTensor]
-) -> Shards:
-    files, offsets = tuple(shard.file for shard in shards), tuple(shard.offset for shard in shards)
-    try:
-        if len(shards) == 1:
-            return Shards(unsharded(num_bytes(*spec[:2])), files, offsets)
-        return Shards(geometry(placement, spec.dtype, spec.shape), files, offsets)
-    except ValueError as error:
-        raise SourceError(f"{folder}: {name} cannot be merged: {error}") from error
 
 
 def _check_even(folder: AnyPath, related: Mapping[str, Related], found: RankFiles) -> None:
@@ -153,7 +137,7 @@ def _check_ranks(
         except PlanError as error:
             raise SourceError(f"{folder}: {name}: {error.message}: correct the config") from error
         if expected is not None:
-            refuse_missing(folder, layout, [path.name for path in found.paths], range(len(found.ranks), expected))
+            refuse_missing(folder, layout, [file.path.name for file in found.files], range(len(found.ranks), expected))
             return
 
 
@@ -186,9 +170,9 @@ def _by_plan(folder: AnyPath, layout: LayoutFile, found: RankFiles, config: Mapp
             f"dense unquantized models are supported: for others, use the checkpoint that the engine was started with"
         ) from error
     _check_tensors(folder, found, tensors, plan, file_layout)
-    _check_constants(found, file_layout)
-    shards = dict(_planned_shards(found, tensors, plan, file_layout))
-    return FullTensors(tensors, tensors, shards, {})
+    stored = StoredTensors(found.files, dict(_planned_shards(found, tensors, plan, file_layout)))
+    _check_constants(found, stored, file_layout)
+    return tensors, stored
 
 
 def _check_tensors(
@@ -211,17 +195,17 @@ def _describe(spec: TensorSpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype} {list(spec.shape)}"
 
 
-def _check_constants(found: RankFiles, layout: FileLayout) -> None:
+def _check_constants(found: RankFiles, stored: StoredTensors, layout: FileLayout) -> None:
     """Check the values of constants, because they are not in the full tensors."""
-    with InputFiles(found.paths, found.prefixes, found.sizes) as inputs:
+    with stored.open() as inputs:
         for constant, rank in product(layout.constants, found.ranks):
-            if (stored := rank.get(constant.name)) is None:
+            if (held := rank.get(constant.name)) is None:
                 continue
             data = memoryview(bytearray(len(constant.data)))
-            inputs.read(stored.file, data, stored.offset)
+            inputs.read(held.file, data, held.offset)
             if data != constant.data:
                 raise IntegrityError(
-                    f"{found.paths[stored.file]}: {constant.name} has other values (expected the constant "
+                    f"{found.files[held.file].path}: {constant.name} has other values (expected the constant "
                     f"{constant.value:g}): use the checkpoint that the engine was started with"
                 )
 

@@ -2,30 +2,16 @@
 
 import json
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.sources.dcp_files import read_dcp
-from shardconv.checkpoint.sources.folder_files import FolderFiles, find_auxiliary, ignore_options
+from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options
 from shardconv.checkpoint.sources.full_tensors import read_full_tensors
-from shardconv.checkpoint.sources.layout_files import (
-    FullTensors,
-    detect_layout,
-    is_hugging_face_index,
-    rank_files,
-    read_rank_files,
-)
-from shardconv.checkpoint.sources.meta_params import (
-    PARAMS_NAME,
-    ConfigWithAssumptions,
-    complete_config,
-    known_config,
-)
+from shardconv.checkpoint.sources.layout_files import detect_layout, is_hugging_face_index, rank_files, read_rank_files
+from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.quantization_files import with_quantization
-from shardconv.checkpoint.sources.source_files import SourceFile
-from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
+from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header
-from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
@@ -44,161 +30,122 @@ from shardconv.support.formatting import counted
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
 
 
-class LayoutSource(NamedTuple):
-    """Attributes of a :class:`~shardconv.checkpoint.sources.source.Source` from rank files of another tool."""
-
-    files: tuple[SourceFile, ...]
-    stored: StoredFiles
-    transforms: Mapping[str, Transform]
-    derived: tuple[str, ...]
-    config: dict[str, object] | None
-    auxiliary_files: dict[str, AnyPath]
-    made_files: dict[str, str]
-    assumed: tuple[str, ...]
-    left_out: dict[str, str]
-    layout: str
-    num_ranks: int
-
-
-def open_external(
-    folder: AnyPath, files: FolderFiles, asked: str | None, config: dict[str, object] | None, *, follow_links: bool
-) -> LayoutSource | None:
-    """Open rank files of another tool; None if the folder does not hold any.
-
-    Args:
-        folder: the folder.
-        files: its files.
-        asked: the layout that the user asked for, or None.
-        config: the config that the user passed, or None.
-        follow_links: whether files may be links out of the folder.
+def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
+    """The layout that the user asked for, or that of the files; a folder with a manifest is not of another tool.
 
     Raises:
-        SourceError: if a file is missing, damaged or a link out of the folder, or a tensor is unknown or does not fit.
+        SourceError: if rank files are the only weights, without the file that has to be beside them.
         UsageError: if the layout is unknown, or the folder does not hold files of it.
     """
-    names = [name for name, path in files.kept.items() if "/" not in name and not path.is_dir()]
-    if (layout := _layout(folder, names, asked)) is None:
-        return None
-    weights = rank_files(layout, names)
-    if layout.engine is not None:
-        refuse_sharded_state(folder, {*names} - {*weights})
-    left_out = _left_out(folder, files, weights, layout, asked)
-    auxiliary_files = find_auxiliary(folder, files, [*weights, *left_out], follow_links=follow_links)
-    if config is None and CONFIG_NAME in auxiliary_files:
-        config = read_json(auxiliary_files[CONFIG_NAME])
-    params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
-    found = _Folder(folder, layout, weights, params, config, auxiliary_files, follow_links)
-    read = _read_ranks(found) if layout.groups else _read_dcp(found)
-    if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
-        is_params = layout.beside == PARAMS_NAME
-        left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
-    missing = f", without {' and '.join(read.missing)}" if read.missing else ""
-    derived = f"converted from {counted(len(read.stored.paths), 'file')} of {layout.title}{missing}"
-    made_files = {} if read.made.config is config else {CONFIG_NAME: json.dumps(read.made.config, indent=2) + "\n"}
-    return LayoutSource(
-        _files(folder, read.tensors.specs), read.stored, read.tensors.transforms, (derived,), read.made.config,
-        auxiliary_files, made_files, read.made.assumed, left_out, layout.key, read.num_ranks,
-    )  # fmt: skip
-
-
-def _layout(folder: AnyPath, names: Collection[str], asked: str | None) -> LayoutFile | None:
-    """The layout that the user asked for, or that of the files; a folder with a manifest is not of another tool."""
     if asked is None:
-        layout = detect_layout(folder, names)
-        return None if MANIFEST_NAME in names else layout
+        layout = detect_layout(folder.path, folder.names)
+        return None if MANIFEST_NAME in folder.names else layout
     if asked not in SOURCE_LAYOUTS:
         raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
     layout = layout_file(asked)
-    if not rank_files(layout, names):
+    if not rank_files(layout, folder.names):
         raise UsageError(
-            f"{folder}: does not hold files of {option(source_layout=asked)}: correct or remove "
+            f"{folder.path}: does not hold files of {option(source_layout=asked)}: correct or remove "
             f"{option('source_layout')}"
         )
     return layout
 
 
-class _Folder(NamedTuple):
-    """The files of another tool: the names of the weights, params.json, the user's or the folder's config."""
+def open_layout(
+    folder: SourceFolder, layout: LayoutFile, config: dict[str, object] | None, *, is_asked: bool
+) -> Source:
+    """Open rank files of another tool.
 
-    path: AnyPath
-    layout: LayoutFile
-    weights: Collection[str]
-    params: dict[str, object] | None
-    config: dict[str, object] | None
-    auxiliary_files: Mapping[str, AnyPath]
-    follow_links: bool
+    Args:
+        folder: the folder.
+        layout: of the files.
+        config: the config that the user passed, or None.
+        is_asked: whether the user asked for the layout.
+
+    Raises:
+        SourceError: if a file is missing, damaged or a link out of the folder, or a tensor is unknown or does not fit.
+    """
+    weights = rank_files(layout, folder.names)
+    if layout.engine is not None:
+        refuse_sharded_state(folder.path, {*folder.names} - {*weights})
+    left_out = _left_out(folder, weights, layout, is_asked=is_asked)
+    auxiliary_files = folder.auxiliary([*weights, *left_out])
+    if config is None and CONFIG_NAME in auxiliary_files:
+        config = read_json(auxiliary_files[CONFIG_NAME])
+    made, missing = config, layout.missing
+    assumed: tuple[str, ...] = ()
+    if layout.groups:
+        params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
+        _check_sizes(folder, layout, params, config)
+        found = read_rank_files(folder, layout, weights)
+        if layout.engine is not None:
+            known = with_quantization(config, auxiliary_files, {}) or {}
+        else:
+            known = known_config(folder.path, params, config)
+        specs, stored = read_full_tensors(folder.path, layout, found, known)
+        assumed, num_ranks = _dtype_note(layout, config or {}, specs), len(found.ranks)
+        if config is None and params is not None:
+            made, assumed = complete_config(folder.path / PARAMS_NAME, params, specs)
+    else:
+        specs, stored, missing = read_dcp(folder)
+        num_ranks = len(stored.files)
+    if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
+        is_params = layout.beside == PARAMS_NAME
+        left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
+    without = f", without {' and '.join(missing)}" if missing else ""
+    ordered = in_file_order(dict(sorted(specs.items())))
+    header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
+    return Source(
+        folder.path,
+        is_folder=True,
+        files=(SourceFile(_FILE, folder.path / _FILE, header),),
+        converted_from=stored,
+        config=made,
+        auxiliary_files=auxiliary_files,
+        left_out=left_out,
+        ignore=folder.ignore,
+        layout=layout.key,
+        num_ranks=num_ranks,
+        made_files={} if made is config else {CONFIG_NAME: json.dumps(made, indent=2) + "\n"},
+        assumed=assumed,
+        derived=(f"converted from {counted(len(stored.files), 'file')} of {layout.title}{without}",),
+    )
 
 
-class _Read(NamedTuple):
-    """Full tensors, their files, the config, and what the files do not have."""
-
-    tensors: FullTensors
-    stored: StoredFiles
-    made: ConfigWithAssumptions
-    num_ranks: int
-    missing: tuple[str, ...]
-
-
-def _read_dcp(folder: _Folder) -> _Read:
-    found = read_dcp(folder.path, follow_links=folder.follow_links)
-    stored = StoredFiles.listed(found.paths, found.states, found.tensors.stored, found.tensors.shards)
-    return _Read(found.tensors, stored, ConfigWithAssumptions(folder.config, ()), len(found.paths), found.left_out)
-
-
-def _read_ranks(folder: _Folder) -> _Read:
-    layout, params = folder.layout, folder.params
-    if folder.config is None and params is None and (layout.beside is not None or layout.engine is not None):
+def _check_sizes(
+    folder: SourceFolder, layout: LayoutFile, params: dict[str, object] | None, config: dict[str, object] | None
+) -> None:
+    """Refuse a folder without the file that has the sizes of the model."""
+    if config is None and params is None and (layout.beside is not None or layout.engine is not None):
         needed = PARAMS_NAME if layout.beside == PARAMS_NAME else CONFIG_NAME
         raise SourceError(
             f"{folder.path}: does not have {needed}, which has the sizes of the model: copy it into the folder, or "
             f"pass the model's config.json ({option('config')})"
         )
-    found = read_rank_files(folder.path, layout, folder.weights, follow_links=folder.follow_links)
-    if layout.engine is not None:
-        config = with_quantization(folder.config, folder.auxiliary_files, {}) or {}
-    else:
-        config = known_config(folder.path, folder.params, folder.config)
-    tensors = read_full_tensors(folder.path, layout, found, config)
-    made = ConfigWithAssumptions(folder.config, _dtype_note(folder, tensors.specs))
-    if folder.config is None and params is not None:
-        shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-        dtype = tensors.specs["model.embed_tokens.weight"].dtype
-        made = complete_config(folder.path / PARAMS_NAME, params, shapes, dtype)
-    stored = StoredFiles(found.paths, found.prefixes, found.sizes, tensors.stored, tensors.shards, found.states)
-    return _Read(tensors, stored, made, len(found.ranks), layout.missing)
 
 
-def _dtype_note(folder: _Folder, specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+def _dtype_note(layout: LayoutFile, config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
     """A note on tensors of another dtype than the config has, which an engine may have converted."""
-    config = folder.config or {}
     config_dtype = config.get("dtype", config.get("torch_dtype"))
     dtypes = sorted({spec.dtype for spec in specs.values()})
     found = [FLOAT_NAMES.get(dtype) for dtype in dtypes]
-    if folder.layout.engine is None or config_dtype not in FLOAT_NAMES.values() or found == [config_dtype]:
+    if layout.engine is None or config_dtype not in FLOAT_NAMES.values() or found == [config_dtype]:
         return ()
     return (f"tensors are {', '.join(dtypes)}, but config.json has {config_dtype}: they may have been converted",)
 
 
-def _files(folder: AnyPath, specs: Mapping[str, TensorSpec]) -> tuple[SourceFile, ...]:
-    ordered = in_file_order(dict(sorted(specs.items())))
-    header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
-    return (SourceFile(_FILE, folder / _FILE, header),)
-
-
-def _left_out(
-    folder: AnyPath, files: FolderFiles, weights: Collection[str], layout: LayoutFile, asked: str | None
-) -> dict[str, str]:
+def _left_out(folder: SourceFolder, weights: Collection[str], layout: LayoutFile, *, is_asked: bool) -> dict[str, str]:
     """Name to reason of all other files with weights."""
-    others = [name for name in files.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
+    others = [name for name in folder.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
     reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
     indexes = [name for name in others if name.endswith(".index.json")]
     reasons |= {name: f"index of {layout.title}" for name in indexes if not is_hugging_face_index(name)}
     if layout.engine is not None:
         reasons |= dict.fromkeys(indexes, "index of another checkpoint")
-    if asked is None and (unknown := [name for name in others if name not in reasons]):
+    if not is_asked and (unknown := [name for name in others if name not in reasons]):
         raise SourceError(
-            f"{folder}: holds weights or an adapter besides the files of {layout.title}: {', '.join(unknown[:5])}: "
-            f"pass {ignore_options(unknown, files.kept.keys() - {*unknown})}, or {option(source_layout=layout.key)} to "
-            "use those files only"
+            f"{folder.path}: holds weights or an adapter besides the files of {layout.title}: "
+            f"{', '.join(unknown[:5])}: pass {ignore_options(unknown, folder.kept.keys() - {*unknown})}, or "
+            f"{option(source_layout=layout.key)} to use those files only"
         )
-    return files.left_out | dict.fromkeys(others, f"not a file of --from {layout.key}") | reasons
+    return folder.left_out | dict.fromkeys(others, f"not a file of --from {layout.key}") | reasons

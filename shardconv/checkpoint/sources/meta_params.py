@@ -8,6 +8,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.placement import round_up
+from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
 
 PARAMS_NAME = "params.json"
@@ -48,13 +49,6 @@ _NOT_OF_THE_MODEL = {
 }  # fmt: skip
 #: Defaults of Meta's code for fields that params.json omits.
 _PARAM_DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": _DEFAULT_THETA}
-
-
-class ConfigWithAssumptions(NamedTuple):
-    """The config of a checkpoint (None if it does not have one), and the assumptions that it is based on."""
-
-    config: dict[str, object] | None
-    assumed: tuple[str, ...]
 
 
 def config_of_params(path: object, params: Mapping[str, object]) -> dict[str, object]:
@@ -124,15 +118,14 @@ def _width(hidden: int, multiple: int, factor: object) -> int:
 
 
 def complete_config(
-    path: object, params: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], dtype: str
-) -> ConfigWithAssumptions:
-    """The config of the Hugging Face checkpoint with these tensors.
+    path: object, params: Mapping[str, object], tensors: Mapping[str, TensorSpec]
+) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The config of the Hugging Face checkpoint with these tensors, and the assumptions that it is based on.
 
     Args:
         path: of params.json, for messages.
         params: its contents.
-        shapes: name to full shape of the tensors.
-        dtype: of the tensors, in safetensors.
+        tensors: name to dtype and full shape.
 
     Raises:
         SourceError: as :func:`config_of_params`, or if the scaling of rotary embeddings is unknown.
@@ -146,11 +139,11 @@ def complete_config(
     if not positions:
         assumed["max_position_embeddings"] = positions = _positions(config, params, is_mistral=is_mistral)
     sizes = {
-        "intermediate_size": shapes["model.layers.0.mlp.gate_proj.weight"][0],
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
+        "intermediate_size": tensors["model.layers.0.mlp.gate_proj.weight"].shape[0],
+        "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
     }
     assumed |= {name: size for name, size in sizes.items() if name not in config}
-    is_tied = "lm_head.weight" not in shapes
+    is_tied = "lm_head.weight" not in tensors
     if is_tied:
         assumed["tie_word_embeddings"] = True
     assumed["hidden_act"] = "silu"
@@ -160,14 +153,14 @@ def complete_config(
         "model_type": "mistral" if is_mistral else "llama",
         "max_position_embeddings": positions,
         "tie_word_embeddings": is_tied,
-        "dtype": FLOAT_NAMES.get(dtype, "float32"),
+        "dtype": FLOAT_NAMES.get(tensors["model.embed_tokens.weight"].dtype, "float32"),
         "rope_scaling": _rope_scaling(path, params),
     }
     if is_mistral:
         config["sliding_window"] = config.get("sliding_window")
     values = ", ".join(f"{name} = {value}" for name, value in assumed.items())
     tokens = "no token ids (bos_token_id, eos_token_id)"
-    return ConfigWithAssumptions(config, (f"config.json is made from {PARAMS_NAME}; assumed: {values}; {tokens}",))
+    return config, (f"config.json is made from {PARAMS_NAME}; assumed: {values}; {tokens}",)
 
 
 def params_of_config(config: Mapping[str, object], intermediate: int, *, tp: int = 1) -> dict[str, object]:

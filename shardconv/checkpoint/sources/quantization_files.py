@@ -4,20 +4,17 @@
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
-
-if TYPE_CHECKING:
-    from shardconv.checkpoint.sources.source import Source
 
 #: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
 _TEXT_MODELS = ("text_config", "decoder", "generator")
 
 
-def config_with_quantization(source: "Source") -> Mapping[str, object] | None:
+def config_with_quantization(source: Source) -> Mapping[str, object] | None:
     """The config of a source, as :func:`with_quantization`."""
     return with_quantization(source.config, source.auxiliary_files, source.metadata)
 

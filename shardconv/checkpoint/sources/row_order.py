@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.source_reader import ReadStored
+from shardconv.checkpoint.sources.source_reader import ReadTensor
 from shardconv.files.fileio import Bytes
 
 
@@ -35,7 +35,7 @@ class JoinedRows:
     parts: tuple[Rows, ...]
     unit: int
 
-    def fill(self, block: Bytes, start: int, read: ReadStored, _scratch: Scratch) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on."""
         for part in self.parts:
             low, high = max(start, part.start), min(start + len(block), part.stop)
@@ -64,7 +64,7 @@ class RotaryRows:
         """Bytes of a head."""
         return self.head_rows * self.row_bytes
 
-    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on; reads the heads that overlap it."""
         step = max(scratch.block_bytes // self.unit, 1) * self.unit
         at = start
@@ -76,7 +76,7 @@ class RotaryRows:
             block[at - start : stop - start] = heads[at - low : stop - low]
             at = stop
 
-    def _read(self, low: int, high: int, read: ReadStored, scratch: Scratch) -> Bytes:
+    def _read(self, low: int, high: int, read: ReadTensor, scratch: Scratch) -> Bytes:
         data = scratch.take("stored heads", high - low)
         read(self.stored, low, data)
         return data

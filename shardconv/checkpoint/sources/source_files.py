@@ -1,4 +1,4 @@
-"""Weight files of a source: find them in a folder, with or without an index, and read headers of safetensors files.
+"""Weight files of a source: find them in a folder, with or without an index, and read which tensors they have.
 
 File names in an index are untrusted input, and no link is followed out of the folder.
 """
@@ -9,15 +9,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
-from shardconv.checkpoint.sources.folder_files import FolderFiles, refuse_adapter
-from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.containers.safetensors import Header, read_header
+from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapter
+from shardconv.checkpoint.sources.source import Source, SourceFile
+from shardconv.checkpoint.sources.torch_source import as_safetensors, header_of
+from shardconv.files.containers.safetensors import read_header
+from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import check_link
 from shardconv.files.text_files import parse_object, read_text
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
     NUMBERED_NAME,
+    PYTORCH,
     SAFETENSORS,
     SOURCE_FORMATS,
     WeightFormat,
@@ -39,104 +42,74 @@ _MAX_SUBFOLDERS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class SourceFile:
-    """One weight file of a source: its name in the folder, its path, and its header."""
-
-    name: str
-    path: AnyPath
-    header: Header
-
-
-@dataclass(frozen=True, slots=True)
 class WeightFiles:
     """The weight files of a checkpoint.
 
     Attributes:
-        names: of the source files, sorted.
+        names: of the source files, sorted; all in one format.
         index: name and text of their index, or None.
         weight_map: tensor to file, by the index; empty without one.
-        format: of the files.
     """
 
     names: list[str]
-    index: tuple[str, str] | None
-    weight_map: dict[str, str]
-    format: WeightFormat
-
-    def index_path(self, folder: AnyPath) -> AnyPath | None:
-        """The path of the index, or None."""
-        return None if self.index is None else folder / self.index[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of a source, and the attributes of a ``Source`` that depend on them."""
-
-    files: tuple[SourceFile, ...]
     index: tuple[str, str] | None = None
-    index_path: AnyPath | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    stored: StoredFiles | None = None
-    transforms: Mapping[str, Transform] = field(default_factory=dict)
-    derived: tuple[str, ...] = ()
+    weight_map: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_weight_files(
-    folder: AnyPath, files: FolderFiles, given_index: str | None, *, follow_links: bool
-) -> WeightFiles:
+def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
     """Find the weight files of the checkpoint in a folder.
 
     Args:
         folder: the folder.
-        files: its files.
         given_index: the name of the index that the user passed; None if it passed the folder.
-        follow_links: whether the index may be a link out of the folder.
 
     Raises:
         SourceError: if the files are not those of exactly one checkpoint, or its index is not valid.
         UsageError: if the user left out a file of the checkpoint.
     """
-    top_level = {name: path for name, path in files.kept.items() if "/" not in name and not path.is_dir()}
-    if MANIFEST_NAME in top_level:
+    path, names = folder.path, folder.names
+    if MANIFEST_NAME in names:
         raise SourceError(
-            f"{folder}: is a split checkpoint: pass the source that was split, merge it (shardconv merge {folder}), or "
-            f"change its size or layout (shardconv reshard {folder} --tp N)"
+            f"{path}: is a split checkpoint: pass the source that was split, merge it (shardconv merge {path}), or "
+            f"change its size or layout (shardconv reshard {path} --tp N)"
         )
-    refuse_rank_files(folder, [given_index] if given_index else top_level)
-    refuse_adapter(folder, top_level)
-    refuse_sharded_state(folder, top_level)
-    weight_format = _find_format([given_index] if given_index else top_level)
+    refuse_rank_files(path, [given_index] if given_index else names)
+    refuse_adapter(path, names)
+    refuse_sharded_state(path, names)
+    weight_format = _find_format([given_index] if given_index else names)
     if given_index is None:
-        listed = _listed(folder, top_level, weight_format, follow_links=follow_links)
-        _refuse_variants(folder, top_level.keys() - set(listed), weight_format)
-    index_name = given_index or _find_index(folder, top_level, weight_format)
+        listed = _listed(folder, names, weight_format)
+        _refuse_variants(path, set(names).difference(listed), weight_format)
+    index_name = given_index or _find_index(path, names, weight_format)
     if index_name is None:
-        return WeightFiles([_find_single(folder, files.kept, weight_format)], None, {}, weight_format)
-    _check_not_ignored(folder, [index_name], files.left_out)
-    check_link(folder / index_name, folder, follow_links=follow_links)
-    text = read_text(folder / index_name)
-    weight_map = _weight_map(folder / index_name, text, weight_format)
-    names = sorted(set(weight_map.values()))
-    _check_not_ignored(folder, names, files.left_out)
+        return WeightFiles([_find_single(path, folder.kept, weight_format)])
+    _check_not_ignored(folder, [index_name])
+    folder.check_link(index_name)
+    text = read_text(path / index_name)
+    weight_map = _weight_map(path / index_name, text, weight_format)
+    sources = sorted(set(weight_map.values()))
+    _check_not_ignored(folder, sources)
     if given_index is None:
-        _check_no_single(folder, index_name, names, top_level)
-    return WeightFiles(names, (index_name, text), weight_map, weight_format)
+        _check_no_single(path, index_name, sources, names)
+    return WeightFiles(sources, (index_name, text), weight_map)
 
 
-def _check_not_ignored(folder: AnyPath, names: Collection[str], left_out: Mapping[str, str]) -> None:
-    if name := next((name for name in names if name in left_out), None):
-        raise UsageError(f"{folder / name}: is {left_out[name]}, but is a file of the checkpoint: change the pattern")
+def _check_not_ignored(folder: SourceFolder, names: Collection[str]) -> None:
+    if name := next((name for name in names if name in folder.left_out), None):
+        raise UsageError(
+            f"{folder.path / name}: is {folder.left_out[name]}, but is a file of the checkpoint: change the pattern"
+        )
 
 
 def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _listed(folder: AnyPath, names: Iterable[str], weight_format: WeightFormat, *, follow_links: bool) -> Iterator[str]:
+def _listed(folder: SourceFolder, names: Iterable[str], weight_format: WeightFormat) -> Iterator[str]:
     """Yield the files that the indexes of a folder list."""
-    for path in (folder / name for name in names if weight_format.lists(name)):
-        check_link(path, folder, follow_links=follow_links)
-        yield from _weight_map(path, read_text(path), weight_format).values()
+    for name in filter(weight_format.lists, names):
+        folder.check_link(name)
+        yield from _weight_map(folder.path / name, read_text(folder.path / name), weight_format).values()
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -205,45 +178,42 @@ def _no_weights(folder: AnyPath, files: Collection[str]) -> str:
     )
 
 
-def read_safetensors(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> Weights:
-    """Read the headers of safetensors files.
+def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> Source:
+    """Read which tensors weight files have: a source without its other files.
+
+    Args:
+        path: the folder of the files, or the only one.
+        found: the files.
+        follow_links: whether files may be links out of the folder.
 
     Raises:
-        SourceError: if a file is missing, damaged or outside of the folder, or is a rank file, or the index does not
-            fit.
+        SourceError: if a file is missing, damaged or outside of the folder, is a rank file, or asks for anything but
+            tensors, or the index does not fit.
     """
-    paths = weight_paths(folder, found, follow_links=follow_links)
-    files = tuple(SourceFile(name, path, read_header(path)) for name, path in zip(found.names, paths, strict=True))
+    is_folder = path.is_dir()
+    folder = path if is_folder else path.parent
+    paths = [_path(folder, name, found, follow_links=follow_links) for name in found.names]
+    listed = read_torch_files(paths) if found.names[0].endswith(PYTORCH.suffixes) else None
+    headers = map(read_header, paths) if listed is None else map(header_of, listed)
+    files = tuple(map(SourceFile, found.names, paths, headers))
     if shard := next((file for file in files if IDENTITY_KEY in (file.header.metadata or {})), None):
         raise SourceError(without_manifest(folder, shard.name))
-    check_files(folder, found, files)
-    return Weights(files, found.index, found.index_path(folder))
-
-
-def weight_paths(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> list[AnyPath]:
-    """The paths of the weight files.
-
-    Raises:
-        SourceError: if a file is missing, or a link out of the folder.
-    """
-    paths = [folder / name for name in found.names]
-    for path in paths:
-        if not path.exists():
-            remedy = f", but {found.index[0]} lists it: download the folder again" if found.index else ""
-            raise SourceError(f"{folder}: {path.name} is missing{remedy}")
-        check_link(path, folder, follow_links=follow_links)
-    return paths
-
-
-def check_files(folder: AnyPath, found: WeightFiles, files: Sequence[SourceFile]) -> None:
-    """Check that each tensor is in one file, which is that in the index.
-
-    Raises:
-        SourceError: if not.
-    """
-    _check_unique(folder, files)
+    file_of = _file_of(folder, files)
+    index_path = None
     if found.index is not None:
-        _check_index(folder / found.index[0], found.weight_map, files)
+        index_path = folder / found.index[0]
+        _check_index(index_path, found.weight_map, file_of, files)
+    source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
+    return source if listed is None else as_safetensors(source, listed)
+
+
+def _path(folder: AnyPath, name: str, found: WeightFiles, *, follow_links: bool) -> AnyPath:
+    path = folder / name
+    if not path.exists():
+        remedy = f", but {found.index[0]} lists it: download the folder again" if found.index else ""
+        raise SourceError(f"{folder}: {name} is missing{remedy}")
+    check_link(path, folder, follow_links=follow_links)
+    return path
 
 
 def _weight_map(path: AnyPath, text: str, weight_format: WeightFormat) -> dict[str, str]:
@@ -274,27 +244,28 @@ def is_portable_name(name: str) -> bool:
     return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
-def _check_unique(folder: AnyPath, files: Sequence[SourceFile]) -> None:
-    seen: dict[str, str] = {}
+def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
+    """The file of each tensor, which is in no other."""
+    found: dict[str, str] = {}
     for file in files:
         for name in file.header.tensors:
-            if name in seen:
-                raise SourceError(f"{folder}: tensor {name} is in both {seen[name]} and {file.name}")
-            seen[name] = file.name
+            if found.setdefault(name, file.name) != file.name:
+                raise SourceError(f"{folder}: tensor {name} is in both {found[name]} and {file.name}")
+    return found
 
 
-def _check_index(path: AnyPath, weight_map: Mapping[str, str], files: Sequence[SourceFile]) -> None:
-    file_of = {name: file.name for file in files for name in file.header.tensors}
+def _check_index(
+    path: AnyPath, weight_map: Mapping[str, str], file_of: Mapping[str, str], files: Sequence[SourceFile]
+) -> None:
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
             raise SourceError(
                 f"{path}: tensor {name} is in {got or 'no file of the index'} (expected {expected}): {_remedy(files)}"
             )
-    if missing := next((name for name in file_of if name not in weight_map), None):
-        count = sum(name not in weight_map for name in file_of)
-        others = f", nor are {count - 1} more tensors" if count > 1 else ""
+    if missing := [name for name in file_of if name not in weight_map]:
+        others = f", nor are {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise SourceError(
-            f"{path}: tensor {missing} of {file_of[missing]} is not in the index{others}: {_remedy(files)}"
+            f"{path}: tensor {missing[0]} of {file_of[missing[0]]} is not in the index{others}: {_remedy(files)}"
         )
 
 

@@ -1,25 +1,20 @@
-"""Open the tensors of a source, wherever its files store them, and compute those that are stored in another form.
-
-A plain source stores each tensor where the header of its file says. Other sources (PyTorch files, rank files of other
-tools) say where with :class:`StoredFiles`, and have a :class:`Transform` for each tensor whose bytes are computed.
-"""
+"""Open the tensors of a source, wherever its files store them, and compute those that are stored in another form."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import xxhash
 
 from shardconv.checkpoint.engine import arrays
-from shardconv.checkpoint.engine.copy import Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
-from shardconv.checkpoint.engine.layout import edits_of, lay_out_source
+from shardconv.checkpoint.engine.layout import edits_of
 from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.fileio import Bytes
-from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import FileState, InputFiles
+from shardconv.files.input_files import InputFiles
 from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import IntegrityError, SourceError
@@ -29,45 +24,12 @@ if TYPE_CHECKING:
 
 #: The remedy for rank files of another tool with different replicas.
 _CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
-#: Fills a buffer with the bytes of a stored tensor from an offset on.
-ReadStored = Callable[[str, int, Bytes], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFiles:
-    """Files that store the tensors of a source at other positions than headers of safetensors files say.
-
-    Attributes:
-        paths: of the files.
-        prefixes: for each file its expected first bytes, which may be empty.
-        sizes: for each file its size in bytes.
-        tensors: name to dtype and shape of each stored tensor.
-        shards: name to the positions of its shards in the files.
-        states: for each file its state when the positions were read; empty if prefixes have them.
-    """
-
-    paths: tuple[AnyPath, ...]
-    prefixes: tuple[bytes, ...]
-    sizes: tuple[int, ...]
-    tensors: Mapping[str, TensorSpec]
-    shards: Mapping[str, Shards]
-    states: tuple[FileState | None, ...] = ()
-
-    @classmethod
-    def listed(
-        cls,
-        paths: Sequence[AnyPath],
-        states: tuple[FileState, ...],
-        tensors: Mapping[str, TensorSpec],
-        shards: Mapping[str, Shards],
-    ) -> "StoredFiles":
-        """Files without a prefix that has the positions, which were read when the files had these states."""
-        sizes = tuple(state.size for state in states)
-        return cls(tuple(paths), (b"",) * len(sizes), sizes, tensors, shards, states)
+#: Fills a buffer with the bytes of a tensor from an offset on.
+ReadTensor = Callable[[str, int, Bytes], None]
 
 
 class Transform(Protocol):
-    """Computes the bytes of a tensor of a source from those of stored tensors.
+    """Computes the bytes of a tensor from those of tensors that are stored, or computed by transforms below it.
 
     Attributes:
         unit: ranges of bytes are read once if they begin and end at multiples of this.
@@ -77,42 +39,61 @@ class Transform(Protocol):
     def unit(self) -> int:
         """See the class."""
 
-    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on."""
+
+
+#: Name to the transform of each tensor that a layer computes.
+Transforms = Mapping[str, Transform]
 
 
 @dataclass(frozen=True, slots=True)
-class ComposedTransform:
-    """A transform of tensors that are computed themselves.
+class StoredTensors:
+    """Where the tensors of a source are stored, and how those in another form are computed.
 
     Attributes:
-        outer: computes the tensor.
-        inner: name to transform of the tensors that ``outer`` reads and that are not stored in the form that it reads.
-        unit: see :class:`Transform`.
+        files: the files.
+        shards: name to the positions of the shards of each stored tensor in the files.
+        layers: transforms, of which each layer reads the tensors of the layer before it, the first the stored ones. A
+            tensor that a layer does not compute is that of the layer before it.
     """
 
-    outer: Transform
-    inner: Mapping[str, Transform]
-    unit: int
+    files: tuple[TensorFile, ...]
+    shards: Mapping[str, Shards]
+    layers: tuple[Transforms, ...] = ()
 
-    def fill(self, block: Bytes, start: int, read: ReadStored, scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on."""
+    def transform_of(self, name: str) -> Transform | None:
+        """The last transform of a tensor; None if it is stored under its name."""
+        return next((layer[name] for layer in reversed(self.layers) if name in layer), None)
 
-        def read_computed(name: str, at: int, buffer: Bytes) -> None:
-            if (transform := self.inner.get(name)) is None:
-                read(name, at, buffer)
-            else:
-                transform.fill(buffer, at, read, scratch.nested("inner"))
+    def with_layer(self, transforms: Transforms) -> Self:
+        """The tensors with another layer of transforms."""
+        return replace(self, layers=(*self.layers, transforms)) if transforms else self
 
-        self.outer.fill(block, start, read_computed, scratch)
+    def joined(self, other: "StoredTensors") -> Self:
+        """The tensors of both, whose names differ."""
+        moved = {
+            name: shards._replace(files=tuple(file + len(self.files) for file in shards.files))
+            for name, shards in other.shards.items()
+        }
+        return replace(
+            self,
+            files=(*self.files, *other.files),
+            shards={**self.shards, **moved},
+            layers=(*self.layers, *other.layers),
+        )
 
+    def open(self) -> InputFiles:
+        """Open the files.
 
-def stored_files(source: "Source") -> StoredFiles:
-    """Where the headers of the files of a plain source say that its tensors are."""
-    headers = [file.header for file in source.files]
-    layout = lay_out_source(headers, source.specs)
-    shards = dict(zip(source.specs, layout.shards, strict=True))
-    return StoredFiles(source.paths, tuple(layout.prefixes), tuple(layout.file_bytes), source.specs, shards)
+        Raises:
+            SourceError: if one was changed since its tensors were listed.
+        """
+        files = self.files
+        return InputFiles(
+            [file.path for file in files], [file.prefix for file in files], [file.size for file in files],
+            [file.state for file in files],
+        )  # fmt: skip
 
 
 def open_tensors(
@@ -132,84 +113,81 @@ def open_tensors(
     Raises:
         SourceError: if a file does not match its header.
     """
-    if source.stored is None:
-        layout = lay_out_source([file.header for file in source.files], tensors, plan)
-        inputs = InputFiles(source.paths, layout.prefixes, layout.file_bytes)
-        stored_names, shards = list(tensors), layout.shards
-    else:
-        stored = source.stored
-        inputs = InputFiles(stored.paths, stored.prefixes, stored.sizes, stored.states)
-        stored_names, shards = list(stored.shards), tuple(stored.shards.values())
-        if plan is not None:
-            shards = tuple(
-                one._replace(edits=edits_of(name, tensors[name], plan))
-                if name in tensors and name not in source.transforms
-                else one
-                for name, one in stored.shards.items()
-            )
-    remedy = "" if for_report else f": {_CONVERT_AGAIN}"
-    reader = ShardReader(shards, inputs, labels=[path.name for path in source.paths], names=stored_names, remedy=remedy)
-    if source.stored is None and not source.transforms:
-        return reader, inputs
-    return TransformedReader(reader, stored_names, tensors, source.transforms, plan), inputs
+    stored = source.stored
+    edits = {} if plan is None else {name: edits_of(name, spec, plan) for name, spec in tensors.items()}
+    shards = {name: stored.shards[name] for name in (stored.shards if stored.layers else tensors)}
+    for name, edit in edits.items():
+        if edit is not None and stored.transform_of(name) is None:
+            shards[name] = shards[name]._replace(edits=edit)
+    inputs = stored.open()
+    reader = ShardReader(
+        tuple(shards.values()),
+        inputs,
+        labels=[file.path.name for file in stored.files],
+        names=list(shards),
+        remedy="" if for_report else f": {_CONVERT_AGAIN}",
+    )
+    return _TransformedReader(reader, list(shards), stored, tensors, edits) if stored.layers else reader, inputs
 
 
-class TransformedReader:
-    """A reader of tensors that are stored in another order, or computed from stored tensors.
+class _TransformedReader:
+    """A reader of tensors of which some are computed.
 
     Args:
-        stored: the reader of the stored tensors.
-        stored_names: their names, in its order.
+        reader: of the stored tensors.
+        names: their names, in its order.
+        stored: has the transforms.
         tensors: name to dtype and shape of the tensors to read, in order.
-        transforms: name to transform; all other tensors are stored under their names.
-        plan: their placements, to compare values that follow from grids; None if they are known to be right.
+        edits: name to edits of tensors whose values are compared with their grid.
     """
 
     def __init__(
         self,
-        stored: Reader,
-        stored_names: Sequence[str],
+        reader: Reader,
+        names: Sequence[str],
+        stored: StoredTensors,
         tensors: Mapping[str, TensorSpec],
-        transforms: Mapping[str, Transform],
-        plan: Plan | None,
+        edits: Mapping[str, Edits | None],
     ) -> None:
-        self._stored = stored
-        self._numbers = {name: number for number, name in enumerate(stored_names)}
+        self._reader, self._layers = reader, stored.layers
+        self._numbers = {name: number for number, name in enumerate(names)}
         self._names = list(tensors)
-        self._transforms = transforms
-        self.tensors: Sequence[Shards] = [self._shards(name, spec, plan) for name, spec in tensors.items()]
-
-    def _shards(self, name: str, spec: TensorSpec, plan: Plan | None) -> Shards:
-        transform = self._transforms.get(name)
-        if transform is None:
-            return self._stored.tensors[self._numbers[name]]
-        size = num_bytes(spec.dtype, spec.shape)
-        edits = None if plan is None else edits_of(name, spec, plan)
-        return Shards(_in_units(size, transform.unit), (), (), edits)
+        self._computed = {name: one for name in tensors if (one := stored.transform_of(name)) is not None}
+        self.tensors: Sequence[Shards] = [
+            Shards(_in_units(num_bytes(*spec[:2]), self._computed[name].unit), (), (), edits.get(name))
+            if name in self._computed
+            else reader.tensors[self._numbers[name]]
+            for name, spec in tensors.items()
+        ]
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
         """Fill a block with the bytes of a span."""
         name = self._names[span.tensor]
-        read = partial(self._read, state, scratch)
-        if (transform := self._transforms.get(name)) is None:
-            read(name, span.start, block)
-        else:
-            transform.fill(block, span.start, read, scratch)
-            if (edits := self.tensors[span.tensor].edits) is not None:
-                state.problem = state.problem or arrays.edits.difference(block, edits, span.start)
+        self._fill(len(self._layers), state, scratch, name, span.start, block)
+        if name in self._computed and (edits := self.tensors[span.tensor].edits) is not None:
+            state.problem = state.problem or arrays.edits.difference(block, edits, span.start)
 
-    def _read(self, state: StripeState, scratch: Scratch, name: str, start: int, buffer: Bytes) -> None:
-        span = Span(self._numbers[name], start, start + len(buffer))
-        self._stored.gather(state, span, buffer, scratch.nested("stored"))
+    def _fill(self, count: int, state: StripeState, scratch: Scratch, name: str, start: int, block: Bytes) -> None:
+        """Fill a block with the bytes of a tensor from ``start`` on, by the first ``count`` layers."""
+        while count and name not in self._layers[count - 1]:
+            count -= 1
+        inner = scratch.nested(f"layer {count}")
+        if count:
+            read = partial(self._fill, count - 1, state, inner)
+            self._layers[count - 1][name].fill(block, start, read, scratch)
+        else:
+            self._reader.gather(state, Span(self._numbers[name], start, start + len(block)), block, inner)
 
     def prefetch(self, stripe: Stripe) -> None:
         """Ask the operating system to read ahead what a stripe stores unchanged."""
-        spans = (span for span in stripe if self._names[span.tensor] not in self._transforms)
-        self._stored.prefetch(tuple(span._replace(tensor=self._numbers[self._names[span.tensor]]) for span in spans))
+        names = ((self._names[span.tensor], span) for span in stripe)
+        self._reader.prefetch(
+            tuple(span._replace(tensor=self._numbers[name]) for name, span in names if name not in self._computed)
+        )
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for."""
-        self._stored.cancel()
+        self._reader.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
         """Check the stripe.

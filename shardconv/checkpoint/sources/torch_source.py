@@ -5,18 +5,17 @@ A contiguous tensor is a byte range of its file, whether or not others share it.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import in_file_order
-from shardconv.checkpoint.sources.source_files import SourceFile, WeightFiles, Weights, check_files, weight_paths
-from shardconv.checkpoint.sources.source_reader import StoredFiles, Transform
-from shardconv.files.containers.safetensors import Header, build_header
-from shardconv.files.containers.torch_files import TorchFile, TorchTensor, read_training_files
+from shardconv.checkpoint.sources.source import Source, SourceFile
+from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
+from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header
 from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import FileState, file_states
 from shardconv.files.text_files import parse_object
 from shardconv.files.weight_formats import index_parts
 from shardconv.plan.plan import TensorSpec
@@ -30,39 +29,46 @@ NOT_WEIGHTS = "entry without weights"
 _METADATA = {"format": "pt"}
 
 
-def read_pytorch(folder: AnyPath, found: WeightFiles, *, follow_links: bool) -> Weights:
-    """Read which tensors PyTorch files have, and where.
+def header_of(file: TensorFile) -> Header:
+    """The header of a safetensors file with the tensors of a file, in an order in which that is read sequentially.
 
     Raises:
-        SourceError: if a file is missing, damaged or outside of the folder, its pickle asks for anything but tensors,
-            or the index does not fit.
+        SourceError: if safetensors cannot store them.
     """
-    paths = weight_paths(folder, found, follow_links=follow_links)
-    states = file_states(paths)  # before the listing: a file may be replaced while the child process runs
-    contents = read_training_files(paths)
-    listed = list(zip(found.names, paths, contents, strict=True))
-    files = [SourceFile(name, path, _header(path, content.tensors)) for name, path, content in listed]
-    check_files(folder, found, files)
-    names = _new_names(folder, found.names)
-    return Weights(
-        files=tuple(SourceFile(names[file.name], file.path, file.header) for file in files),
-        index=_index(folder, found, names, files),
-        index_path=found.index_path(folder),
-        left_out={f"{name}[{entry}]": NOT_WEIGHTS for name, _, content in listed for entry in content.left_out},
-        stored=_stored(paths, states, contents),
-        transforms=_transforms(contents),
-        derived=(DERIVED,),
-    )
-
-
-def _header(path: AnyPath, tensors: Sequence[TorchTensor]) -> Header:
-    """The header of the safetensors file with these tensors, in an order in which the file is read sequentially."""
-    by_offset = sorted(tensors, key=lambda tensor: tensor.offset)
-    specs = in_file_order({tensor.name: TensorSpec(tensor.dtype, tensor.shape) for tensor in by_offset})
+    by_offset = sorted(file.tensors.items(), key=lambda item: item[1].start)
+    specs = in_file_order({name: TensorSpec(info.dtype, info.shape) for name, info in by_offset})
     try:
         return build_header(((name, spec.dtype, spec.shape) for name, spec in specs.items()), _METADATA)
     except ValueError as error:
-        raise SourceError(f"{path}: its tensors cannot be stored in safetensors: {error}: save them again") from error
+        raise SourceError(
+            f"{file.path}: its tensors cannot be stored in safetensors: {error}: save them again"
+        ) from error
+
+
+def as_safetensors(source: Source, listed: Sequence[TensorFile]) -> Source:
+    """The source whose files have the names and the index that a merge writes.
+
+    Args:
+        source: has the PyTorch files and their index.
+        listed: the tensors of the files.
+
+    Raises:
+        SourceError: if two files would get the same name.
+    """
+    names = _new_names(source.folder, [file.name for file in source.files])
+    left_out = {
+        f"{file.name}[{entry}]": NOT_WEIGHTS
+        for file, content in zip(source.files, listed, strict=True)
+        for entry in content.left_out
+    }
+    return replace(
+        source,
+        files=tuple(SourceFile(names[file.name], file.path, file.header) for file in source.files),
+        index=None if source.index is None else _index(source.folder, *source.index, names, source.num_bytes),
+        left_out=left_out,
+        converted_from=_stored(listed),
+        derived=(DERIVED,),
+    )
 
 
 def _new_names(folder: AnyPath, names: Sequence[str]) -> dict[str, str]:
@@ -74,36 +80,27 @@ def _new_names(folder: AnyPath, names: Sequence[str]) -> dict[str, str]:
     return new
 
 
-def _index(
-    folder: AnyPath, found: WeightFiles, names: Mapping[str, str], files: Sequence[SourceFile]
-) -> tuple[str, str] | None:
-    """Name and text of the index of the files that a merge writes."""
-    if found.index is None:
-        return None
-    name, text = found.index
+def _index(folder: AnyPath, name: str, text: str, names: Mapping[str, str], total: int) -> tuple[str, str]:
+    """Name and text of the index of the files that a merge writes, with ``total`` bytes."""
     index = parse_object(folder / name, text)
-    metadata = index.get("metadata")
-    total = {"total_size": sum(file.header.data_bytes for file in files)}
-    weight_map = {tensor: names[file] for tensor, file in found.weight_map.items()}
-    index |= {"metadata": {**(metadata if isinstance(metadata, dict) else {}), **total}, "weight_map": weight_map}
+    metadata, weight_map = index.get("metadata"), index["weight_map"]
+    assert isinstance(weight_map, dict)
+    index |= {
+        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
+        "weight_map": {tensor: names[file] for tensor, file in weight_map.items()},
+    }
     single, rest = index_parts(name)
     return f"{_new_names(folder, [single])[single]}{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
-def _stored(paths: Sequence[AnyPath], states: tuple[FileState, ...], contents: Sequence[TorchFile]) -> StoredFiles:
-    """The byte ranges of the tensors."""
-    tensors, shards = {}, {}
-    for number, content in enumerate(contents):
-        for tensor in content.tensors:
-            spec = TensorSpec(tensor.dtype, tensor.shape)
-            tensors[tensor.name] = spec if tensor.is_contiguous else TensorSpec("U8", (tensor.extent,))
-            shards[tensor.name] = Shards(unsharded(tensor.extent), (number,), (tensor.offset,))
-    return StoredFiles.listed(paths, states, tensors, shards)
-
-
-def _transforms(contents: Sequence[TorchFile]) -> dict[str, Transform]:
-    """Name to transform of each tensor that is not contiguous."""
-    strided = [tensor for content in contents for tensor in content.tensors if not tensor.is_contiguous]
-    if not strided:
-        return {}
-    return {one.name: arrays.strided.StridedTensor(one.name, one.item_bytes, one.shape, one.strides) for one in strided}
+def _stored(files: Sequence[TensorFile]) -> StoredTensors:
+    """The byte ranges of the tensors, and transforms of those that are not contiguous."""
+    shards: dict[str, Shards] = {}
+    transforms: dict[str, Transform] = {}
+    for number, file in enumerate(files):
+        for name, info in file.tensors.items():
+            shards[name] = Shards(unsharded(info.num_bytes), (number,), (info.start,))
+            if info.strides is not None:
+                item_bytes = DTYPE_BITS[info.dtype] // 8
+                transforms[name] = arrays.strided.StridedTensor(name, item_bytes, info.shape, info.strides)
+    return StoredTensors(tuple(files), shards).with_layer(transforms)

@@ -281,12 +281,11 @@ class SourceReader(RankReader):
 def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
     is_remote = any(isinstance(path, RemotePath) for path in source.paths)
-    stored = {} if source.stored is None else source.stored.shards
-    total = 0
+    stored, total = source.stored, 0
     for name, spec in source.specs.items():
         shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
         size = num_bytes(spec.dtype, spec.shape)
-        is_made = name in source.transforms or (name in stored and len(stored[name].files) > 1)
+        is_made = stored.transform_of(name) is not None or len(stored.shards[name].files) > 1
         if size and (is_remote or is_made or _only_range(shard, size) is None):
             total += shard.local(size)
     return total

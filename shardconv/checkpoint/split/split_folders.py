@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Reader
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.sources.source import Source, open_if_external
+from shardconv.checkpoint.sources.opening import open_if_external
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest

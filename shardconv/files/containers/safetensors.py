@@ -8,7 +8,7 @@ import re
 import stat
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -17,7 +17,7 @@ from msgspec import Struct, convert
 from msgspec.json import Decoder
 
 from shardconv.files.folder import AnyPath, RemotePath
-from shardconv.files.input_files import InputFile, open_input
+from shardconv.files.input_files import FileState, InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.support.errors import SourceError, UsageError
 from shardconv.support.structs import located
@@ -45,17 +45,43 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TensorInfo(NamedTuple):
-    """Dtype and shape of one tensor of a file, and its byte range in the data section of the file."""
+    """Dtype and shape of one tensor of a file, and its byte range in the data section of the file.
+
+    Its strides, in elements, are None if its bytes are contiguous, as those of all tensors of safetensors files are.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    strides: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor's data."""
+        """Bytes from the first element to the end of the last one."""
         return self.stop - self.start
+
+
+class TensorFile(NamedTuple):
+    """A file with tensors, in any container.
+
+    Attributes:
+        path: its path.
+        size: its size in bytes.
+        tensors: name to tensor.
+        data_offset: the offset in the file to which the positions of tensors are relative.
+        prefix: its expected first bytes, if these have the positions.
+        state: its state when its tensors were listed, if the prefix does not have their positions.
+        left_out: names of entries that hold no weights, such as the epoch of a training checkpoint.
+    """
+
+    path: AnyPath
+    size: int
+    tensors: Mapping[str, TensorInfo]
+    data_offset: int = 0
+    prefix: bytes = b""
+    state: FileState | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class Header:
@@ -101,6 +127,10 @@ class Header:
     def prefix(self) -> bytes:
         """The bytes of the file before its data section: the length and the text of the header."""
         return _LENGTH.pack(len(self.raw)) + self.raw
+
+    def file(self, path: AnyPath) -> TensorFile:
+        """The file with this header."""
+        return TensorFile(path, self.file_bytes, self.tensors, self.data_offset, self.prefix)
 
 
 def target_dtype(name: str) -> str:

@@ -5,14 +5,15 @@ aligned to 64 bytes as torch aligns it. The zip entries of storages store no CRC
 ``torch.serialization.set_crc32_options(False)``.
 """
 
+import io
 import struct
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
@@ -24,53 +25,32 @@ _STORAGES = {
     "I8": "CharStorage", "I16": "ShortStorage", "I32": "IntStorage", "I64": "LongStorage", "BOOL": "BoolStorage",
 }  # fmt: skip
 _ALIGNMENT = 64
-_MAX_32, _MAX_16 = 2**32 - 1, 2**16 - 1
-#: The id of the extra field that aligns the data of an entry, and of the field with sizes of 64 bits.
-_PADDING, _ZIP64 = 0x4246, 1
-#: The version of the zip format with fields of 64 bits.
-_VERSION = 45
-#: 1980-01-01, the first date of the format.
-_DATE = 0x21
+#: The id of the extra field that aligns the data of an entry.
+_PADDING = 0x4246
 
 
-class _Entry(NamedTuple):
-    """An entry of an archive: its name, its bytes, or None for a storage, its size, and the offset of its header."""
+class _Pieces(io.RawIOBase):
+    """A file in memory that has only what is written, by its offset."""
 
-    name: bytes
-    data: bytes | None
-    size: int
-    at: int
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[int, bytes] = {}
+        self._at = 0
 
-    @property
-    def crc(self) -> int:
-        """The CRC-32 of its bytes; 0 for a storage."""
-        return 0 if self.data is None else zlib.crc32(self.data)
+    def write(self, data: Any) -> int:  # noqa: ANN401 - bytes, which have no common type before Python 3.12
+        """Write at the position."""
+        self.written[self._at] = data
+        self._at += len(data)
+        return len(data)
 
-    @property
-    def header(self) -> bytes:
-        """The header before its bytes, padded so that the bytes are aligned."""
-        is_large = self.size >= _MAX_32
-        sizes = struct.pack("<HHQQ", _ZIP64, 16, self.size, self.size) if is_large else b""
-        short = _MAX_32 if is_large else self.size
-        unpadded = self.at + 30 + len(self.name) + len(sizes) + 4
-        extra = sizes + struct.pack("<HH", _PADDING, -unpadded % _ALIGNMENT) + bytes(-unpadded % _ALIGNMENT)
-        fields = (b"PK\3\4", _VERSION, 0, 0, 0, _DATE, self.crc, short, short, len(self.name), len(extra))
-        return struct.pack("<4sHHHHHIIIHH", *fields) + self.name + extra
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        self._at = offset + (self._at if whence else 0)
+        return self._at
 
-    @property
-    def start(self) -> int:
-        """The offset of its bytes."""
-        return self.at + len(self.header)
-
-    @property
-    def listing(self) -> bytes:
-        """Its entry in the directory at the end."""
-        numbers = (self.size, self.size, self.at)
-        large = b"".join(struct.pack("<Q", number) for number in numbers if number >= _MAX_32)
-        extra = struct.pack("<HH", _ZIP64, len(large)) + large if large else b""
-        size, _, at = (min(number, _MAX_32) for number in numbers)
-        fields = (b"PK\1\2", _VERSION, _VERSION, 0, 0, 0, _DATE, self.crc, size, size, len(self.name), len(extra), at)
-        return struct.pack("<4sHHHHHHIIIHH10xI", *fields) + self.name + extra
+    def tell(self) -> int:
+        """The position."""
+        return self._at
 
 
 @dataclass(frozen=True)
@@ -86,48 +66,39 @@ class TorchArchive:
     tensors: Mapping[str, TensorSpec]
 
     @cached_property
-    def _entries(self) -> list[_Entry]:
-        small = {"data.pkl": self._pickle(), "byteorder": b"little", "version": b"3\n"}
-        sizes = [num_bytes(spec.dtype, spec.shape) for spec in self.tensors.values()]
-        contents: list[tuple[str, bytes | None, int]] = [(name, data, len(data)) for name, data in small.items()]
-        contents += [(f"data/{number}", None, size) for number, size in enumerate(sizes)]
-        entries, at = [], 0
-        for name, data, size in contents:
-            entries.append(_Entry(f"{self.root}/{name}".encode(), data, size, at))
-            at = entries[-1].start + size
-        return entries
+    def _laid_out(self) -> tuple[_Pieces, dict[str, int]]:
+        """The file without the tensors, and the offset of each."""
+        pieces, offsets = _Pieces(), {}
+        with zipfile.ZipFile(pieces, "w") as archive:
+            for name, data in {"data.pkl": self._pickle(), "byteorder": b"little", "version": b"3\n"}.items():
+                archive.writestr(zipfile.ZipInfo(f"{self.root}/{name}"), data)
+            for number, (name, spec) in enumerate(self.tensors.items()):
+                entry = zipfile.ZipInfo(f"{self.root}/data/{number}")
+                entry.file_size = entry.compress_size = num_bytes(spec.dtype, spec.shape)
+                entry.CRC, entry.header_offset = 0, pieces.tell()
+                padding = -(entry.header_offset + len(entry.FileHeader()) + 4) % _ALIGNMENT
+                entry.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
+                pieces.write(entry.FileHeader())
+                entry.extra = b""
+                offsets[name] = pieces.tell()
+                archive.filelist.append(entry)
+                archive.start_dir = pieces.seek(entry.file_size, io.SEEK_CUR)
+        return pieces, offsets
 
     @property
     def offsets(self) -> dict[str, int]:
         """Name to offset of the data of each tensor."""
-        stored = [entry.start for entry in self._entries if entry.data is None]
-        return dict(zip(self.tensors, stored, strict=True))
+        return self._laid_out[1]
 
     @property
-    def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """Offset and bytes of everything but the tensors."""
-        for entry in self._entries:
-            yield entry.at, entry.header + (entry.data or b"")
-        yield self._end, self._directory
+    def pieces(self) -> Mapping[int, bytes]:
+        """Offset to bytes of everything but the tensors."""
+        return self._laid_out[0].written
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the file."""
-        return self._end + len(self._directory)
-
-    @property
-    def _end(self) -> int:
-        return self._entries[-1].start + self._entries[-1].size
-
-    @cached_property
-    def _directory(self) -> bytes:
-        """The directory of all entries, with its position in 64 and 32 bits."""
-        listing, count, at = b"".join(entry.listing for entry in self._entries), len(self._entries), self._end
-        size = len(listing)
-        wide = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, _VERSION, _VERSION, 0, 0, count, count, size, at)
-        locator = struct.pack("<4sIQI", b"PK\6\7", 0, at + size, 1)
-        short = (min(count, _MAX_16), min(count, _MAX_16), min(size, _MAX_32), min(at, _MAX_32))
-        return listing + wide + locator + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, *short, 0)
+        return self._laid_out[0].tell()
 
     def _pickle(self) -> bytes:
         """The pickle of the state dict."""

@@ -8,6 +8,7 @@ for functions of this module, which keep their arguments, and any other name is 
 
 import io
 import json
+import mmap
 import pickle
 import re
 import struct
@@ -182,19 +183,17 @@ def enum_member(enum: object, name: object) -> str:
 
 #: The names in files of torch.save: module and name to what stands for them.
 FILE_NAMES: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor"): tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): tensor,
+    **{("torch._utils", f"_rebuild_tensor{version}"): tensor for version in ("", "_v2")},
     ("torch._utils", "_rebuild_tensor_v3"): tensor_of_dtype,
-    ("torch._utils", "_rebuild_parameter"): parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): parameter,
-    ("torch._utils", "_rebuild_sparse_tensor"): other_tensor,
-    ("torch._utils", "_rebuild_qtensor"): other_tensor,
-    ("torch._utils", "_rebuild_nested_tensor"): other_tensor,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): other_tensor,
-    ("torch._utils", "_rebuild_wrapper_subclass"): other_tensor,
+    **{("torch._utils", f"_rebuild_parameter{rest}"): parameter for rest in ("", "_with_state")},
+    **{
+        ("torch._utils", f"_rebuild_{kind}"): other_tensor
+        for kind in (
+            "sparse_tensor", "qtensor", "nested_tensor", "meta_tensor_no_storage", "wrapper_subclass",
+            "device_tensor_from_cpu_tensor", "device_tensor_from_numpy",
+        )
+    },
     ("torch._tensor", "_rebuild_from_type_v2"): tensor_of_type,
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): other_tensor,
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): other_tensor,
     ("torch.nn.parameter", "Parameter"): "Parameter",
     ("torch", "Size"): tuple,
     ("torch", "device"): Record,
@@ -203,27 +202,25 @@ FILE_NAMES: dict[tuple[str, str], object] = {
     ("collections", "Counter"): dict,
     **{(module, one.__name__): one for module in ("builtins", "__builtin__") for one in (set, complex, bytearray)},
     ("_codecs", "encode"): encode,
-}
-_METADATA = "torch.distributed.checkpoint.metadata"
-_EARLY_METADATA = "torch.distributed._shard.sharded_tensor.metadata"  # before torch 2.3
-#: The names in the metadata of torch.distributed.checkpoint, whose pickle is of a later protocol.
+}  # fmt: skip
+#: The classes in the metadata of torch.distributed.checkpoint whose objects are records, by module.
+_RECORDS = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta",
+    ),
+    "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # before torch 2.3
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath",),
+}  # fmt: skip
+#: The names in this metadata, whose pickle is of a later protocol.
 METADATA_NAMES: dict[tuple[str, str], object] = {
-    (_METADATA, "Metadata"): Record,
-    (_METADATA, "TensorStorageMetadata"): Record,
-    (_METADATA, "BytesStorageMetadata"): Record,
-    (_METADATA, "ChunkStorageMetadata"): Record,
-    (_METADATA, "TensorProperties"): Record,
-    (_METADATA, "MetadataIndex"): Record,
-    (_METADATA, "StorageMeta"): Record,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): memory_format,
-    (_EARLY_METADATA, "TensorProperties"): Record,
-    (_EARLY_METADATA, "MEM_FORMAT_ENCODING"): memory_format,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
-    ("torch.serialization", "_get_layout"): Record,
+    **{(module, name): Record for module, names in _RECORDS.items() for name in names},
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): memory_format,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): memory_format,
     ("torch", "Size"): tuple,
-    ("pathlib", "PosixPath"): Record,
-    ("pathlib", "PurePosixPath"): Record,
-    ("pathlib._local", "PosixPath"): Record,
     ("builtins", "getattr"): enum_member,
 }
 #: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
@@ -293,7 +290,7 @@ class Position(NamedTuple):
 Contents = tuple[object, dict[object, Position]]
 
 
-def read_zip(file: BinaryIO) -> Contents:
+def read_zip(file: "BinaryIO | Window") -> Contents:
     """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -325,7 +322,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     return archive.read(entry)
 
 
-def _position(file: BinaryIO, entry: zipfile.ZipInfo) -> Position:
+def _position(file: "BinaryIO | Window", entry: zipfile.ZipInfo) -> Position:
     """The position of the data of a zip entry, behind its local header."""
     file.seek(entry.header_offset + 26)
     name_size, extra_size = struct.unpack("<HH", file.read(4))
@@ -430,37 +427,12 @@ def describe(name: object, found: Tensor, positions: Mapping[object, Position]) 
     return [name, dtype, found.shape, found.strides, position.offset + start]
 
 
-class Window(io.RawIOBase):
-    """A range of bytes of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
-        super().__init__()
-        self._file, self._start, self._size, self._at = file, start, size, 0
-
-    def readable(self) -> bool:
-        """Whether it can be read."""
-        return True
+class Window(mmap.mmap):
+    """The start of a file as a file, at whose end zipfile finds an archive."""
 
     def seekable(self) -> bool:
         """Whether it has positions."""
         return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position."""
-        self._at = max(offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence], 0)
-        return self._at
-
-    def tell(self) -> int:
-        """The position."""
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:  # Any: a writable buffer, without a type before Python 3.12
-        """Read bytes from the position on."""
-        self._file.seek(self._start + self._at)
-        data = self._file.read(min(len(buffer), max(self._size - self._at, 0)))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 def list_file(path: str) -> dict[str, object]:
@@ -480,11 +452,10 @@ def list_file(path: str) -> dict[str, object]:
 
 def list_chunk(path: str, start: int, size: int) -> dict[str, object]:
     """The tensor that was saved in a range of bytes of a file of torch.distributed.checkpoint; errors as above."""
-    with Path(path).open("rb") as file:
-        loaded, positions = read_zip(io.BufferedReader(Window(file, start, size)))
+    with Path(path).open("rb") as file, Window(file.fileno(), start + size, access=mmap.ACCESS_READ) as window:
+        loaded, positions = read_zip(window)
     if not isinstance(loaded, Tensor):
         raise RefusedError(f"holds a {type(loaded).__name__} at byte {start} (expected a tensor)", _SAVE_AGAIN)
-    positions = {key: Position(start + position.offset, position.size) for key, position in positions.items()}
     return {"tensors": [describe("", loaded, positions)], "left_out": []}
 
 
