@@ -6,7 +6,7 @@ other sizes has wrong values.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from shardconv.formats.format import WORD_BITS, formats
@@ -144,14 +144,6 @@ def _modelopt(table: Mapping[str, object]) -> Iterator[Scheme]:
         raise PlanError(f"ModelOpt's {algorithm!r:.40} is not supported (expected FP8 or NVFP4)")
 
 
-def _mxfp4(_table: Mapping[str, object]) -> Iterator[Scheme]:
-    yield Scheme(formats()["mxfp4"], {"group": (32, 1)})
-
-
-def _fbgemm(_table: Mapping[str, object]) -> Iterator[Scheme]:
-    yield Scheme(formats()["fbgemm_fp8"])
-
-
 def _bitsandbytes(table: Mapping[str, object]) -> Iterator[Scheme]:
     if table.get("load_in_8bit") is not True:
         raise PlanError(
@@ -186,13 +178,13 @@ def _quanto(table: Mapping[str, object]) -> Iterator[Scheme]:
     yield Scheme(formats()["quanto"])
 
 
-_READERS: dict[str, Callable[[Mapping[str, object]], Iterator[Scheme]]] = {
+_READERS: dict[str, Callable[[Mapping[str, object]], Iterable[Scheme]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda _: [Scheme(formats()["fbgemm_fp8"])],
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: [Scheme(formats()["mxfp4"], {"group": (32, 1)})],
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "bitsandbytes": _bitsandbytes,

@@ -547,7 +547,10 @@ REFUSED = {
         settings(exclude_modules=["attn.q_proj", "self_attn.q_proj"]),
         ("PEFT does not adapt", A),
     ),
-    "target modules that are not names": (settings(target_modules=[1]), ("target_modules is [1]", "list of names")),
+    "target modules that are not names": (
+        settings(target_modules=[1]),
+        ("target_modules[...]: Expected `str`, got `int`",),
+    ),
     "module to save without tensors": (
         settings(modules_to_save=["norm", "embed_tokens"]),
         ("model.embed_tokens.weight: is in embed_tokens, one of modules_to_save",),
@@ -585,8 +588,8 @@ REFUSED = {
     "initialization that changes the base": (settings(init_lora_weights="pissa"), ("'pissa' changes the base model",)),
     "pattern that takes too long": (settings(rank_pattern={"(a+)+b": 4}), ("rank_pattern", "may take too long")),
     "pattern that is not valid": (settings(alpha_pattern={"(": 4}), ("alpha_pattern", "not a regular expression")),
-    "alpha that is not a number": (settings(lora_alpha="8"), ("lora_alpha is '8'", "expected a number")),
-    "rank of zero": (settings(r=0), ("r is 0", "expected a positive integer")),
+    "alpha that is not a number": (settings(lora_alpha="8"), ("lora_alpha: Expected `float`, got `str`",)),
+    "rank of zero": (settings(r=0), ("r: Expected `int` > 0",)),
     "no settings": (without("adapter_config.json"), ("does not hold an adapter (expected adapter_config.json)",)),
     "no weights": (
         without(WEIGHTS),

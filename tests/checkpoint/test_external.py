@@ -785,7 +785,7 @@ def test_an_archive_of_more_than_4_gib_is_read_by_torch(tmp_path):
     archive, path = TorchArchive("consolidated.00", specs), tmp_path / "large.pth"
     with path.open("wb") as file:
         file.truncate(archive.file_bytes)  # sparse
-        for at, data in [*archive.pieces, (archive.offsets["b"], bytes(range(24)))]:
+        for at, data in [*archive.pieces.items(), (archive.offsets["b"], bytes(range(24)))]:
             file.seek(at)
             file.write(data)
     found = torch.load(path, weights_only=True, mmap=True)

@@ -6,8 +6,10 @@ something else, are refused by name.
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
@@ -15,54 +17,54 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
 from shardconv.formats.scheme import check_pattern
 from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
 from shardconv.support.errors import PlanError, SourceError
+from shardconv.support.structs import convert
 
-#: Settings that do not change the values of a trained adapter: the module names are in its tensors.
+Rank = Annotated[int, Meta(gt=0)]
+#: Other settings that are accepted: the module names are in the tensors, and some settings are checked on their own.
 _WITHOUT_EFFECT = frozenset({
     "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "layers_pattern", "layers_to_transform",
     "lora_dropout", "loftq_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "task_type", "bias", "lora_bias",
+    "task_type", "bias", "lora_bias", "peft_type", "init_lora_weights",
 })  # fmt: skip
-#: Settings with names of modules, which the tensors have to fit.
-_MODULES = ("target_modules", "exclude_modules", "modules_to_save")
-_KNOWN = _WITHOUT_EFFECT | {
-    *_MODULES, "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
-    "fan_in_fan_out", "init_lora_weights",
-}  # fmt: skip
 #: Initializations that leave the weights of the base model as they are. After others they differ from those on disk.
 _INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
 #: The longest module name that patterns are matched with.
 _MAX_NAME = 256
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSettings:
-    """The settings of a LoRA adapter that determine its values.
+class AdapterSettings(Struct, frozen=True):
+    """The settings of a LoRA adapter that determine its values, under the names of PEFT.
 
     Attributes:
         r: rank of layers that no pattern matches.
-        alpha: alpha of layers that no pattern matches.
+        lora_alpha: alpha of layers that no pattern matches.
         rank_pattern: pattern of module names to rank.
         alpha_pattern: pattern of module names to alpha.
-        is_rank_stabilized: whether products are scaled by alpha / sqrt(rank) instead of alpha / rank.
-        has_magnitudes: whether layers have magnitudes (DoRA).
+        use_rslora: whether products are scaled by alpha / sqrt(rank) instead of alpha / rank.
+        use_dora: whether layers have magnitudes (DoRA).
         fan_in_fan_out: whether weights are stored as [input, output].
-        modules: for ``target_modules``, ``exclude_modules`` and ``modules_to_save`` the names of modules, or the ends
-            of names; none if the setting is empty or a regular expression.
+        target_modules: names of modules, or the ends of names, which the tensors have to fit; or a regular expression,
+            which is not compared.
+        exclude_modules: the same, of modules that are not adapted.
+        modules_to_save: the same, of modules whose tensors are replaced.
     """
 
-    r: int
-    alpha: float
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    is_rank_stabilized: bool = False
-    has_magnitudes: bool = False
+    r: Rank = 8
+    lora_alpha: float = 8
+    rank_pattern: dict[str, Rank] = {}
+    alpha_pattern: dict[str, float] = {}
+    use_rslora: bool = False
+    use_dora: bool = False
     fan_in_fan_out: bool = False
-    modules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict.fromkeys(_MODULES, ()))
+    target_modules: tuple[str, ...] | str = ()
+    exclude_modules: tuple[str, ...] | str = ()
+    modules_to_save: tuple[str, ...] | str = ()
 
     def scaling(self, module: str) -> float:
         """The factor of the product B A of a layer."""
-        rank, alpha = _matched(self.rank_pattern, module, self.r), _matched(self.alpha_pattern, module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
+        rank = _matched(self.rank_pattern, module, self.r)
+        alpha = _matched(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check(self, layer: AdaptedLayer, rank: int) -> None:
         """Check the tensors of a layer.
@@ -80,16 +82,16 @@ class AdapterSettings:
                 f"{layer.tensors[A]}: has rank {rank} (expected {expected} by r and rank_pattern of {ADAPTER_CONFIG}): "
                 f"{_OTHER_SETTINGS}"
             )
-        targets, excluded = self.modules["target_modules"], self.modules["exclude_modules"]
+        targets, excluded = _names(self.target_modules), _names(self.exclude_modules)
         if (targets and not _is_named(layer.module, targets)) or _is_named(layer.module, excluded):
             raise PlanError(
                 f"{layer.tensors[A]}: PEFT does not adapt {layer.module} by target_modules and exclude_modules of "
                 f"{ADAPTER_CONFIG} (got {', '.join((*targets, *excluded)):.200}): {_OTHER_SETTINGS}"
             )
-        if (MAGNITUDE in layer.tensors) != self.has_magnitudes:
+        if (MAGNITUDE in layer.tensors) != self.use_dora:
             raise PlanError(
                 f"{layer.tensors[A]}: {layer.module} has {'a' if MAGNITUDE in layer.tensors else 'no'} magnitude "
-                f"vector, and {ADAPTER_CONFIG} has use_dora = {self.has_magnitudes}: {_OTHER_SETTINGS}"
+                f"vector, and {ADAPTER_CONFIG} has use_dora = {self.use_dora}: {_OTHER_SETTINGS}"
             )
 
     def check_saved(self, replaced: Collection[str], base: Collection[str]) -> None:
@@ -102,7 +104,7 @@ class AdapterSettings:
         Raises:
             PlanError: if a module does not have any.
         """
-        for module in self.modules["modules_to_save"]:
+        for module in _names(self.modules_to_save):
             expected = [name for name in base if _is_in(name, module)]
             if expected and not any(_is_in(name, module) for name in replaced):
                 raise PlanError(
@@ -131,16 +133,16 @@ def read_settings(path: AnyPath) -> AdapterSettings:
             f"{path}: peft_type {kind!r:.40} is not supported (expected LORA): {merge_adapter(path.parent)}"
         )
     _check_supported(path, table)
-    return AdapterSettings(
-        r=int(_number(path, "r", table.get("r", 8), is_rank=True)),
-        alpha=_number(path, "lora_alpha", table.get("lora_alpha", 8)),
-        rank_pattern={key: int(value) for key, value in _pattern(path, table, "rank_pattern", is_rank=True).items()},
-        alpha_pattern=_pattern(path, table, "alpha_pattern"),
-        is_rank_stabilized=table.get("use_rslora") is True,
-        has_magnitudes=table.get("use_dora") is True,
-        fan_in_fan_out=table.get("fan_in_fan_out") is True,
-        modules={key: _names(path, table, key) for key in _MODULES},
-    )
+    try:
+        settings = convert({key: value for key, value in table.items() if value is not None}, AdapterSettings)
+    except ValueError as error:
+        raise SourceError(f"{path}: {error}: correct the file") from error
+    if not all(map(math.isfinite, (settings.lora_alpha, *settings.alpha_pattern.values()))):
+        raise SourceError(f"{path}: lora_alpha or alpha_pattern is not a finite number: correct the file")
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(settings, key):
+            check_pattern(pattern, key, str(path), "write the names of the modules")
+    return settings
 
 
 def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
@@ -153,18 +155,13 @@ def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
             f"path_initial_model_for_weight_conversion"
         )
     for key, value in table.items():
-        if key not in _KNOWN and value:
+        if key not in {*_WITHOUT_EFFECT, *AdapterSettings.__struct_fields__} and value:
             raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {merge_adapter(path.parent)}")
 
 
-def _names(path: AnyPath, table: Mapping[str, object], key: str) -> tuple[str, ...]:
-    """A list of names of modules; none of a regular expression."""
-    names = table.get(key) or ()
-    if isinstance(names, str):
-        return ()
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise SourceError(f"{path}: {key} is {names!r:.60} (expected a list of names): correct the file")
-    return tuple(names)
+def _names(modules: tuple[str, ...] | str) -> tuple[str, ...]:
+    """The names in a setting; none of a regular expression."""
+    return () if isinstance(modules, str) else modules
 
 
 def _is_named(module: str, names: Collection[str]) -> bool:
@@ -175,26 +172,6 @@ def _is_named(module: str, names: Collection[str]) -> bool:
 def _is_in(tensor: str, module: str) -> bool:
     """Whether a tensor belongs to a module whose name ends so, after a dot or not, as PEFT finds modules to save."""
     return f"{module}." in tensor
-
-
-def _pattern(path: AnyPath, table: Mapping[str, object], key: str, *, is_rank: bool = False) -> dict[str, float]:
-    """A table of patterns of module names."""
-    patterns = table.get(key) or {}
-    if not isinstance(patterns, Mapping):
-        raise SourceError(f"{path}: {key} is {patterns!r:.60} (expected a table): correct the file")
-    for pattern in patterns:
-        check_pattern(pattern, key, str(path), "write the names of the modules")
-    return {pattern: _number(path, f"{key}.{pattern}", value, is_rank=is_rank) for pattern, value in patterns.items()}
-
-
-def _number(path: AnyPath, key: str, value: object, *, is_rank: bool = False) -> float:
-    """A number of the settings; a rank is a positive integer."""
-    is_valid = type(value) is int and value > 0 if is_rank else isinstance(value, int | float) and math.isfinite(value)
-    if not is_valid or isinstance(value, bool):
-        expected = "a positive integer" if is_rank else "a number"
-        raise SourceError(f"{path}: {key} is {value!r:.40} (expected {expected}): correct the file")
-    assert isinstance(value, int | float)
-    return value
 
 
 def _matched(patterns: Mapping[str, float], module: str, default: float) -> float:

@@ -56,7 +56,7 @@ class PlanOptions(TypedDict, total=False):
 
 
 #: Defaults of :class:`PlanOptions`.
-_DEFAULTS: dict[str, object] = {
+_DEFAULTS: PlanOptions = {
     "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
     "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None,
 }  # fmt: skip
@@ -68,7 +68,8 @@ def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
     Raises:
         UsageError: if an option does not have its default value.
     """
-    given = [name for name, value in options.items() if (value or None) != (_DEFAULTS[name] or None)]
+    defaults: Mapping[str, object] = _DEFAULTS
+    given = [name for name, value in options.items() if (value or None) != (defaults[name] or None)]
     if given:
         named = ", ".join(option(name) for name in given)
         raise UsageError(
@@ -105,19 +106,10 @@ class PlannedSource(NamedTuple):
 def plan_source(
     src: SourcePath | Source,
     *,
-    rules: Rules = AUTO,
-    replicate: tuple[str, ...] = (),
-    head_dim: int | None = None,
-    experts: str = "tensor",
-    engine: str | None = None,
-    pad: bool = False,
-    config: StrPath | None = None,
-    follow_links: bool = False,
-    ignore: tuple[str, ...] = (),
-    source_layout: str | None = None,
     layout: str = NATIVE.name,
     dtype: str | None = None,
     may_miss: bool = False,
+    **options: Unpack[PlanOptions],
 ) -> PlannedSource:
     """Open a source, unless it is a :class:`Source`, and find its rules.
 
@@ -126,35 +118,38 @@ def plan_source(
     :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``may_miss``, rules of the user may match
     nothing.
     """
-    if isinstance(src, Source):
-        if ignore:
-            raise UsageError(
-                f"{option(ignore=ignore[:1])}: only applies to folders (got the config {src.path}): remove it"
-            )
-        source = src
-    else:
-        config_path = None if config is None else local_path(config)
-        source = open_source(
-            open_path(src), config=config_path, follow_links=follow_links, ignore=as_names(ignore),
-            source_layout=source_layout,
-        )  # fmt: skip
+    given: PlanOptions = {**_DEFAULTS, **options}
+    source = src if isinstance(src, Source) else _open(src, given)
+    if isinstance(src, Source) and (ignore := given["ignore"]):
+        raise UsageError(f"{option(ignore=ignore[:1])}: only applies to folders (got the config {src.path}): remove it")
     refuse_adapter(source)
     source = source if dtype is None else with_dtype(source, dtype)
-    options = PlanRequest(None, None, as_names(replicate), head_dim, experts, engine, may_miss, int(pad))
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = config_with_quantization(source)
-    tensors = with_grids(source.specs, settings)
+    tensors, rules = with_grids(source.specs, settings), given["rules"]
+    request = PlanRequest(
+        None, None, as_names(given["replicate"]), given["head_dim"], given["experts"], given["engine"], may_miss,
+        int(given["pad"]),
+    )  # fmt: skip
     if isinstance(rules, Plan):
-        request, planner = _planner_of(rules, tensors, options)
+        request, planner = _planner_of(rules, tensors, request)
         return PlannedSource(source, tensors, request_for(request, layout), planner, paths)
     if (plan_file := plan_file_of(rules)) is not None:
         check_exists(local_path(str(rules)), PlanError)
         paths = (*paths, plan_file)
     named = _named(rules)
-    request = request_for(replace(options, family=named.family, plan_file=named.plan_file), layout)
+    request = request_for(replace(request, family=named.family, plan_file=named.plan_file), layout)
     planner = planner_for(tensors, settings, request)
     assumed = (*source.assumed, *planner.assumed, *_without_class(source.config or {}))
     return PlannedSource(source, tensors, request, planner.assuming(*assumed), paths)
+
+
+def _open(src: SourcePath, options: PlanOptions) -> Source:
+    config = options["config"]
+    return open_source(
+        open_path(src), config=None if config is None else local_path(config), follow_links=options["follow_links"],
+        ignore=as_names(options["ignore"]), source_layout=options["source_layout"],
+    )  # fmt: skip
 
 
 def _without_class(config: Mapping[str, object]) -> Iterator[str]:
@@ -218,10 +213,7 @@ def _planner_of(plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequ
         UsageError: if other options change the plan.
         PlanError: if the plan does not store its rules, or they give other placements for this source.
     """
-    changed = [name for name in _PLAN_OPTIONS if getattr(options, name) != getattr(PlanRequest(), name)]
-    if options.engine is not None:
-        changed.append("engine")
-    if changed:
+    if changed := [*_changed(options), *(["engine"] if options.engine is not None else [])]:
         raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
     planner = Planner(tensors, plan.rules, assumed=plan.assumed)
     if (name := plan.first_difference(planner.plan(plan.tp))) is not None:
@@ -241,11 +233,7 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
     """
     if (engine := engine_of(layout)) is None:
         return request
-    default = PlanRequest()
-    changed = [
-        option(shown) for name, shown in _PLAN_OPTIONS.items() if getattr(request, name) != getattr(default, name)
-    ]
-    if changed:
+    if changed := [option("rules" if name in {"family", "plan_file"} else name) for name in _changed(request)]:
         raise UsageError(
             f"{option(layout=layout)} requires the plan of {engine}, which {', '.join(changed)} changes: remove that, "
             f"or use {option(layout='native')}"
@@ -253,11 +241,10 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
     return replace(request, engine=engine)
 
 
-#: The fields of a request that change the plan, and their options.
-_PLAN_OPTIONS = {
-    "family": "rules", "plan_file": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
-    "pad": "pad",
-}  # fmt: skip
+def _changed(request: PlanRequest) -> list[str]:
+    """The fields of a request that change the plan of an engine."""
+    fields = ("family", "plan_file", "replicate", "head_dim", "experts", "pad")
+    return [name for name in fields if getattr(request, name) != getattr(PlanRequest(), name)]
 
 
 def as_names(names: str | Sequence[str]) -> tuple[str, ...]:

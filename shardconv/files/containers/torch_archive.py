@@ -16,14 +16,12 @@ from math import prod
 from typing import Any
 
 from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.unpickle import DTYPES, STORAGES
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, option
 
 #: The classes of storages of torch, by dtype of safetensors.
-_STORAGES = {
-    "BF16": "BFloat16Storage", "F16": "HalfStorage", "F32": "FloatStorage", "F64": "DoubleStorage", "U8": "ByteStorage",
-    "I8": "CharStorage", "I16": "ShortStorage", "I32": "IntStorage", "I64": "LongStorage", "BOOL": "BoolStorage",
-}  # fmt: skip
+_STORAGES = {DTYPES[dtype][0]: f"{name}Storage" for name, dtype in STORAGES.items() if dtype in DTYPES}
 _ALIGNMENT = 64
 #: The id of the extra field that aligns the data of an entry.
 _PADDING = 0x4246

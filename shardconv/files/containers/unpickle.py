@@ -29,9 +29,9 @@ DTYPES = {
 }  # fmt: skip
 #: The dtype of each class of storages, and the bytes of an element of those that safetensors files do not have.
 STORAGES = {
-    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
-    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64",
-    "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "Untyped": "uint8",
+    "Untyped": "uint8", "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32",
+    "Long": "int64", "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32",
 }  # fmt: skip
 _OTHER_BYTES = {"complex128": 16, "qint8": 1, "quint8": 1, "qint32": 4}
 #: Names of the entry of a training checkpoint that has the weights.
