@@ -14,7 +14,7 @@ import shardconv
 from shardconv.checkpoint.engine.arrays import strided
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import IntegrityError, SourceError
-from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_checkpoint, write_config
+from tests.support.checkpoints import llama_config, llama_specs, part_names, write_checkpoint, write_config
 from tests.support.command import call
 from tests.support.torch_files import INDEX, SINGLE, read_pytorch, replace_after_listing, write_pytorch
 
@@ -90,13 +90,6 @@ def test_rank_files_are_those_of_a_safetensors_source(folder, tmp_path):
         assert (tmp_path / "split" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-def test_reshard_gives_the_rank_files_of_a_split(folder, tmp_path):
-    shardconv.split(folder, tmp_path / "two", tp=2)
-    shardconv.split(folder, tmp_path / "four", tp=4)
-    shardconv.reshard(tmp_path / "two", tmp_path / "again", tp=4)
-    assert contents(tmp_path / "again") == contents(tmp_path / "four")
-
-
 def test_verify_compares_with_the_pytorch_files(folder, tmp_path):
     shardconv.split(folder, tmp_path / "split", tp=4)
     report = shardconv.verify(tmp_path / "split", against=folder)
@@ -126,13 +119,6 @@ def test_sizes_of_reads_do_not_change_the_result(single, tmp_path, monkeypatch):
     assert_same(merged(tmp_path / "merged"), random_tensors())
 
 
-def test_file_before_torch_1_6(single, tmp_path):
-    write_pytorch(single, random_tensors(), _use_new_zipfile_serialization=False)
-    shardconv.split(single, tmp_path / "split", tp=2)
-    shardconv.merge(tmp_path / "split", tmp_path / "merged")
-    assert_same(merged(tmp_path / "merged"), random_tensors())
-
-
 def test_padded_checkpoint_and_its_source(single, tmp_path):
     shardconv.pad(single, tmp_path / "padded", tp=16)
     padded = load_file(tmp_path / "padded" / "model.safetensors")
@@ -140,12 +126,6 @@ def test_padded_checkpoint_and_its_source(single, tmp_path):
     report = shardconv.unpad(tmp_path / "padded", tmp_path / "unpadded")
     assert_same(load_file(tmp_path / "unpadded" / "model.safetensors"), random_tensors())
     assert report.derived == ("converted from PyTorch files",)
-
-
-def test_plan_is_that_of_the_safetensors_source(folder, tmp_path):
-    shardconv.split(folder, tmp_path / "split", tp=1)
-    shardconv.merge(tmp_path / "split", tmp_path / "merged")
-    assert shardconv.make_plan(folder, tp=4).tensors == shardconv.make_plan(tmp_path / "merged", tp=4).tensors
 
 
 # --- quantized checkpoints ------------------------------------------------------------------------------------------
@@ -222,15 +202,6 @@ def test_single_file(tmp_path, monkeypatch, name):
     assert_same(load_file("merged.safetensors"), random_tensors())
 
 
-def test_index_as_source(tmp_path):
-    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
-    write_config(folder, CONFIG)
-    (folder / "other.bin").write_bytes(b"another checkpoint")
-    source = open_source(folder / INDEX)
-    assert source.specs.keys() == random_tensors().keys()
-    assert source.left_out == {"other.bin": "not in the given index"}
-
-
 # --- which files are the checkpoint ---------------------------------------------------------------------------------
 
 
@@ -240,10 +211,6 @@ def test_safetensors_files_are_read_where_there_are_both(tmp_path):
     source = open_source(folder)
     assert source.converted_from is None
     assert source.left_out == {SINGLE: "duplicate of the checkpoint in another format"}
-
-
-def test_trainer_state_is_not_the_checkpoint(folder):
-    assert open_source(folder).left_out == {"training_args.bin": "trainer state"}
 
 
 REFUSED = {
@@ -298,22 +265,6 @@ def test_file_without_weights_is_refused(tmp_path):
         open_source(tmp_path / "optimizer.pt")
 
 
-def test_one_of_several_files_is_refused(tmp_path):
-    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
-    with pytest.raises(SourceError, match="is one of 2 files of a checkpoint: pass their folder or their index"):
-        open_source(folder / "pytorch_model-00001-of-00002.bin")
-
-
-def test_index_that_does_not_fit_is_refused(tmp_path):
-    folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
-    index = json.loads((folder / INDEX).read_text())
-    first, last = sorted(set(index["weight_map"].values()))
-    index["weight_map"][EMBEDDING] = last
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(SourceError, match=f"tensor {EMBEDDING} is in {first} .expected {last}"):
-        open_source(folder)
-
-
 def test_files_whose_new_names_are_equal_are_refused(tmp_path):
     folder = write_pytorch(tmp_path / "model", random_tensors(), parts=2)
     index = json.loads((folder / INDEX).read_text())
@@ -324,11 +275,6 @@ def test_files_whose_new_names_are_equal_are_refused(tmp_path):
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(SourceError, match=r"a\.bin and a\.pt would both become a\.safetensors: rename one of them"):
         open_source(folder)
-
-
-def test_option_that_ignores_the_checkpoint_is_refused(single):
-    with pytest.raises(SourceError, match="holds a config without weights"):
-        open_source(single, ignore=("*.bin",))
 
 
 def test_file_that_is_truncated_after_the_plan_is_refused(single, tmp_path):

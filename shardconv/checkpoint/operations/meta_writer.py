@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry
@@ -94,16 +95,15 @@ def check_meta(source: Source, tp: int) -> None:
     units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
     if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
         parts, rest = divmod(wrong.count, tp)
-        sizes = [size for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
+        sizes = [str(size) for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
         raise PlanError(
             f"{wrong.tensor}: {wrong.count} {wrong.name} do not divide over {tp} ranks ({wrong.count} = {tp} * {parts} "
-            f"+ {rest}), and layout meta does not have padding (tp sizes that divide: "
-            f"{', '.join(map(str, sizes))}): pass one of them, or {_REMEDY}"
+            f"+ {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): pass one of "
+            f"them, or {_REMEDY}"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Units:
+class _Units(NamedTuple):
     """The heads, rows or columns of a tensor that ranks divide, and whether ranks may hold the same head."""
 
     tensor: str
@@ -121,13 +121,16 @@ def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units 
     known = find_source(layout_file(META).all_rules.rules, name)
     if known is None or not known.rule.options.dims or len(spec.shape) < 2:
         return None
-    options = known.rule.options
-    if options.heads is not None:
-        sizes = head_sizes(config)
-        count = sizes.heads if options.gives_tp else sizes.kv_heads
-        return _Units(name, f"heads ({options.heads})", count, may_repeat=not options.gives_tp)
-    dim = options.dims[0]
-    return _Units(name, ("rows", "columns")[dim], spec.shape[dim], may_repeat=False)
+    options, dim = known.rule.options, known.rule.options.dims[0]
+    if options.heads is None:
+        return _Units(name, ("rows", "columns")[dim], spec.shape[dim], may_repeat=False)
+    count = _heads(config, is_query=options.gives_tp)
+    return _Units(name, f"heads ({options.heads})", count, may_repeat=not options.gives_tp)
+
+
+def _heads(config: Mapping[str, object], *, is_query: bool) -> int:
+    sizes = head_sizes(config)
+    return sizes.heads if is_query else sizes.kv_heads
 
 
 def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
@@ -168,14 +171,12 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
 
 
 def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> RotaryRows:
-    sizes = head_sizes(config)
-    heads = sizes.heads if is_query else sizes.kv_heads
-    if spec.shape[0] != heads * sizes.head_dim:
+    heads, head_dim = _heads(config, is_query=is_query), head_sizes(config).head_dim
+    if spec.shape[0] != heads * head_dim:
         raise PlanError(
-            f"{name}: has {spec.shape[0]} rows (expected {heads} heads of {sizes.head_dim} by the config): correct the "
-            f"config"
+            f"{name}: has {spec.shape[0]} rows (expected {heads} heads of {head_dim} by the config): correct the config"
         )
-    return RotaryRows(name, sizes.head_dim, num_bytes(spec.dtype, spec.shape[1:]), to_halves=False)
+    return RotaryRows(name, head_dim, num_bytes(spec.dtype, spec.shape[1:]), to_halves=False)
 
 
 def _archive(

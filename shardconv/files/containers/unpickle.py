@@ -31,7 +31,8 @@ DTYPES = {
 STORAGES = {
     "Untyped": "uint8", "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32",
     "Long": "int64", "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
-    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8",
+    "QInt32": "qint32",
 }  # fmt: skip
 _OTHER_BYTES = {"complex128": 16, "qint8": 1, "quint8": 1, "qint32": 4}
 #: Names of the entry of a training checkpoint that has the weights.
@@ -290,7 +291,7 @@ class Position(NamedTuple):
 Contents = tuple[object, dict[object, Position]]
 
 
-def read_zip(file: "BinaryIO | Window") -> Contents:
+def read_zip(file: Any) -> Contents:  # Any: BinaryIO or Window, which zipfile reads, too
     """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
