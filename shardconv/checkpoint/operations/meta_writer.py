@@ -94,10 +94,10 @@ def check_meta(source: Source, tp: int) -> None:
         )
     units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
     if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
-        parts, rest = divmod(wrong.count, tp)
+        parts, rest = divmod(wrong.number, tp)
         sizes = [str(size) for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
         raise PlanError(
-            f"{wrong.tensor}: {wrong.count} {wrong.name} do not divide over {tp} ranks ({wrong.count} = {tp} * {parts} "
+            f"{wrong.tensor}: {wrong.number} {wrong.name} do not divide over {tp} ranks ({wrong.number} = {tp} * {parts} "
             f"+ {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): pass one of "
             f"them, or {_REMEDY}"
         )
@@ -108,12 +108,12 @@ class _Units(NamedTuple):
 
     tensor: str
     name: str
-    count: int
+    number: int
     may_repeat: bool
 
     def divides(self, tp: int) -> bool:
         """Whether every rank gets the same number of them."""
-        return self.count % tp == 0 or (self.may_repeat and tp % self.count == 0)
+        return self.number % tp == 0 or (self.may_repeat and tp % self.number == 0)
 
 
 def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units | None:

@@ -35,7 +35,7 @@ class _Pieces(io.RawIOBase):
         self.written: dict[int, bytes] = {}
         self._at = 0
 
-    def write(self, data: Any) -> int:  # noqa: ANN401 - bytes, which have no common type before Python 3.12
+    def write(self, data: Any) -> int:  # noqa: ANN401 - a type of bytes is in Python 3.12
         """Write at the position."""
         self.written[self._at] = data
         self._at += len(data)
