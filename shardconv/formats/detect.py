@@ -19,6 +19,7 @@ from shardconv.support.errors import PlanError, option
 
 #: A scale or zero point of keys or values.
 _SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_point)")
+_NUMBER = re.compile(r"\d+")
 _OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of this checkpoint"
 
 
@@ -106,31 +107,40 @@ def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> Layer | None:
 
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[Layer]:
     """The quantized layers: those that have the values of a format."""
-    for name in tensors:
-        candidates = [scheme for scheme in settings.schemes if _is_values(name, tensors, scheme)]
-        if not candidates:
-            continue
-        layer = candidates[0].layer(name)
-        if ignored := settings.ignoring(layer):
-            raise PlanError(
-                f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60}): {_OTHER_SETTINGS}"
-            )
-        closest = settings.closest(layer, candidates)
-        if not closest:
-            raise PlanError(
-                f"{name} is quantized, but no group of the settings has {layer} as a target: {_OTHER_SETTINGS}"
-            )
-        yield min((Layer(name, tensors, scheme) for scheme in closest), key=lambda found: len([*found.missing()]))
+    found: dict[tuple[str, TensorSpec], list[Scheme]] = {}
+    names_numbers = settings.names_numbers
+    for name, spec in tensors.items():
+        key = name if names_numbers else _NUMBER.sub("0", name), spec
+        if (schemes := found.get(key)) is None:
+            schemes = found[key] = _schemes(name, spec, settings)
+        if schemes:
+            layers = [Layer(name, tensors, scheme) for scheme in schemes]
+            yield layers[0] if len(layers) == 1 else min(layers, key=lambda layer: len([*layer.missing()]))
 
 
-def _is_values(name: str, tensors: Mapping[str, TensorSpec], scheme: Scheme) -> bool:
+def _schemes(name: str, spec: TensorSpec, settings: Settings) -> list[Scheme]:
+    """The schemes that a tensor may have the values of; empty if it is not of a quantized layer."""
+    candidates = [scheme for scheme in settings.schemes if _is_values(name, spec, scheme)]
+    if not candidates:
+        return []
+    layer = candidates[0].layer(name)
+    if ignored := settings.ignoring(layer):
+        raise PlanError(
+            f"{name} is quantized, but the settings leave {layer} unquantized ({ignored!r:.60}): {_OTHER_SETTINGS}"
+        )
+    if closest := settings.closest(layer, candidates):
+        return closest
+    raise PlanError(f"{name} is quantized, but no group of the settings has {layer} as a target: {_OTHER_SETTINGS}")
+
+
+def _is_values(name: str, spec: TensorSpec, scheme: Scheme) -> bool:
     """Whether a tensor has the values of a layer in this format."""
     form = scheme.format
     if not name.endswith(form.suffix):
         return False
     if form.suffix not in ("", "weight"):  # no other tensor has this name
         return True
-    return tensors[name].dtype in form.values.dtypes and len(tensors[name].shape) > 1
+    return spec.dtype in form.values.dtypes and len(spec.shape) > 1
 
 
 def _cache_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object]) -> dict[str, Grid]:

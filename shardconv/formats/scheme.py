@@ -20,6 +20,8 @@ _MAX_REPETITIONS, _MAX_NAME = 5, 128
 #: Seconds for all matches of a checkpoint.
 MAX_SECONDS = 60
 _SIMPLER = f"write the names of the layers, or pass {option(config='FILE')} with simpler patterns"
+#: What tells a name from one with other numbers, or with numbers of other lengths.
+_NUMBER = re.compile(r"[\d?\[]")
 #: A repetition of an element of a pattern, with the parenthesis that may be before it.
 _REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
 
@@ -85,6 +87,12 @@ class Settings:
     ignored: frozenset[str] = frozenset()
     ignored_patterns: tuple[str, ...] = ()
     deadline: float = field(default_factory=lambda: monotonic() + MAX_SECONDS)
+
+    @property
+    def names_numbers(self) -> bool:
+        """Whether the settings may differ between layers whose names differ in numbers only."""
+        names = [*self.ignored, *self.ignored_patterns, *(target for one in self.schemes for target in one.targets)]
+        return any(name.startswith("re:") or _NUMBER.search(name) for name in names)
 
     def closest(self, layer: str, schemes: Iterable[Scheme]) -> list[Scheme]:
         """Those of some schemes whose targets name a layer most closely; empty if none names it."""
