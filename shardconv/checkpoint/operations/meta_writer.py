@@ -97,9 +97,9 @@ def check_meta(source: Source, tp: int) -> None:
         parts, rest = divmod(wrong.number, tp)
         sizes = [str(size) for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
         raise PlanError(
-            f"{wrong.tensor}: {wrong.number} {wrong.name} do not divide over {tp} ranks ({wrong.number} = {tp} * {parts} "
-            f"+ {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): pass one of "
-            f"them, or {_REMEDY}"
+            f"{wrong.tensor}: {wrong.number} {wrong.name} do not divide over {tp} ranks ({wrong.number} = {tp} * "
+            f"{parts} + {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): "
+            f"pass one of them, or {_REMEDY}"
         )
 
 
