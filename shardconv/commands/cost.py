@@ -2,14 +2,14 @@
 
 import gc
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Unpack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.commands.command import COST, Flag, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
-from shardconv.commands.options import COUNT, Number, PlanFlags, SourcePath
-from shardconv.commands.sections import COST, section
+from shardconv.commands.options import COUNT, Number, SourcePath
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -19,75 +19,49 @@ if TYPE_CHECKING:
     from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
     from shardconv.tensor.cost import Link, LinkReport
 
-
-cost_options = section(
-    COST,
-    click.option("--cost", is_flag=True, help="Show memory per rank and communication cost, for each tp size."),
-    click.option("--batch", type=COUNT, metavar="N", help="Prompts per batch of --cost. [default: 1]"),
-    click.option(
-        "--seq",
-        type=COUNT,
-        metavar="N",
-        help="Tokens per prompt of --cost. [default: 2048, or the model's limit]",
-    ),
-    click.option(
-        "--alpha",
-        type=Number(1e9),
-        metavar="SECONDS",
-        help="Latency of a message between ranks, for --cost. [default: 5e-6]",
-    ),
-    click.option(
-        "--beta",
-        type=Number(1e9),
-        metavar="SECONDS",
-        help="Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]",
-    ),
-    click.option("--measure-link", is_flag=True, help="Measure alpha and beta, in processes that torchrun starts."),
+_LINK_NUMBER = Number(float, 0, 1e9)
+_ALPHA = "Latency of a message between ranks, for --cost. [default: 5e-6]"
+_BETA = "Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]"
+_SEQ = "Tokens per prompt of --cost. [default: 2048, or the model's limit]"
+#: Options that apply to ``--cost`` only.
+_OF_COST = (
+    Option(COST, "--batch", "Prompts per batch of --cost. [default: 1]", type=COUNT, metavar="N"),
+    Option(COST, "--seq", _SEQ, type=COUNT, metavar="N"),
+    Option(COST, "--alpha", _ALPHA, type=_LINK_NUMBER, metavar="SECONDS"),
+    Option(COST, "--beta", _BETA, type=_LINK_NUMBER, metavar="SECONDS"),
+)
+COST_OPTIONS = (
+    Flag(COST, "--cost", "Show memory per rank and communication cost, for each tp size."),
+    *_OF_COST,
+    Flag(COST, "--measure-link", "Measure alpha and beta, in processes that torchrun starts."),
 )
 
 
-@dataclass(frozen=True)
-class CostFlags:
-    """The values of :data:`cost_options`, under the same names."""
+def check_cost_options(src: SourcePath | None, flags: dict[str, Any], **others: bool) -> None:
+    """Refuse options that contradict each other.
 
-    cost: bool
-    batch: int | None
-    seq: int | None
-    alpha: float | None
-    beta: float | None
-    measure_link: bool
+    Args:
+        src: the source, if one was given.
+        flags: the values of :data:`COST_OPTIONS`.
+        others: name of each other kind of output, and whether it was asked for.
 
-    def check(self, src: SourcePath | None, **others: bool) -> None:
-        """Refuse options that contradict each other.
-
-        Args:
-            src: the source, if one was given.
-            others: name of each other kind of output, and whether it was asked for.
-
-        Raises:
-            UsageError: if there are such options.
-        """
-        if src is None and (self.cost or not self.measure_link):
-            raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
-        given = [name for name in ("batch", "seq", "alpha", "beta") if getattr(self, name) is not None]
-        if given and not self.cost:
-            raise UsageError(f"--{given[0]} applies to --cost only: add --cost")
-        if self.measure_link and (self.alpha is not None or self.beta is not None):
-            raise UsageError("--measure-link measures --alpha and --beta: pass one or the other")
-        if self.measure_link and src is not None and not self.cost:
-            raise UsageError("--measure-link takes SRC only together with --cost")
-        if more := next((name for name, is_asked in others.items() if is_asked and (self.cost or src is None)), None):
-            raise UsageError(
-                f"--{more.replace('_', '-')} cannot be combined with --cost or --measure-link: run one after the other"
-            )
-
-    @property
-    def link(self) -> "Link":
-        """The link of --alpha and --beta, with the defaults of Link for options that were not passed."""
-        from shardconv.tensor.cost import Link
-
-        given = {"alpha": self.alpha, "beta": self.beta}
-        return Link(**{name: value for name, value in given.items() if value is not None})
+    Raises:
+        UsageError: if there are such options.
+    """
+    is_cost, is_measured = flags["cost"], flags["measure_link"]
+    if src is None and (is_cost or not is_measured):
+        raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
+    given = [option.opts[0] for option in _OF_COST if flags[str(option.name)] is not None]
+    if given and not is_cost:
+        raise UsageError(f"{given[0]} applies to --cost only: add --cost")
+    if is_measured and {"--alpha", "--beta"} & {*given}:
+        raise UsageError("--measure-link measures --alpha and --beta: pass one or the other")
+    if is_measured and src is not None and not is_cost:
+        raise UsageError("--measure-link takes SRC only together with --cost")
+    if more := next((name for name, is_asked in others.items() if is_asked and (is_cost or src is None)), None):
+        raise UsageError(
+            f"--{more.replace('_', '-')} cannot be combined with --cost or --measure-link: run one after the other"
+        )
 
 
 def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
@@ -145,37 +119,39 @@ def _link(link: "Link") -> str:
 def show_cost(
     src: SourcePath,
     console: Console,
-    flags: CostFlags,
+    flags: dict[str, Any],
+    options: dict[str, Any],
+    *,
     link: "Link | None",
     page: HtmlFile | None,
-    *,
     tp: int | None,
-    **options: Unpack[PlanFlags],
 ) -> None:
     """Print memory and communication cost.
 
     Args:
         src: the source.
         console: of the command.
-        flags: the values of :data:`cost_options`.
+        flags: the values of :data:`COST_OPTIONS`.
+        options: of the plan.
         link: the measured link; None for that of ``flags``.
         page: the file of ``--html``, if there is one; it has the cost of all supported sizes, also with ``tp``.
         tp: the tensor parallel size; None for all that are supported.
-        options: of the plan.
     """
     gc.enable()
     with ImportPhase():
         from shardconv.html.page import write_page
         from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
+        from shardconv.tensor.cost import Link
     planned, no_plan = (None, None) if page is None else plan_for_page(src, tp, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
+    passed = {name: flags[name] for name in ("alpha", "beta") if flags[name] is not None}
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(
             src,
             tps=None if tp is None else sorted({tp, *curve}),
-            batch=flags.batch or 1,
-            seq=flags.seq,
-            link=link or flags.link,
+            batch=flags["batch"] or 1,
+            seq=flags["seq"],
+            link=link or Link(**passed),
             progress=progress,
             **options,
         )

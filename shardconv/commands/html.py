@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-import click
-
-from shardconv.commands.options import PATH, SourcePath
-from shardconv.commands.sections import REPORT, section
+from shardconv.commands.options import SourcePath
 from shardconv.support.console import Console
 from shardconv.support.errors import OutputError, ShardconvError, UsageError
 from shardconv.support.formatting import size
@@ -16,12 +13,6 @@ from shardconv.support.formatting import size
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport
     from shardconv.checkpoint.sources.planning import PlanOptions
-
-html_options = section(
-    REPORT,
-    click.option("--html", type=PATH, metavar="FILE", help="Also write the report as one HTML page."),
-    click.option("--overwrite", is_flag=True, help="Replace the page at FILE of --html."),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +26,7 @@ class HtmlFile:
     def of(
         cls, path: Path | None, *, overwrite: bool, sources: Iterable[SourcePath | None] = (), **others: bool
     ) -> "HtmlFile | None":
-        """Check the values of :data:`html_options`, before anything else takes time; None without ``--html``.
+        """Check the values of the options, before anything else takes time; None without ``--html``.
 
         Args:
             path: the file.

@@ -1,15 +1,13 @@
-"""Options of several commands: names, types, headings and help texts."""
+"""Types of options, and the options that several commands have: names, headings and help texts."""
 
 import math
 import os
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardconv.commands.sections import ADAPTERS, DISPLAY, OUTPUT, PLAN, SOURCE, Decorator, section, together
+from shardconv.commands.command import ADAPTERS, CHECKS, DISPLAY, OUTPUT, PLAN, REPORT, SOURCE, Flag, Option
 from shardconv.files.containers.safetensors import TARGET_DTYPES
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import is_url
@@ -19,45 +17,7 @@ from shardconv.plan.engines import ENGINES, SHARDCONV
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-
-class SourceFlags(TypedDict):
-    """Values of the options with which a source is read."""
-
-    config: Path | None
-    follow_links: bool
-    ignore: tuple[str, ...]
-    source_layout: str | None
-
-
-class PlanFlags(SourceFlags):
-    """Values of :data:`plan_options`."""
-
-    rules: str
-    replicate: tuple[str, ...]
-    head_dim: int | None
-    experts: str
-    engine: str | None
-    pad: bool
-
-
-class WriteFlags(TypedDict):
-    """Values of :data:`write_options`."""
-
-    overwrite: bool
-    dry_run: bool
-    resume: bool
-    threads: int | None
-
-
-def collect_plan(function: Callable[..., None]) -> Callable[..., None]:
-    """Pass the values of :data:`plan_options` as one argument, ``plan``."""
-
-    @wraps(function)
-    def collected(*arguments: object, **options: object) -> None:
-        plan = {name: options.pop(name) for name in PlanFlags.__annotations__}
-        function(*arguments, plan=plan, **options)
-
-    return collected
+# --- types ----------------------------------------------------------------------------------------------------------
 
 
 class _LocalPath(click.Path):
@@ -104,187 +64,39 @@ class _Family(click.types.StringParamType):
         return files + [CompletionItem(name) for name in names]
 
 
-class _Count(click.IntRange):
-    """A positive integer."""
+class Number(click.ParamType[float]):
+    """A number in a range, which no NaN is in.
 
-    def __init__(self) -> None:
-        super().__init__(min=1)
+    Args:
+        kind: int or float.
+        minimum: the smallest.
+        maximum: the largest.
+    """
 
-    def convert(self, value: int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The integer."""
+    def __init__(self, kind: type[int] | type[float], minimum: int, maximum: float = math.inf) -> None:
+        self.name = "integer" if kind is int else "number"
+        self._kind, self._minimum, self._maximum = kind, minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number of a text."""
         try:
-            return int(super().convert(value, param, ctx))
-        except click.BadParameter:
-            self.fail(f"got {value!r}, expected an integer from 1", param, ctx)
+            number: float = self._kind(value)
+        except ValueError:
+            number = math.nan
+        if not self._minimum <= number <= self._maximum:
+            end = "" if self._maximum == math.inf else f" to {self._maximum:g}"
+            article = "an" if self.name == "integer" else "a"
+            self.fail(f"got {value!r}, expected {article} {self.name} from {self._minimum}{end}", param, ctx)
+        return number
 
 
-class _Tp(_Count):
+class _Tp(Number):
     """A tensor parallel size."""
 
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
         """The end of the error for a missing value."""
         del param, ctx
         return "shardconv plan SRC lists the supported sizes"
-
-
-class Number(click.FloatRange):
-    """A number from 0, up to ``maximum`` if it is given."""
-
-    def __init__(self, maximum: float | None = None) -> None:
-        super().__init__(min=0, max=maximum)
-
-    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; NaN is not one, although it is in every range of click."""
-        try:
-            number = float(super().convert(value, param, ctx))
-        except click.BadParameter:
-            number = math.nan
-        if math.isnan(number):
-            end = "" if self.max is None else f" to {self.max:g}"
-            self.fail(f"got {value!r}, expected a number from 0{end}", param, ctx)
-        return number
-
-
-COUNT, TP = _Count(), _Tp()
-
-
-#: A path that :data:`SOURCE` parses.
-SourcePath = str | Path
-PATH = _LocalPath(path_type=Path)
-SOURCE_PATH = _SourcePath(path_type=Path)
-FAMILY = _Family(has_files=False)
-_RULES = _Family(has_files=True)
-
-# --- display: every command -----------------------------------------------------------------------------------------
-
-common_options = section(
-    DISPLAY,
-    click.option("--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON object."),
-    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
-)
-output_options = together(
-    section(DISPLAY, click.option("-q", "--quiet", is_flag=True, help="Print neither the result nor progress.")),
-    common_options,
-)
-
-# --- source ---------------------------------------------------------------------------------------------------------
-
-follow_links_option = section(
-    SOURCE, click.option("--follow-links", is_flag=True, help="Follow links that lead out of the folder of SRC.")
-)
-ignore_option = section(
-    SOURCE,
-    click.option(
-        "--ignore",
-        metavar="PATTERN",
-        multiple=True,
-        help="Leave out the files of SRC that match this glob pattern. Repeatable.",
-    ),
-)
-from_option = section(
-    SOURCE,
-    click.option(
-        "--from",
-        "source_layout",
-        type=click.Choice(SOURCE_LAYOUTS),
-        help="Read rank files of another tool in this layout. [default: detect it]",
-    ),
-)
-
-# --- plan -----------------------------------------------------------------------------------------------------------
-
-_TP = "Tensor parallel size: the number of ranks."
-tp_option = section(PLAN, click.option("--tp", type=TP, required=True, metavar="N", help=_TP))
-source_tp_option = section(
-    PLAN, click.option("--tp", type=COUNT, metavar="N", help=f"{_TP} Required if SRC is not a split checkpoint.")
-)
-
-
-base_option = section(
-    ADAPTERS,
-    click.option(
-        "--base",
-        type=PATH,
-        metavar="BASE",
-        help="Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a config.json.",
-    ),
-)
-
-
-def engine_option(default: str) -> Decorator:
-    """``--for``; ``default`` is part of its help text."""
-    text = f"Shard at the boundaries of this engine. [default: {default}]"
-    return section(PLAN, click.option("--for", "engine", type=click.Choice([*ENGINES, SHARDCONV.name]), help=text))
-
-
-pad_option = section(
-    PLAN, click.option("--pad", is_flag=True, help="Pad heads and widths that do not divide by tp with zeros.")
-)
-plan_options = together(
-    section(
-        PLAN,
-        click.option(
-            "--rules",
-            type=_RULES,
-            default="auto",
-            metavar="NAME|FILE",
-            help="Use this family, or try the rules of this plan file (TOML or JSON) before those of the family. "
-            "[default: the family of the config's model_type]",
-        ),
-        click.option(
-            "--replicate", metavar="NAME", multiple=True, help="Replicate this tensor, or a pattern. Repeatable."
-        ),
-        click.option(
-            "--head-dim", type=COUNT, metavar="N", help="Elements per attention head, for SRC without a config."
-        ),
-        click.option(
-            "--experts",
-            type=click.Choice(["tensor", "expert"]),
-            default="tensor",
-            help="Shard each expert over all ranks, or distribute whole experts over ranks. [default: tensor]",
-        ),
-    ),
-    engine_option("shardconv run"),
-    pad_option,
-    section(SOURCE, click.option("--config", type=PATH, help="Read this config.json instead of that of SRC.")),
-    follow_links_option,
-    ignore_option,
-    from_option,
-)
-
-# --- output ---------------------------------------------------------------------------------------------------------
-
-
-def destination_option(metavar: str, text: str, default: str) -> Decorator:
-    """``-o``; ``default`` is the name in the current folder."""
-    text = f"{text} A URL of an object store is allowed. [default: {default}, here]"
-    return section(OUTPUT, click.option("-o", "--output", type=SOURCE_PATH, metavar=metavar, help=text))
-
-
-write_options = section(
-    OUTPUT,
-    click.option("--overwrite", is_flag=True, help="Replace what is at the destination."),
-    click.option("--dry-run", is_flag=True, help="Plan and check, but write nothing."),
-    click.option(
-        "--resume", is_flag=True, help="Continue an interrupted run of this command, or start if there is none."
-    ),
-    click.option(
-        "--threads", type=COUNT, metavar="N", help="Number of copying threads. [default: processors, at most 8]"
-    ),
-)
-checksum_option = section(
-    OUTPUT,
-    click.option("--checksums/--no-checksums", default=True, help="Compute checksums while copying. [default: on]"),
-)
-
-
-def layout_option(default: str) -> Decorator:
-    """``--layout``; ``default`` is the end of its help text."""
-    text = (
-        "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
-        f"vLLM's sharded_state (vllm) or of Meta (meta). [default: {default}]"
-    )
-    return section(OUTPUT, click.option("--layout", type=_Layout(LAYOUTS), help=text))
 
 
 class _Layout(click.Choice[str]):
@@ -296,17 +108,136 @@ class _Layout(click.Choice[str]):
         return f"{message.rstrip('.')} (vLLM's sharded_state is --layout vllm)" if value == "sharded_state" else message
 
 
-def dtype_option(heading: str) -> Decorator:
+COUNT = Number(int, 1)
+DTYPES = click.Choice([*TARGET_DTYPES])
+#: A path that :data:`SOURCE_PATH` parses.
+SourcePath = str | Path
+PATH, SOURCE_PATH = _LocalPath(path_type=Path), _SourcePath(path_type=Path)
+FAMILY = _Family(has_files=False)
+
+# --- source ---------------------------------------------------------------------------------------------------------
+
+SRC = click.Argument(["src"], type=SOURCE_PATH)
+DIRS = click.Argument(["src"], type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
+FOLLOW_LINKS = Flag(SOURCE, "--follow-links", "Follow links that lead out of the folder of SRC.")
+IGNORE = Option(
+    SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern. Repeatable.", metavar="PATTERN",
+    multiple=True,
+)  # fmt: skip
+FROM = Option(
+    SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
+    type=click.Choice(SOURCE_LAYOUTS),
+)  # fmt: skip
+#: How a source is read.
+SOURCE_OPTIONS = (
+    Option(SOURCE, "--config", "Read this config.json instead of that of SRC.", type=PATH),
+    FOLLOW_LINKS,
+    IGNORE,
+    FROM,
+)
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+_TP = "Tensor parallel size: the number of ranks."
+TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N")
+SOURCE_TP = Option(PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N")
+PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
+BASE = Option(
+    ADAPTERS, "--base", "Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a "
+    "config.json.",
+    type=PATH, metavar="BASE",
+)  # fmt: skip
+
+
+def engine_option(default: str) -> Option:
+    """``--for``; ``default`` is part of its help text."""
+    text = f"Shard at the boundaries of this engine. [default: {default}]"
+    return Option(PLAN, "--for engine", text, type=click.Choice([*ENGINES, SHARDCONV.name]))
+
+
+#: How a source is read and planned: the keys of :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
+PLAN_OPTIONS = (
+    Option(
+        PLAN, "--rules", "Use this family, or try the rules of this plan file (TOML or JSON) before those of the "
+        "family. [default: the family of the config's model_type]",
+        type=_Family(has_files=True), default="auto", metavar="NAME|FILE",
+    ),
+    Option(
+        PLAN, "--replicate", "Replicate this tensor, or a pattern. Repeatable.", multiple=True, metavar="NAME",
+    ),
+    Option(PLAN, "--head-dim", "Elements per attention head, for SRC without a config.", type=COUNT, metavar="N"),
+    Option(
+        PLAN, "--experts", "Shard each expert over all ranks, or distribute whole experts over ranks. "
+        "[default: tensor]",
+        type=click.Choice(["tensor", "expert"]), default="tensor",
+    ),
+    engine_option("shardconv run"),
+    PAD,
+    *SOURCE_OPTIONS,
+)  # fmt: skip
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+
+def destination_option(metavar: str, text: str, default: str) -> Option:
+    """``-o``; ``default`` is the name in the current folder."""
+    text = f"{text} A URL of an object store is allowed. [default: {default}, here]"
+    return Option(OUTPUT, "-o --output", text, type=SOURCE_PATH, metavar=metavar)
+
+
+def threads_option(heading: str, kind: str) -> Option:
+    """``--threads``; ``kind`` is that of the threads."""
+    text = f"Number of {kind} threads. [default: processors, at most 8]"
+    return Option(heading, "--threads", text, type=COUNT, metavar="N")
+
+
+WRITE_OPTIONS = (
+    Flag(OUTPUT, "--overwrite", "Replace what is at the destination."),
+    Flag(OUTPUT, "--dry-run", "Plan and check, but write nothing."),
+    Flag(OUTPUT, "--resume", "Continue an interrupted run of this command, or start if there is none."),
+    threads_option(OUTPUT, "copying"),
+)
+CHECKSUMS = Flag(OUTPUT, "--checksums/--no-checksums", "Compute checksums while copying. [default: on]")
+MAX_FILE_SIZE = Option(
+    OUTPUT, "--max-file-size", "Write larger rank files as several files, with an index per rank. SIZE is such as 5GB "
+    "or 5GiB.",
+    metavar="SIZE",
+)  # fmt: skip
+
+
+def layout_option(default: str, value: str | None = None) -> Option:
+    """``--layout``; ``default`` is the end of its help text."""
+    text = (
+        "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
+        f"vLLM's sharded_state (vllm) or of Meta (meta). [default: {default}]"
+    )
+    return Option(OUTPUT, "--layout", text, type=_Layout(LAYOUTS), default=value)
+
+
+def dtype_option(heading: str) -> Option:
     """``--dtype`` of a split."""
     text = "Convert floating-point tensors to this data type, rounded to nearest, ties to even. [default: as in SRC]"
-    return section(heading, click.option("--dtype", type=click.Choice([*TARGET_DTYPES]), help=text))
+    return Option(heading, "--dtype", text, type=DTYPES)
 
 
-max_file_size_option = section(
-    OUTPUT,
-    click.option(
-        "--max-file-size",
-        metavar="SIZE",
-        help="Write larger rank files as several files, with an index per rank. SIZE is such as 5GB or 5GiB.",
-    ),
+# --- report: every command ------------------------------------------------------------------------------------------
+
+HTML_OPTIONS = (
+    Option(REPORT, "--html", "Also write the report as one HTML page.", type=PATH, metavar="FILE"),
+    Flag(REPORT, "--overwrite", "Replace the page at FILE of --html."),
 )
+
+
+def check_model_option(default: str = "", *, value: bool | None = False) -> Option:
+    """``--check-model``; with a ``default`` in its help text, also ``--no-check-model``."""
+    text = "Compare the names and shapes of tensors with the model class in transformers first."
+    if not default:
+        return Flag(CHECKS, "--check-model", text)
+    return Flag(CHECKS, "--check-model/--no-check-model", f"{text} [default: {default}]", default=value)
+
+
+def display_options(quiet: str = "Print neither the result nor progress.") -> tuple[Option, ...]:
+    """The options of the output; ``quiet`` is the help text of one of them."""
+    debug = Flag(DISPLAY, "--debug", "Show the traceback of an error.", expose_value=False)
+    as_json = Flag(DISPLAY, "--json as_json", "Print the result, or the error, as one JSON object.")
+    return Flag(DISPLAY, "-q --quiet", quiet), as_json, debug

@@ -2,25 +2,25 @@
 
 import gc
 import re
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.commands.command import PLAN, OneProcessCommand, Option
 from shardconv.commands.options import (
+    FOLLOW_LINKS,
+    IGNORE,
     SOURCE_PATH,
+    SRC,
+    WRITE_OPTIONS,
     SourcePath,
-    WriteFlags,
+    check_model_option,
     destination_option,
-    follow_links_option,
-    ignore_option,
-    output_options,
-    write_options,
+    display_options,
 )
-from shardconv.commands.sections import CHECKS, PLAN, OneProcessCommand, section
-from shardconv.commands.shared import CHECK_MODEL, closing_notes, notes, padding_notes, written
+from shardconv.commands.shared import notes, padding_notes, show_written
 from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
-from shardconv.support.formatting import size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.pad import Check
@@ -36,40 +36,35 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     return int(found[1]), int(found[2] or 1)
 
 
+_MULTIPLE_OF = Option(
+    PLAN, "--multiple-of multiples", "Pad heads and widths to a multiple of N, and the vocabulary to a multiple of M "
+    "(its padding has logits of 0).",
+    callback=_multiples, required=True, metavar="tp=N[,vocab=M]",
+)  # fmt: skip
+
+
 @click.command(
     cls=OneProcessCommand,
+    params=[
+        SRC,
+        FOLLOW_LINKS,
+        IGNORE,
+        _MULTIPLE_OF,
+        destination_option("DIR", "Write this folder.", "NAME-padN"),
+        *WRITE_OPTIONS,
+        check_model_option("on", value=True),
+        *display_options(),
+    ],
     epilog="shardconv pad llama --multiple-of tp=8\nshardconv pad llama --multiple-of tp=8,vocab=64 -o llama-padded",
 )
-@click.argument("src", type=SOURCE_PATH)
-@follow_links_option
-@ignore_option
-@section(
-    PLAN,
-    click.option(
-        "--multiple-of",
-        "multiples",
-        callback=_multiples,
-        required=True,
-        metavar="tp=N[,vocab=M]",
-        help="Pad heads and widths to a multiple of N, and the vocabulary to a multiple of M (its padding has logits "
-        "of 0).",
-    ),
-)
-@destination_option("DIR", "Write this folder.", "NAME-padN")
-@write_options
-@section(CHECKS, click.option("--check-model/--no-check-model", default=True, help=f"{CHECK_MODEL} [default: on]"))
-@output_options
 def pad(
+    console: Console,
     src: SourcePath,
     output: SourcePath | None,
     *,
     multiples: tuple[int, int],
-    as_json: bool,
-    quiet: bool,
     check_model: bool,
-    follow_links: bool,
-    ignore: tuple[str, ...],
-    **options: Unpack[WriteFlags],
+    **options: Any,
 ) -> None:
     """Pad heads and widths of the checkpoint SRC with zeros.
 
@@ -79,34 +74,25 @@ def pad(
     from shardconv.checkpoint.operations.pad import pad as run
 
     check = _check() if check_model else None
-    console = Console(as_json=as_json, quiet=quiet)
     with console.progress("pad") as progress:
         tp, vocab_multiple = multiples
-        report = run(
-            src,
-            output,
-            tp=tp,
-            vocab_multiple=vocab_multiple,
-            check=check,
-            follow_links=follow_links,
-            ignore=ignore,
-            progress=progress,
-            **options,
-        )
-    verb = written(report, report.source_bytes)
+        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, check=check, progress=progress, **options)
     changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
     added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
-    console.report(
+    show_written(
+        console,
         report,
-        [
-            f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, family {report.family}; {verb}",
+        f"family {report.family}",
+        options,
+        num_bytes=report.num_bytes,
+        copied_bytes=report.source_bytes,
+        lines=[
             *padding_notes(report.padding),
             f"config.json: {', '.join([*changes, *added])}",
-            *closing_notes(report, options),
             *report.notes,
             *notes((), report.left_out),
         ],
-        quiet_warnings=list(report.notes),
+        quiet_warnings=report.notes,
     )
 
 
@@ -118,24 +104,21 @@ def _check() -> "Check":
     return require_padded
 
 
-@click.command(cls=OneProcessCommand, epilog="shardconv unpad llama-pad8")
-@click.argument("src", type=SOURCE_PATH, metavar="DIR")
-@destination_option("OUT", "Write this folder.", "NAME-unpadded")
-@write_options
-@output_options
-def unpad(
-    src: SourcePath, output: SourcePath | None, *, as_json: bool, quiet: bool, **options: Unpack[WriteFlags]
-) -> None:
+@click.command(
+    cls=OneProcessCommand,
+    params=[
+        click.Argument(["src"], type=SOURCE_PATH, metavar="DIR"),
+        destination_option("OUT", "Write this folder.", "NAME-unpadded"),
+        *WRITE_OPTIONS,
+        *display_options(),
+    ],
+    epilog="shardconv unpad llama-pad8",
+)
+def unpad(console: Console, src: SourcePath, output: SourcePath | None, **options: Any) -> None:
     """Restore the source of the padded checkpoint DIR, byte for byte."""
     from shardconv.checkpoint.operations.unpad import unpad as run
 
-    console = Console(as_json=as_json, quiet=quiet)
     with console.progress("unpad") as progress:
         report = run(src, output, progress=progress, **options)
-    verb = written(report, report.num_bytes)
     origin = "; ".join(report.derived) or "the source's bytes"
-    line = f"{report.path}: {report.num_tensors} tensors, {size(report.num_bytes)}, {origin}; {verb}"
-    console.report(
-        report,
-        [line, *closing_notes(report, options)],
-    )
+    show_written(console, report, origin, options, num_bytes=report.num_bytes)

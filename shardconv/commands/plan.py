@@ -5,37 +5,30 @@ import re
 import tomllib
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.commands.cost import CostFlags, cost_options, measured_link, show_cost
-from shardconv.commands.html import HtmlFile, html_options
+from shardconv.commands.command import CHECKS, PLAN, REPORT, Command, Flag, Option, chosen
+from shardconv.commands.cost import COST_OPTIONS, check_cost_options, measured_link, show_cost
+from shardconv.commands.html import HtmlFile
 from shardconv.commands.options import (
+    BASE,
     COUNT,
     FAMILY,
+    HTML_OPTIONS,
+    PLAN_OPTIONS,
+    SOURCE_OPTIONS,
     SOURCE_PATH,
-    PlanFlags,
-    SourceFlags,
     SourcePath,
-    base_option,
+    check_model_option,
+    display_options,
     dtype_option,
-    output_options,
-    plan_options,
 )
 from shardconv.commands.prove import show_proof
-from shardconv.commands.sections import CHECKS, PLAN, REPORT, Command, section
-from shardconv.commands.shared import (
-    CHECK_MODEL,
-    adapter_notes,
-    check_source,
-    layout_note,
-    model_notes,
-    notes,
-    padding_notes,
-)
+from shardconv.commands.shared import adapter_notes, check_source, layout_note, model_notes, notes, padding_notes
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -52,9 +45,9 @@ _LISTED, _LEAST = 16, 3
 #: The options that every output has, and those that apply to an output in place of the plan.
 _DISPLAY = frozenset({"src", "as_json", "quiet"})
 _APPLYING = {
-    "families": frozenset[str](),
-    "propose": frozenset({*SourceFlags.__annotations__, "check_model"}),
-    "prove": frozenset({*PlanFlags.__annotations__, "check_model", "tp"}),
+    "families": frozenset[str | None](),
+    "propose": frozenset({*(option.name for option in SOURCE_OPTIONS), "check_model"}),
+    "prove": frozenset({*(option.name for option in PLAN_OPTIONS), "check_model", "tp"}),
 }
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
@@ -63,73 +56,51 @@ _NUMBER = re.compile(r"\d+")
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
+_TP = "Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]"
+_FAMILIES = Option(
+    REPORT, "--list-families families", "List the families and the model types that they serve, or those that contain "
+    "WORD.",
+    type=FAMILY, metavar="[WORD]", is_flag=False, flag_value="",
+)  # fmt: skip
+
 
 @click.command(
     cls=Command,
+    params=[
+        click.Argument(["src"], type=SOURCE_PATH, required=False),
+        Option(PLAN, "--tp", _TP, type=COUNT, metavar="N"),
+        *PLAN_OPTIONS,
+        BASE,
+        Flag(REPORT, "--all show_all", "Print a line per tensor, not one for all layers."),
+        _FAMILIES,
+        Flag(REPORT, "--propose", "Print a plan file that is derived from the modules of a small model."),
+        *HTML_OPTIONS,
+        dtype_option(REPORT),
+        Flag(CHECKS, "--prove", "Compare a small sharded model of this kind with the unsharded one."),
+        check_model_option("with --prove", value=None),
+        *COST_OPTIONS,
+        *display_options(),
+    ],
     epilog="shardconv plan llama\n"
     "shardconv plan hf://org/llama --tp 8\n"
     "shardconv plan llama --tp 8 --cost\n"
     "shardconv plan --list-families qwen",
 )
-@click.argument("src", type=SOURCE_PATH, required=False)
-@section(
-    PLAN,
-    click.option(
-        "--tp",
-        type=COUNT,
-        metavar="N",
-        help="Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]",
-    ),
-)
-@plan_options
-@base_option
-@section(
-    REPORT,
-    click.option("--all", "show_all", is_flag=True, help="Print a line per tensor, not one for all layers."),
-    click.option(
-        "--list-families",
-        "families",
-        type=FAMILY,
-        metavar="[WORD]",
-        is_flag=False,
-        flag_value="",
-        help="List the families and the model types that they serve, or those that contain WORD.",
-    ),
-    click.option(
-        "--propose", is_flag=True, help="Print a plan file that is derived from the modules of a small model."
-    ),
-)
-@html_options
-@dtype_option(REPORT)
-@section(
-    CHECKS,
-    click.option("--prove", is_flag=True, help="Compare a small sharded model of this kind with the unsharded one."),
-    click.option("--check-model/--no-check-model", default=None, help=f"{CHECK_MODEL} [default: with --prove]"),
-)
-@cost_options
-@output_options
 def plan(
+    console: Console,
     src: SourcePath | None,
     *,
-    as_json: bool,
-    quiet: bool,
-    show_all: bool,
-    prove: bool,
-    propose: bool,
-    families: str | None,
-    check_model: bool | None,
     tp: int | None,
-    cost: bool,
-    batch: int | None,
-    seq: int | None,
-    alpha: float | None,
-    beta: float | None,
-    measure_link: bool,
+    families: str | None,
+    propose: bool,
+    prove: bool,
+    check_model: bool | None,
+    show_all: bool,
     base: Path | None,
     html: Path | None,
     overwrite: bool,
     dtype: str | None,
-    **options: Unpack[PlanFlags],
+    **values: Any,
 ) -> None:
     """Show how SRC would be sharded, and why.
 
@@ -140,7 +111,7 @@ def plan(
     from shardconv.checkpoint.operations.plan_report import report_plan
     from shardconv.files.folder import header_progress
 
-    console = Console(as_json=as_json, quiet=quiet)
+    flags, options = chosen(values, COST_OPTIONS), chosen(values, PLAN_OPTIONS)
     page = HtmlFile.of(
         html,
         overwrite=overwrite,
@@ -148,35 +119,30 @@ def plan(
         list_families=families is not None,
         prove=prove,
         propose=propose,
-        measure_link=measure_link and src is None,
+        measure_link=flags["measure_link"] and src is None,
     )
     _check_options(families=families is not None, propose=propose, prove=prove)
     if families is not None:
         _show_families(families, console, is_alone=src is None)
         return
-    flags = CostFlags(cost, batch, seq, alpha, beta, measure_link)
-    flags.check(src, all=show_all, check_model=bool(check_model), dtype=dtype is not None)
-    if base is not None and (cost or check_model):
+    check_cost_options(src, flags, all=show_all, check_model=bool(check_model), dtype=dtype is not None)
+    if base is not None and (flags["cost"] or check_model):
         raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
-    link = measured_link(console, is_reported=src is None) if flags.measure_link else None
-    if src is None or (flags.measure_link and link is None):
+    link = measured_link(console, is_reported=src is None) if flags["measure_link"] else None
+    if src is None or (flags["measure_link"] and link is None):
         return
-    if flags.cost:
-        show_cost(src, console, flags, link, page, tp=tp, **options)
+    if flags["cost"]:
+        show_cost(src, console, flags, options, link=link, page=page, tp=tp)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
         gc.enable()
         with ImportPhase():
             from shardconv.proof.propose import propose_plan
-        text = propose_plan(
-            src, config=options["config"], follow_links=options["follow_links"], ignore=options["ignore"],
-            source_layout=options["source_layout"],
-        )  # fmt: skip
-        console.document(text, tomllib.loads)
+        console.document(propose_plan(src, **chosen(options, SOURCE_OPTIONS)), tomllib.loads)
         return
     if prove:
-        show_proof(src, console, tp=tp, check_model=check_model is not False, **options)
+        show_proof(src, console, tp, options, check_model=check_model is not False)
         return
     with console.progress("read headers", counts=True) as progress, header_progress(progress):
         report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)

@@ -3,11 +3,11 @@
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardconv.commands.options import PATH, PlanFlags, SourcePath
+from shardconv.commands.options import PATH, SourcePath
 from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_proof(
-    src: SourcePath,
-    console: Console,
-    *,
-    tp: int | None,
-    check_model: bool,
-    **options: Unpack[PlanFlags],
+    src: SourcePath, console: Console, tp: int | None, options: dict[str, Any], *, check_model: bool
 ) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     gc.enable()
@@ -30,12 +25,9 @@ def show_proof(
         from shardconv.proof.prove import prove
     with console.progress("prove", counts=True) as progress:
         report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, progress=progress, **options)
-    gaps, verdict = _gaps(report), _verdict(report)
-    console.report(
-        report,
-        [*_proof_lines(report), *gaps, verdict],
-        quiet_warnings=gaps if report.is_proven else [*_proof_lines(report), *gaps, verdict],
-    )
+    gaps = _gaps(report)
+    lines = [*_proof_lines(report), *gaps, _verdict(report)]
+    console.report(report, lines, quiet_warnings=gaps if report.is_proven else lines)
     if not report.is_proven:
         sys.exit(3 if report.proofs else 1)
 

@@ -7,24 +7,22 @@ import sys
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.commands.command import CHECKS, GENERATION, MODEL, Command, Flag, Option, chosen
 from shardconv.commands.options import (
     COUNT,
+    DTYPES,
     PATH,
-    SOURCE_PATH,
+    PLAN_OPTIONS,
+    SOURCE_TP,
+    SRC,
     Number,
     SourcePath,
-    collect_plan,
-    common_options,
-    plan_options,
-    source_tp_option,
+    display_options,
 )
-from shardconv.commands.sections import CHECKS, DISPLAY, GENERATION, MODEL, Command, section
-from shardconv.files.containers.safetensors import TARGET_DTYPES
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import open_path
 from shardconv.support.console import Console
@@ -33,29 +31,23 @@ from shardconv.support.exits import ImportPhase, default_signals
 from shardconv.support.formatting import counted, size
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.sources.planning import PlanOptions
     from shardconv.checkpoint.split.loadable import Loadable
     from shardconv.runtime.outputs import RunOptions
     from shardconv.runtime.run import RunReport
 
-
-class _RunFlags(TypedDict):
-    """Values of the command's options that are passed to :class:`~shardconv.runtime.outputs.RunOptions`."""
-
-    max_new_tokens: int
-    temperature: float
-    seed: int
-    device: str | None
-    dtype: str | None
-    chat: bool
-    check: Path | None
-    verify: bool
-    dequantize: bool
-    unused: tuple[str, ...]
-    adapter: Path | None
-    trust_remote_code: bool
-    tp: int | None
-    plan: "PlanOptions"
+_PROMPT = "Continue this text. Repeatable. [default: lines of stdin]"
+_IDS = 'Continue token ids, such as "1 2 3". Repeatable.'
+_MAX_NEW_TOKENS = "Number of tokens to generate per prompt."
+_TEMPERATURE = "Sample tokens at this temperature; 0 is greedy decoding. [default: 0]"
+_DEVICE = "Run on cpu, cuda or xpu. [default: the accelerator where there is one]"
+_DEQUANTIZE = "Load quantized layers as unquantized ones, in the data type of the model."
+_ADAPTER = (
+    "Apply this LoRA adapter: one that was split with the model, by its name, or the folder of one that was split "
+    "alone."
+)
+_UNUSED = "Allow tensors that the model does not use. Repeatable."
+_CHECK = "Compare with the unsharded model of this source, in float32."
+_VERIFY = "Compare each rank file with its checksums. [default: on]"
 
 
 class _OneFolder(Command):
@@ -72,108 +64,57 @@ class _OneFolder(Command):
 
 @click.command(
     cls=_OneFolder,
+    params=[
+        SRC,
+        SOURCE_TP,
+        *PLAN_OPTIONS,
+        Option(GENERATION, "--prompt", _PROMPT, multiple=True, metavar="TEXT"),
+        Option(GENERATION, "--token-ids", _IDS, multiple=True, metavar="IDS"),
+        Option(GENERATION, "--max-new-tokens", _MAX_NEW_TOKENS, type=COUNT, default=64, show_default=True, metavar="N"),
+        Option(GENERATION, "--temperature", _TEMPERATURE, type=Number(float, 0), default=0.0, metavar="T"),
+        Option(GENERATION, "--seed", "Seed of sampled tokens.", type=int, default=0, show_default=True, metavar="N"),
+        Flag(GENERATION, "--chat", "Apply the model's chat template to the prompts."),
+        Option(MODEL, "--device", _DEVICE, metavar="DEVICE"),
+        Option(MODEL, "--dtype", "Run in this data type. [default: as stored]", type=DTYPES),
+        Flag(MODEL, "--dequantize", _DEQUANTIZE),
+        Option(MODEL, "--adapter", _ADAPTER, type=PATH, metavar="NAME|DIR"),
+        Option(MODEL, "--unused", _UNUSED, multiple=True, metavar="PATTERN"),
+        Flag(MODEL, "--trust-remote-code", "Run Python code of the checkpoint."),
+        Option(CHECKS, "--check", _CHECK, type=PATH, metavar="SRC"),
+        Flag(CHECKS, "--verify/--no-verify", _VERIFY),
+        *display_options("Print only the generated text; for several prompts, a JSON string per line."),
+    ],
     epilog='shardconv run llama-tp8 --prompt "The capital of France is"\n'
     'shardconv run llama --tp 8 --chat --prompt "Hello"\n'
     'shardconv run llama-tp8 --prompt "Hello" --check llama\n'
     'torchrun --nproc-per-node 8 -m shardconv run llama-tp8 --prompt "Hello"',
 )
-@click.argument("src", type=SOURCE_PATH)
-@source_tp_option
-@plan_options
-@section(
-    GENERATION,
-    click.option(
-        "--prompt", multiple=True, metavar="TEXT", help="Continue this text. Repeatable. [default: lines of stdin]"
-    ),
-    click.option("--token-ids", multiple=True, metavar="IDS", help='Continue token ids, such as "1 2 3". Repeatable.'),
-    click.option(
-        "--max-new-tokens",
-        type=COUNT,
-        default=64,
-        show_default=True,
-        metavar="N",
-        help="Number of tokens to generate per prompt.",
-    ),
-    click.option(
-        "--temperature",
-        type=Number(),
-        default=0.0,
-        metavar="T",
-        help="Sample tokens at this temperature; 0 is greedy decoding. [default: 0]",
-    ),
-    click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of sampled tokens."),
-    click.option("--chat", is_flag=True, help="Apply the model's chat template to the prompts."),
-)
-@section(
-    MODEL,
-    click.option(
-        "--device", metavar="DEVICE", help="Run on cpu, cuda or xpu. [default: the accelerator where there is one]"
-    ),
-    click.option("--dtype", type=click.Choice([*TARGET_DTYPES]), help="Run in this data type. [default: as stored]"),
-    click.option(
-        "--dequantize", is_flag=True, help="Load quantized layers as unquantized ones, in the data type of the model."
-    ),
-    click.option(
-        "--adapter",
-        type=PATH,
-        metavar="NAME|DIR",
-        help="Apply this LoRA adapter: one that was split with the model, by its name, or the folder of one that was "
-        "split alone.",
-    ),
-    click.option(
-        "--unused", multiple=True, metavar="PATTERN", help="Allow tensors that the model does not use. Repeatable."
-    ),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code of the checkpoint."),
-)
-@section(
-    CHECKS,
-    click.option(
-        "--check", type=PATH, metavar="SRC", help="Compare with the unsharded model of this source, in float32."
-    ),
-    click.option("--verify/--no-verify", default=True, help="Compare each rank file with its checksums. [default: on]"),
-)
-@section(
-    DISPLAY,
-    click.option(
-        "-q",
-        "--quiet",
-        is_flag=True,
-        help="Print only the generated text; for several prompts, a JSON string per line.",
-    ),
-)
-@common_options
-@collect_plan
-def run(
-    src: SourcePath,
-    prompt: tuple[str, ...],
-    token_ids: tuple[str, ...],
-    *,
-    as_json: bool,
-    quiet: bool,
-    **options: Unpack[_RunFlags],
-) -> None:
+def run(console: Console, src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], **values: Any) -> None:
     """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
     SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder; or
     the URL of one. The options under Source and Plan are for the latter, as a split checkpoint stores its plan.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
-    if token_ids and (prompt or options["chat"]):
+    if token_ids and (prompt or values["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
-    if options["check"] is not None and options["dtype"] not in {None, "fp32"}:
-        raise UsageError(f"--check compares in float32 (got --dtype {options['dtype']}): leave out --dtype")
+    if values["check"] is not None and values["dtype"] not in {None, "fp32"}:
+        raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
+    plan = chosen(values, PLAN_OPTIONS)
+    options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
+    folder = open_path(src)
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        _run_rank(src, prompt, token_ids, Console(as_json=as_json, quiet=quiet), options)
+        default_signals()  # a rank has nothing to clean up
+        _run_rank(folder, prompt, token_ids, console, options)
     else:
-        tp = _check_run(src, prompt, token_ids, options)
+        tp = _check_run(folder, prompt, token_ids, options)
         with ImportPhase():
             from shardconv.runtime.launch import launch
         sys.exit(launch(sys.argv[1:], tp))
 
 
-def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags) -> int:
+def _check_run(folder: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]) -> int:
     """Check what can be checked before processes are started; returns the tensor parallel size."""
-    folder = open_path(src)
     checkpoint = _open(folder, options)
     with ImportPhase():
         from shardconv.runtime.run import check_run
@@ -181,7 +122,7 @@ def _check_run(src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, .
     return check_run(checkpoint, prompts, given)
 
 
-def _open(path: AnyPath, options: _RunFlags) -> "Loadable":
+def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
     """Open the checkpoint, and check the adapter, without torch: errors of paths do not wait for its import."""
     from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
     from shardconv.checkpoint.split.loadable import open_loadable
@@ -193,7 +134,7 @@ def _open(path: AnyPath, options: _RunFlags) -> "Loadable":
 
 
 def _run_options(
-    src: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: _RunFlags
+    src: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[tuple[str, ...], "RunOptions"]:
     """Return the prompts, if any are given, and the options; a check without prompt and tokenizer uses token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
@@ -205,14 +146,12 @@ def _run_options(
 
 
 def _run_rank(
-    src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: _RunFlags
+    folder: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: dict[str, Any]
 ) -> None:
     """Run one rank in this process; the first rank reads stdin and prints the report."""
-    default_signals()  # a rank has nothing to clean up
     from shardconv.runtime.launch import join, leave
     from shardconv.runtime.run import check_prompts, check_run, run_rank
 
-    folder = open_path(src)
     prompts, given = _run_options(folder, prompt, token_ids, options)
     check_run(_open(folder, options), prompts, given, int(os.environ["RANK"]))
     is_first = os.environ["RANK"] == "0"

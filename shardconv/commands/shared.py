@@ -1,12 +1,13 @@
 """Steps and lines of reports that several commands share."""
 
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.commands.options import SourceFlags, SourcePath, WriteFlags
+from shardconv.commands.command import chosen
+from shardconv.commands.options import SOURCE_OPTIONS, SourcePath
 from shardconv.support.console import Console, Progress
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
@@ -21,6 +22,72 @@ if TYPE_CHECKING:
     from shardconv.proof.model_check import ModelCheck
 
     WriteReport = SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport
+
+
+@contextmanager
+def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
+    """A callback for the progress of a command; the headers of remote files that it reads first have their own.
+
+    Args:
+        console: of the command.
+        what: name of the activity.
+    """
+    from shardconv.files.folder import header_progress
+
+    with (
+        console.progress("read headers", counts=True) as headers,
+        header_progress(headers),
+        console.progress(what) as progress,
+    ):
+        yield progress
+
+
+def check_source(src: SourcePath, options: dict[str, Any]) -> "ModelCheck":
+    """Compare a source with the model that its config names; ``options`` are the command's."""
+    gc.enable()
+    with ImportPhase():
+        from shardconv.proof.model_check import check_source as run
+    return run(src, **chosen(options, SOURCE_OPTIONS))
+
+
+def show_written(
+    console: Console,
+    report: "WriteReport",
+    what: str,
+    options: Mapping[str, Any],
+    *,
+    num_bytes: int,
+    copied_bytes: int | None = None,
+    lines: Sequence[str] = (),
+    quiet_warnings: Sequence[str] = (),
+) -> None:
+    """Print the report of a checkpoint that was written.
+
+    Args:
+        console: of the command.
+        report: of the run.
+        what: what was written, after the path, and the number and size of the tensors.
+        options: those of the command.
+        num_bytes: bytes of the tensors.
+        copied_bytes: bytes of those that this run copied, with those that an interrupted run had written; by default
+            all.
+        lines: further lines.
+        quiet_warnings: the warnings among them.
+    """
+    copied = max((num_bytes if copied_bytes is None else copied_bytes) - report.resumed_bytes, 0)
+    effect = "would be written" if report.dry_run else rate(copied, report.seconds)
+    first = f"{report.path}: {report.num_tensors} tensors, {size(num_bytes)}, {what}; {effect}"
+    console.report(report, [first, *lines, *_closing_lines(report, options)], quiet_warnings=quiet_warnings)
+
+
+def _closing_lines(report: "WriteReport", options: Mapping[str, Any]) -> Iterator[str]:
+    """How much an interrupted run had written, with ``--resume``; whether the destination of a dry run exists."""
+    if options["resume"]:
+        kept = f"resumed: {size(report.resumed_bytes)} were already written"
+        yield kept if report.resumed_bytes else "nothing to resume: all tensors were copied"
+    if report.dry_run and report.destination_exists:
+        effect = "it would be replaced" if options["overwrite"] else "--overwrite would be needed"
+        yield f"{report.path} exists: {effect}"
 
 
 def notes(assumed: tuple[str, ...], left_out: Mapping[str, str]) -> list[str]:
@@ -38,28 +105,6 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
         return []
     ignored = f"; not used by it: {len(check.ignored)}, as {check.ignored[0]}" if check.ignored else ""
     return [f"names and shapes are those of {check.model}{ignored}"]
-
-
-def written(report: "WriteReport", num_bytes: int) -> str:
-    """The duration and the rate of what a run wrote; without them for a dry run.
-
-    Args:
-        report: of the run.
-        num_bytes: bytes of the tensors, with those that an interrupted run had written.
-    """
-    return "would be written" if report.dry_run else rate(max(num_bytes - report.resumed_bytes, 0), report.seconds)
-
-
-def closing_notes(report: "WriteReport", options: WriteFlags) -> list[str]:
-    """How much an interrupted run had written, with ``--resume``; whether the destination of a dry run exists."""
-    lines = []
-    if options["resume"]:
-        kept = f"resumed: {size(report.resumed_bytes)} were already written"
-        lines.append(kept if report.resumed_bytes else "nothing to resume: all tensors were copied")
-    if report.dry_run and report.destination_exists:
-        effect = "it would be replaced" if options["overwrite"] else "--overwrite would be needed"
-        lines.append(f"{report.path} exists: {effect}")
-    return lines
 
 
 def adapter_notes(names: Collection[str]) -> list[str]:
@@ -83,53 +128,16 @@ def engine_note(layout: str) -> list[str]:
 
 
 def rank_files(report: "SplitReport | ReshardReport") -> str:
-    """The number and size of the rank files."""
+    """The number and size of the rank files, and their layout."""
     count, ranks = len(report.rank_bytes), getattr(report, "ranks", ())
     which = f" ({name_ranks(ranks)} of {report.tp})" if count < report.tp else ""
     if report.files_per_rank == 1:
-        return f"{counted(count, 'rank file')}{which} of {sizes(report.rank_bytes)}"
-    return f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
+        files = f"{counted(count, 'rank file')}{which} of {sizes(report.rank_bytes)}"
+    else:
+        files = f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
+    return f"{files}{layout_note(report.layout)}"
 
 
 def layout_note(layout: str) -> str:
     """The layout of rank files, where it is not the native one."""
     return "" if layout == "native" else f", layout {layout}"
-
-
-if TYPE_CHECKING:
-    from shardconv.proof.model_check import ModelCheck
-
-#: The start of its help text.
-CHECK_MODEL = "Compare the names and shapes of tensors with the model class in transformers first."
-
-
-def check_source(src: SourcePath, options: SourceFlags) -> "ModelCheck":
-    """Compare a source with the model that its config names; ``options`` are the command's."""
-    gc.enable()
-    with ImportPhase():
-        from shardconv.proof.model_check import check_source as run
-    return run(
-        src,
-        config=options["config"],
-        follow_links=options["follow_links"],
-        ignore=options["ignore"],
-        source_layout=options["source_layout"],
-    )
-
-
-@contextmanager
-def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
-    """A callback for the progress of a command; the headers of remote files that it reads first have their own.
-
-    Args:
-        console: of the command.
-        what: name of the activity.
-    """
-    from shardconv.files.folder import header_progress
-
-    with (
-        console.progress("read headers", counts=True) as headers,
-        header_progress(headers),
-        console.progress(what) as progress,
-    ):
-        yield progress

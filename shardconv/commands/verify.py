@@ -3,22 +3,24 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.commands.html import HtmlFile, html_options, plan_for_page
+from shardconv.commands.command import CHECKS, OneProcessCommand, Option
+from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import (
-    COUNT,
+    DIRS,
+    FOLLOW_LINKS,
+    FROM,
+    HTML_OPTIONS,
+    IGNORE,
     SOURCE_PATH,
     SourcePath,
-    follow_links_option,
-    from_option,
-    ignore_option,
-    output_options,
+    display_options,
+    threads_option,
 )
-from shardconv.commands.sections import CHECKS, OneProcessCommand, section
 from shardconv.commands.shared import layout_note, notes, source_progress
 from shardconv.files.paths import local_path
 from shardconv.plan.engines import ENGINES
@@ -33,52 +35,34 @@ if TYPE_CHECKING:
 #: The most differences that are printed.
 _MAX_LINES = 20
 
-
-class _VerifyFlags(TypedDict):
-    """Values of the options that :func:`shardconv.verify` has, too."""
-
-    against: SourcePath | None
-    follow_links: bool
-    ignore: tuple[str, ...]
-    source_layout: str | None
-    threads: int | None
+_AGAINST = "Also compare every byte with this source."
+_ENGINE = "Also compare with the model that this engine, which has to be installed, constructs on each rank."
 
 
 @click.command(
     cls=OneProcessCommand,
+    params=[
+        DIRS,
+        FOLLOW_LINKS,
+        IGNORE,
+        FROM,
+        Option(CHECKS, "--against", _AGAINST, type=SOURCE_PATH, metavar="SRC"),
+        Option(CHECKS, "--engine", _ENGINE, type=click.Choice(list(ENGINES))),
+        threads_option(CHECKS, "reading"),
+        *HTML_OPTIONS,
+        *display_options(),
+    ],
     epilog="shardconv verify llama-tp8\nshardconv verify host0/llama-tp8 host1/llama-tp8\n"
     "shardconv verify llama-tp8 --against llama",
 )
-@click.argument("src", type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
-@follow_links_option
-@ignore_option
-@from_option
-@section(
-    CHECKS,
-    click.option("--against", type=SOURCE_PATH, metavar="SRC", help="Also compare every byte with this source."),
-    click.option(
-        "--engine",
-        type=click.Choice(list(ENGINES)),
-        help="Also compare with the model that this engine, which has to be installed, constructs on each rank.",
-    ),
-    click.option(
-        "--threads",
-        type=COUNT,
-        metavar="N",
-        help="Number of reading threads. [default: processors, at most 8]",
-    ),
-)
-@html_options
-@output_options
 def verify(
+    console: Console,
     src: tuple[SourcePath, ...],
     *,
     engine: str | None,
     html: Path | None,
     overwrite: bool,
-    as_json: bool,
-    quiet: bool,
-    **options: Unpack[_VerifyFlags],
+    **options: Any,
 ) -> None:
     """Compare the split checkpoint DIR with its checksums.
 
@@ -87,7 +71,6 @@ def verify(
     """
     from shardconv.checkpoint.operations.verify import verify as run
 
-    console = Console(as_json=as_json, quiet=quiet)
     page = HtmlFile.of(html, overwrite=overwrite, sources=(*src, options["against"]))
     checked = _check_engine(src) if engine is not None else None
     with source_progress(console, "verify") as progress:

@@ -1,7 +1,7 @@
 """Output: results on stdout, everything else on stderr. No other module prints.
 
 Owns the text and the ``--json`` form of reports, and progress of long operations: a bar on a terminal, lines elsewhere,
-with rate and time left. Imports rich only for tables and bars. Reports are dataclasses.
+with rate and time left. Imports rich only for bars. Reports are dataclasses.
 """
 
 import json
@@ -168,8 +168,7 @@ class Console:
     """
 
     def __init__(self, *, as_json: bool, quiet: bool) -> None:
-        self._as_json = as_json
-        self._quiet = quiet
+        self.as_json, self.quiet = as_json, quiet
         self._shown: Display | None = None
 
     def report(
@@ -188,12 +187,12 @@ class Console:
             quiet_lines: the result with ``quiet``.
             quiet_warnings: the warnings among ``lines``; with ``quiet`` they are printed on stderr.
         """
-        if self._as_json:
+        if self.as_json:
             click.echo(json_text(report))
             return
-        if shown := quiet_lines if self._quiet else lines:
+        if shown := quiet_lines if self.quiet else lines:
             echo("\n".join(shown))
-        if self._quiet:
+        if self.quiet:
             self.warn(quiet_warnings)
 
     def warn(self, lines: Sequence[str]) -> None:
@@ -203,25 +202,25 @@ class Console:
 
     def stream(self, text: str) -> None:
         """Print a piece of a result at once, unless the output is JSON."""
-        if not self._as_json:
+        if not self.as_json:
             echo(text, nl=False)
             sys.stdout.flush()
 
     def document(self, text: str, parse: Callable[[str], object]) -> None:
         """Print the text of a file; with ``--json`` its content as JSON."""
-        if self._as_json:
+        if self.as_json:
             click.echo(json.dumps(parse(text)))
         else:
             click.echo(visible(text, keep=_KEPT) if sys.stdout.isatty() else text, nl=False)
 
     def note(self, lines: Sequence[str]) -> None:
         """Print measurements and other notes on stderr, except with ``quiet``."""
-        if not self._quiet and lines:
+        if not self.quiet and lines:
             echo("\n".join(lines), err=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
-        if self._as_json or self._quiet:
+        if self.as_json or self.quiet:
             return
         rows = [[visible(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
@@ -229,21 +228,7 @@ class Console:
         if sum(widths) - 2 > terminal_width:
             click.echo("\n".join(_entries(columns, rows, terminal_width)))
             return
-        from rich.console import Console as RichConsole
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        console = RichConsole(
-            width=max(terminal_width, 80), height=25, highlight=False
-        )  # a dumb terminal has 80 columns else
-        with console.capture() as captured:
-            console.print(table)
-        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        click.echo("\n".join(_aligned(row, widths) for row in (columns, *rows)))
 
     @contextmanager
     def progress(self, what: str, *, counts: bool = False) -> Iterator[Progress | None]:
@@ -256,7 +241,7 @@ class Console:
             what: name of the activity.
             counts: whether amounts are counts instead of bytes.
         """
-        if self._quiet:
+        if self.quiet:
             yield None
             return
         with self._display() as display:
@@ -272,6 +257,10 @@ class Console:
         with display as self._shown:
             yield display
         self._shown = None
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
 def _entries(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:

@@ -1,29 +1,17 @@
-"""Help texts of commands: options under headings, and examples.
+"""The form of a command: its options are data, which ``--help`` lists under headings, and it gets a console.
 
-To add an option, pass it to :func:`section` with one of :data:`HEADINGS`: in ``options.py`` if several commands have
-it, or above the function of its command. The options under a heading have the order of the decorators.
+The ``params`` of a command are options of ``options.py`` and its own, which ``--help`` shows in this order.
 """
 
 import os
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import Protocol, TypeVar
+from typing import Any
 
 import click
 
+from shardconv.support.console import Console
 from shardconv.support.errors import WorldSizeError
-
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-class Decorator(Protocol):
-    """A decorator that adds options to a function."""
-
-    def __call__(self, function: Function, /) -> Function:
-        """Add them."""
-        ...
-
 
 SOURCE, PLAN, OUTPUT, ADAPTERS = "Source", "Plan", "Output", "Adapters"
 GENERATION, MODEL, REPORT, CHECKS, COST, DISPLAY = "Generation", "Model", "Report", "Checks", "Cost", "Display"
@@ -34,43 +22,33 @@ _MAX_WIDTH = 26
 #: The most options that the error for an unknown one proposes, and the least similarity of one that does not begin with
 #: the text, from 0 to 1.
 _MAX_PROPOSED, _SIMILAR = 3, 0.75
-_RANGE = re.compile(r"(; )?([\d.]+<=)?x[<>]=[\d.]+")
-
-_heading_of: dict[click.Parameter, str] = {}
 
 
-def together(*options: Decorator) -> Decorator:
-    """Several options as one decorator, in the order of ``--help``."""
+class Option(click.Option):
+    """An option of a command.
 
-    def add(function: Function) -> Function:
-        for option in reversed(options):
-            function = option(function)
-        return function
+    Args:
+        heading: one of :data:`HEADINGS`.
+        names: its names, and the name of its argument if that is another, with spaces between them.
+        text: its help text.
+        settings: those of click.
+    """
 
-    return add
-
-
-def section(heading: str, *options: Decorator) -> Decorator:
-    """Options that ``--help`` lists under a heading, as one decorator."""
-
-    def add(function: Function) -> Function:
-        before = len(_parameters(function))
-        function = together(*options)(function)
-        _heading_of.update(dict.fromkeys(_parameters(function)[before:], heading))
-        return function
-
-    return add
+    def __init__(self, heading: str, names: str, text: str, **settings: Any) -> None:
+        super().__init__(names.split(), help=text, **settings)
+        self.heading = heading
 
 
-def _parameters(function: Callable[..., object]) -> list[click.Parameter]:
-    """The options and arguments that click has collected for a function."""
-    collected: list[click.Parameter] = vars(function).get("__click_params__", [])
-    return collected
+class Flag(Option):
+    """An option without a value; ``--x/--no-x`` is one that is on by default."""
+
+    def __init__(self, heading: str, names: str, text: str, **settings: Any) -> None:
+        super().__init__(heading, names, text, is_flag=True, **{"default": "/" in names, **settings})
 
 
-def _without_range(text: str) -> str:
-    """A help text without the range of numbers that click adds; errors name it."""
-    return _RANGE.sub("", text).replace("[; ", "[").replace("  []", "")
+def chosen(values: dict[str, Any], options: Iterable[click.Parameter]) -> dict[str, Any]:
+    """The values of some options of a command."""
+    return {str(option.name): values[str(option.name)] for option in options}
 
 
 def _nearest(option: str, options: Iterable[str]) -> list[str]:
@@ -81,7 +59,10 @@ def _nearest(option: str, options: Iterable[str]) -> list[str]:
 
 
 class Command(click.Command):
-    """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``."""
+    """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``.
+
+    Its function gets a ``console`` in place of the options of the output, ``as_json`` and ``quiet``.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; errors propose the nearest options for an unknown one, and -o for a second path."""
@@ -100,16 +81,20 @@ class Command(click.Command):
         """The remedy for an argument too many, given the command's options; "" if there is none."""
         return "for the output pass -o PATH" if "-o" in options else ""
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the function of the command with its console."""
+        ctx.params["console"] = Console(as_json=ctx.params.pop("as_json"), quiet=ctx.params.pop("quiet"))
+        return super().invoke(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, in columns that are equally wide under all headings."""
         rows: dict[str, list[tuple[str, str]]] = {}
         for option in self.get_params(ctx):
             if isinstance(option, click.Option) and (row := option.get_help_record(ctx)):
-                rows.setdefault(_heading_of.get(option, DISPLAY), []).append(row)
+                rows.setdefault(getattr(option, "heading", DISPLAY), []).append((f"{row[0]:<{_MAX_WIDTH}}", row[1]))
         for heading in sorted(rows, key=HEADINGS.index):
             with formatter.section(heading):
-                aligned = [(f"{name:<{_MAX_WIDTH}}", _without_range(text)) for name, text in rows[heading]]
-                formatter.write_dl(aligned, _MAX_WIDTH)
+                formatter.write_dl(rows[heading], _MAX_WIDTH)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples, one per line."""
