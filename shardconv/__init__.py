@@ -9,51 +9,49 @@ import importlib
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False  # typing takes longer to import than all that follows, and SIGINT is not handled yet
-if TYPE_CHECKING:
-    from shardconv.checkpoint.operations.merge import merge
-    from shardconv.checkpoint.operations.pad import pad
-    from shardconv.checkpoint.operations.plan_report import report_plan
-    from shardconv.checkpoint.operations.reshard import reshard
-    from shardconv.checkpoint.operations.split import split
-    from shardconv.checkpoint.operations.unpad import unpad
-    from shardconv.checkpoint.operations.verify import verify
-    from shardconv.checkpoint.output.writer import WriteOptions
-    from shardconv.checkpoint.sources.planning import PlanOptions, make_plan
-    from shardconv.convert import (
-        convert_model,
-        convert_parallel_embedding,
-        convert_parallel_linear,
-        gather_state_dict,
-        load_full_state_dict,
-    )
-    from shardconv.distributed import destroy_parallel, init_parallel
-    from shardconv.engines.check import check_engine
-    from shardconv.layers import (
-        ColumnParallelLinear,
-        ParallelCrossEntropyLoss,
-        ParallelDropout,
-        ParallelEmbedding,
-        ParallelLinear,
-        RowParallelLinear,
-        VocabParallelClassifier,
-        VocabParallelEmbedding,
-    )
-    from shardconv.plan.placement import Placement
-    from shardconv.plan.plan import Plan
-    from shardconv.policies.policy import Layer, Policy
-    from shardconv.proof.model_check import check_source
-    from shardconv.proof.propose import propose_plan
-    from shardconv.proof.prove import prove
-    from shardconv.runtime.estimate import estimate_cost
-    from shardconv.runtime.load import load
-    from shardconv.support.errors import (
-        IntegrityError,
-        PlanError,
-        PlanWarning,
-        ShardconvError,
-        SourceError,
-        SplitCheckpointError,
-    )
+if TYPE_CHECKING:  # the same names as in _HOMES
+    from shardconv.checkpoint.operations.merge import merge as merge
+    from shardconv.checkpoint.operations.pad import pad as pad
+    from shardconv.checkpoint.operations.plan_report import report_plan as report_plan
+    from shardconv.checkpoint.operations.reshard import reshard as reshard
+    from shardconv.checkpoint.operations.split import split as split
+    from shardconv.checkpoint.operations.unpad import unpad as unpad
+    from shardconv.checkpoint.operations.verify import verify as verify
+    from shardconv.checkpoint.output.writer import WriteOptions as WriteOptions
+    from shardconv.checkpoint.sources.planning import PlanOptions as PlanOptions
+    from shardconv.checkpoint.sources.planning import make_plan as make_plan
+    from shardconv.convert import convert_model as convert_model
+    from shardconv.convert import convert_parallel_embedding as convert_parallel_embedding
+    from shardconv.convert import convert_parallel_linear as convert_parallel_linear
+    from shardconv.convert import gather_state_dict as gather_state_dict
+    from shardconv.convert import load_full_state_dict as load_full_state_dict
+    from shardconv.distributed import destroy_parallel as destroy_parallel
+    from shardconv.distributed import init_parallel as init_parallel
+    from shardconv.engines.check import check_engine as check_engine
+    from shardconv.layers import ColumnParallelLinear as ColumnParallelLinear
+    from shardconv.layers import LoRALinear as LoRALinear
+    from shardconv.layers import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
+    from shardconv.layers import ParallelDropout as ParallelDropout
+    from shardconv.layers import ParallelEmbedding as ParallelEmbedding
+    from shardconv.layers import ParallelLinear as ParallelLinear
+    from shardconv.layers import RowParallelLinear as RowParallelLinear
+    from shardconv.layers import VocabParallelClassifier as VocabParallelClassifier
+    from shardconv.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from shardconv.plan.placement import Placement as Placement
+    from shardconv.plan.plan import Plan as Plan
+    from shardconv.policies.policy import Layer as Layer
+    from shardconv.policies.policy import Policy as Policy
+    from shardconv.proof.model_check import check_source as check_source
+    from shardconv.proof.propose import propose_plan as propose_plan
+    from shardconv.proof.prove import prove as prove
+    from shardconv.runtime.estimate import estimate_cost as estimate_cost
+    from shardconv.runtime.load import load as load
+    from shardconv.support.errors import IntegrityError as IntegrityError
+    from shardconv.support.errors import PlanError as PlanError
+    from shardconv.support.errors import PlanWarning as PlanWarning
+    from shardconv.support.errors import ShardconvError as ShardconvError
+    from shardconv.support.errors import SourceError as SourceError
+    from shardconv.support.errors import SplitCheckpointError as SplitCheckpointError
 
 _HOMES = {
     "shardconv.checkpoint.operations.merge": ("merge",),
@@ -104,54 +102,10 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "ColumnParallelLinear",
-    "IntegrityError",
-    "Layer",
-    "LoRALinear",
-    "ParallelCrossEntropyLoss",
-    "ParallelDropout",
-    "ParallelEmbedding",
-    "ParallelLinear",
-    "Placement",
-    "Plan",
-    "PlanError",
-    "PlanOptions",
-    "PlanWarning",
-    "Policy",
-    "RowParallelLinear",
-    "ShardconvError",
-    "SourceError",
-    "SplitCheckpointError",
-    "VocabParallelClassifier",
-    "VocabParallelEmbedding",
-    "WriteOptions",
-    "__version__",
-    "check_engine",
-    "check_source",
-    "convert_model",
-    "convert_parallel_embedding",
-    "convert_parallel_linear",
-    "destroy_parallel",
-    "estimate_cost",
-    "gather_state_dict",
-    "init_parallel",
-    "load",
-    "load_full_state_dict",
-    "make_plan",
-    "merge",
-    "pad",
-    "propose_plan",
-    "prove",
-    "report_plan",
-    "reshard",
-    "split",
-    "unpad",
-    "verify",
-]
-
 
 def __getattr__(name: str) -> object:
+    if name == "__all__":
+        return __dir__()
     if name == "plan":  # tells the functions of that command
         return importlib.import_module("shardconv.plan")
     if name not in _HOME_OF:
@@ -160,4 +114,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*_HOME_OF, "__version__"])

@@ -54,7 +54,7 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
 def _api() -> list[str]:
     """A section for each public name."""
-    objects = {name: getattr(shardconv, name) for name in shardconv.__all__ if not name.startswith("_")}
+    objects = {name: getattr(shardconv, name) for name in dir(shardconv) if not name.startswith("_")}
     return [f"::: {one.__module__}.{name}\n    options: {{heading: {name}}}" for name, one in objects.items()]
 
 

@@ -5,8 +5,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from shardconv.commands.command import COST, Flag, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import COUNT, Number, SourcePath
@@ -23,45 +21,14 @@ _LINK_NUMBER = Number(float, 0, 1e9)
 _ALPHA = "Latency of a message between ranks, for --cost. [default: 5e-6]"
 _BETA = "Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]"
 _SEQ = "Tokens per prompt of --cost. [default: 2048, or the model's limit]"
-#: Options that apply to ``--cost`` only.
-_OF_COST = (
+COST_OPTIONS = (
+    Flag(COST, "--cost", "Show memory per rank and communication cost, for each tp size."),
     Option(COST, "--batch", "Prompts per batch of --cost. [default: 1]", type=COUNT, metavar="N"),
     Option(COST, "--seq", _SEQ, type=COUNT, metavar="N"),
     Option(COST, "--alpha", _ALPHA, type=_LINK_NUMBER, metavar="SECONDS"),
     Option(COST, "--beta", _BETA, type=_LINK_NUMBER, metavar="SECONDS"),
-)
-COST_OPTIONS = (
-    Flag(COST, "--cost", "Show memory per rank and communication cost, for each tp size."),
-    *_OF_COST,
     Flag(COST, "--measure-link", "Measure alpha and beta, in processes that torchrun starts."),
 )
-
-
-def check_cost_options(src: SourcePath | None, flags: dict[str, Any], **others: bool) -> None:
-    """Refuse options that contradict each other.
-
-    Args:
-        src: the source, if one was given.
-        flags: the values of :data:`COST_OPTIONS`.
-        others: name of each other kind of output, and whether it was asked for.
-
-    Raises:
-        UsageError: if there are such options.
-    """
-    is_cost, is_measured = flags["cost"], flags["measure_link"]
-    if src is None and (is_cost or not is_measured):
-        raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
-    given = [option.opts[0] for option in _OF_COST if flags[str(option.name)] is not None]
-    if given and not is_cost:
-        raise UsageError(f"{given[0]} applies to --cost only: add --cost")
-    if is_measured and {"--alpha", "--beta"} & {*given}:
-        raise UsageError("--measure-link measures --alpha and --beta: pass one or the other")
-    if is_measured and src is not None and not is_cost:
-        raise UsageError("--measure-link takes SRC only together with --cost")
-    if more := next((name for name, is_asked in others.items() if is_asked and (is_cost or src is None)), None):
-        raise UsageError(
-            f"--{more.replace('_', '-')} cannot be combined with --cost or --measure-link: run one after the other"
-        )
 
 
 def measured_link(console: Console, *, is_reported: bool) -> "Link | None":

@@ -23,16 +23,13 @@ class HtmlFile:
     overwrite: bool
 
     @classmethod
-    def of(
-        cls, path: Path | None, *, overwrite: bool, sources: Iterable[SourcePath | None] = (), **others: bool
-    ) -> "HtmlFile | None":
+    def of(cls, path: Path | None, *, overwrite: bool, sources: Iterable[SourcePath | None]) -> "HtmlFile | None":
         """Check the values of the options, before anything else takes time; None without ``--html``.
 
         Args:
             path: the file.
             overwrite: whether a page may be replaced.
             sources: what the command reads.
-            others: name of each other kind of output, and whether it was asked for.
 
         Raises:
             UsageError: if an option contradicts ``--html``.
@@ -42,8 +39,6 @@ class HtmlFile:
             if overwrite:
                 raise UsageError("--overwrite applies to --html only: add --html FILE, or remove it")
             return None
-        if other := next((name for name, is_asked in others.items() if is_asked), None):
-            raise UsageError(f"--html does not show --{other.replace('_', '-')}: run one after the other")
         if str(path) == "-":
             raise UsageError("--html - is stdout, which has the result (expected a file): pass the name of a file")
         for source in (Path(source) for source in sources if isinstance(source, Path)):

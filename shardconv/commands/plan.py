@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, PLAN, REPORT, Command, Flag, Option, chosen
-from shardconv.commands.cost import COST_OPTIONS, check_cost_options, measured_link, show_cost
+from shardconv.commands.cost import COST_OPTIONS, measured_link, show_cost
 from shardconv.commands.html import HtmlFile
 from shardconv.commands.options import (
     BASE,
@@ -42,12 +42,15 @@ if TYPE_CHECKING:
 #: The largest tensor parallel size with padding in the output without --json, and how many are listed in any case.
 _LISTED, _LEAST = 16, 3
 
-#: The options that every output has, and those that apply to an output in place of the plan.
-_DISPLAY = frozenset({"src", "as_json", "quiet"})
+_DISPLAY = ("src", "as_json", "quiet")
+_PLAN, _COST, _HTML = ([str(option.name) for option in some] for some in (PLAN_OPTIONS, COST_OPTIONS, HTML_OPTIONS))
+#: Output in place of the plan to the options that apply to it, besides those of every output.
 _APPLYING = {
-    "families": frozenset[str | None](),
-    "propose": frozenset({*(option.name for option in SOURCE_OPTIONS), "check_model"}),
-    "prove": frozenset({*(option.name for option in PLAN_OPTIONS), "check_model", "tp"}),
+    "families": _DISPLAY,
+    "propose": (*_DISPLAY, *(option.name for option in SOURCE_OPTIONS), "check_model"),
+    "prove": (*_DISPLAY, *_PLAN, "check_model", "tp"),
+    "cost": (*_DISPLAY, *_PLAN, *_COST, *_HTML, "tp"),
+    "measure_link": (*_DISPLAY, *_COST),
 }
 
 #: The number of a layer or expert in a tensor's name, with the dot before it.
@@ -112,58 +115,41 @@ def plan(
     from shardconv.files.folder import header_progress
 
     flags, options = chosen(values, COST_OPTIONS), chosen(values, PLAN_OPTIONS)
-    page = HtmlFile.of(
-        html,
-        overwrite=overwrite,
-        sources=(src, base),
-        list_families=families is not None,
-        prove=prove,
-        propose=propose,
-        measure_link=flags["measure_link"] and src is None,
-    )
-    _check_options(families=families is not None, propose=propose, prove=prove)
+    is_measured, is_cost = flags["measure_link"], flags["cost"]
+    is_link = is_measured and not is_cost
+    _check_options(src, families=families is not None, propose=propose, prove=prove, cost=is_cost, measure_link=is_link)
     if families is not None:
-        _show_families(families, console, is_alone=src is None)
+        _show_families(families, console)
         return
-    check_cost_options(src, flags, all=show_all, check_model=bool(check_model), dtype=dtype is not None)
-    if base is not None and (flags["cost"] or check_model):
+    page = HtmlFile.of(html, overwrite=overwrite, sources=(src, base))
+    if base is not None and check_model:
         raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
-    link = measured_link(console, is_reported=src is None) if flags["measure_link"] else None
-    if src is None or (flags["measure_link"] and link is None):
+    link = measured_link(console, is_reported=src is None) if is_measured else None
+    if src is None or (is_measured and link is None):
         return
-    if flags["cost"]:
+    if is_cost:
         show_cost(src, console, flags, options, link=link, page=page, tp=tp)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
-        gc.enable()
-        with ImportPhase():
-            from shardconv.proof.propose import propose_plan
-        console.document(propose_plan(src, **chosen(options, SOURCE_OPTIONS)), tomllib.loads)
-        return
-    if prove:
+        _show_proposal(src, console, options)
+    elif prove:
         show_proof(src, console, tp, options, check_model=check_model is not False)
-        return
-    with console.progress("read headers", counts=True) as progress, header_progress(progress):
-        report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
-    if page is not None:
-        from shardconv.html.page import write_page
+    else:
+        with console.progress("read headers", counts=True) as progress, header_progress(progress):
+            report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
+        if page is not None:
+            from shardconv.html.page import write_page
 
-        page.write(console, write_page(report))
-    if show_all and report.tp is None:
-        raise UsageError("--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N")
-    found = [*notes(report.assumed, report.left_out), *model_notes(checked)]
-    console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
-    if report.tp is not None:
-        console.table(
-            ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
-        )
+            page.write(console, write_page(report))
+        _show_plan(report, console, model_notes(checked), show_all=show_all)
 
 
-def _check_options(**outputs: bool) -> None:
-    """Refuse options that do not apply to an output in place of the plan, and would be ignored.
+def _check_options(src: SourcePath | None, **outputs: bool) -> None:
+    """Refuse options that do not apply to an output, and would be ignored; and a source that is missing or too much.
 
     Args:
+        src: the source, if one was given.
         outputs: name of each output in :data:`_APPLYING`, and whether it was asked for.
 
     Raises:
@@ -173,19 +159,46 @@ def _check_options(**outputs: bool) -> None:
     options = {str(parameter.name): parameter.opts[0] for parameter in context.command.params}
     given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     for output in (name for name, is_asked in outputs.items() if is_asked):
-        if other := next((name for name in given if name not in {*_DISPLAY, *_APPLYING[output], output}), None):
+        if other := next((name for name in given if name not in {*_APPLYING[output], output}), None):
             raise UsageError(f"{options[other]} does not apply to {options[output]}: remove one of the two")
+    found = [name for name in given if name in _COST]
+    if found and not {"cost", "measure_link"} & {*found}:
+        raise UsageError(f"{options[found[0]]} applies to --cost only: add --cost")
+    if "measure_link" in found and {"alpha", "beta"} & {*found}:
+        raise UsageError("--measure-link measures --alpha and --beta: pass one or the other")
+    if src is None and not (outputs["families"] or outputs["measure_link"]):
+        raise click.MissingParameter(param_hint="'SRC'", param_type="argument")
+    if src is not None and outputs["families"]:
+        raise UsageError("--list-families does not read SRC: remove SRC")
+    if src is not None and outputs["measure_link"]:
+        raise UsageError("--measure-link takes SRC only together with --cost")
 
 
-def _show_families(word: str, console: Console, *, is_alone: bool) -> None:
+def _show_families(word: str, console: Console) -> None:
     from shardconv.plan.families.loading import list_families
 
-    if not is_alone:
-        raise UsageError("--list-families does not read SRC: remove SRC")
     found = list_families(word)
     lines = [f"{name}: {', '.join(kinds) or 'no model type'}" for name, kinds in found.families.items()]
     similar = f" (similar: {', '.join(found.similar)})" if found.similar else ""
     console.report(found, lines or [f"no family or model type contains {word!r}{similar}"])
+
+
+def _show_proposal(src: SourcePath, console: Console, options: dict[str, Any]) -> None:
+    gc.enable()
+    with ImportPhase():
+        from shardconv.proof.propose import propose_plan
+    console.document(propose_plan(src, **chosen(options, SOURCE_OPTIONS)), tomllib.loads)
+
+
+def _show_plan(report: "PlanReport", console: Console, of_model: list[str], *, show_all: bool) -> None:
+    if show_all and report.tp is None:
+        raise UsageError("--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N")
+    found = [*notes(report.assumed, report.left_out), *of_model]
+    console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
+    if report.tp is not None:
+        console.table(
+            ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
+        )
 
 
 def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:

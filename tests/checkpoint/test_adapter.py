@@ -472,7 +472,7 @@ def test_plans_of_adapters_with_other_options_are_refused(made, tmp_path):
     for words, text in (
         ((adapter,), "pass --base BASE to shardconv plan or split"),
         ((adapter, "--base", source, "--prove"), "--base does not apply to --prove"),
-        ((adapter, "--base", source, "--cost"), "--base plans an adapter"),
+        ((adapter, "--base", source, "--cost"), "--base does not apply to --cost"),
         ((adapter, "--base", source, "--dtype", "bf16"), "--dtype converts models, not adapters"),
         ((adapter, "--base", source, "--pad"), "--pad is not supported for adapters"),
         ((tmp_path / "split", "--base", source), "which stores its plan: remove --base"),

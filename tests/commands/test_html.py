@@ -118,7 +118,7 @@ REFUSED = {
     "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 2, "is in the source"),
     "URL": (lambda made, folder: "s3://bucket/page.html", [], 2, "s3://bucket/page.html"),
     "families": (lambda made, folder: folder / "page.html", ["--list-families", "x"], 2, "--list-families"),
-    "proof": (lambda made, folder: folder / "page.html", ["--prove"], 2, "--html does not show --prove"),
+    "proof": (lambda made, folder: folder / "page.html", ["--prove"], 2, "--html does not apply to --prove"),
 }  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def test_unknown_model_class_is_an_error(llama):
 
 def test_check_model_excludes_cost(llama):
     result = call("plan", llama, "--cost", "--check-model")
-    assert (result.code, "--check-model cannot be combined with --cost" in result.err) == (2, True)
+    assert (result.code, "--check-model does not apply to --cost" in result.err) == (2, True)
 
 
 def test_known_unused_names():
