@@ -47,14 +47,6 @@ shardconv -h lists the commands, and shardconv COMMAND -h the options of one.\
 """
 
 
-class _NoCommand(click.exceptions.NoArgsIsHelpError):
-    """The error for a missing command, which shows the first steps."""
-
-    def format_message(self) -> str:
-        """The first steps."""
-        return _FIRST_STEPS
-
-
 class _Group(click.Group):
     """The commands, in the order in which they are added."""
 
@@ -63,17 +55,15 @@ class _Group(click.Group):
         del ctx
         return list(self.commands)
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Show the first steps where no command is given."""
-        if not args and not ctx.resilient_parsing:
-            raise _NoCommand(ctx)
-        return super().parse_args(ctx, args)
 
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="shardconv %(version)s", help="Show the version, and exit.")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Shard checkpoints for tensor parallelism, one file per rank, and merge them back byte for byte."""
+    if ctx.invoked_subcommand is None:
+        echo(_FIRST_STEPS, err=True)
+        sys.exit(2)
 
 
 for _command in (plan, split, run, merge, reshard, verify, pad, unpad, prove_rank):
@@ -157,9 +147,6 @@ def _is_consequence(error: BaseException) -> bool:
 
 def _show_error(error: BaseException, *, as_json: bool) -> int:
     """Print the message of an exception, with ``as_json`` also as an object; returns its exit code."""
-    if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        error.show()
-        return error.exit_code
     message, code = describe(error)
     with suppress(OSError):  # the error may be that a stream cannot be written
         if as_json:

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 class _LocalPath(click.Path):
     """A path that is not a URL."""
 
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Check the text before it becomes a Path, which would drop a slash of a URL."""
         return super().convert(local_path(os.fspath(value)), param, ctx)
 
@@ -33,9 +31,7 @@ class _LocalPath(click.Path):
 class _SourcePath(_LocalPath):
     """A path of a source or destination, or the URL of one, which stays a text."""
 
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """See :class:`_LocalPath`."""
         return value if is_url(value) else super().convert(value, param, ctx)
 

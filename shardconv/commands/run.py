@@ -103,23 +103,18 @@ def run(console: Console, src: SourcePath, prompt: tuple[str, ...], token_ids: t
     plan = chosen(values, PLAN_OPTIONS)
     options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
     folder = open_path(src)
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    rank = int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    if rank is not None:
         default_signals()  # a rank has nothing to clean up
-        _run_rank(folder, prompt, token_ids, console, options)
-    else:
-        tp = _check_run(folder, prompt, token_ids, options)
-        with ImportPhase():
-            from shardconv.runtime.launch import launch
-        sys.exit(launch(sys.argv[1:], tp))
-
-
-def _check_run(folder: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]) -> int:
-    """Check what can be checked before processes are started; returns the tensor parallel size."""
     checkpoint = _open(folder, options)
-    with ImportPhase():
+    with ImportPhase() if rank is None else nullcontext():
+        from shardconv.runtime.launch import launch
         from shardconv.runtime.run import check_run
-    prompts, given = _run_options(folder, prompt, token_ids, options)
-    return check_run(checkpoint, prompts, given)
+    given = _run_options(folder, prompt, token_ids, options)
+    tp = check_run(checkpoint, prompt or token_ids, given, rank)
+    if rank is None:
+        sys.exit(launch(sys.argv[1:], tp))
+    _run_rank(folder, prompt or token_ids, given, console, is_first=rank == 0)
 
 
 def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
@@ -135,35 +130,32 @@ def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
 
 def _run_options(
     src: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], options: dict[str, Any]
-) -> tuple[tuple[str, ...], "RunOptions"]:
-    """Return the prompts, if any are given, and the options; a check without prompt and tokenizer uses token ids."""
+) -> "RunOptions":
+    """The options; a check without prompt and tokenizer uses token ids."""
     from shardconv.hf.tokenizer import has_tokenizer
     from shardconv.runtime.outputs import RunOptions
 
     is_check_alone = not prompt and options["check"] is not None and not options["chat"]
     uses_token_ids = bool(token_ids) or (is_check_alone and not has_tokenizer(src if src.is_dir() else src.parent))
-    return prompt or token_ids, RunOptions(**options, token_ids=uses_token_ids)
+    return RunOptions(**options, token_ids=uses_token_ids)
 
 
 def _run_rank(
-    folder: AnyPath, prompt: tuple[str, ...], token_ids: tuple[str, ...], console: Console, options: dict[str, Any]
+    folder: AnyPath, prompts: tuple[str, ...], options: "RunOptions", console: Console, *, is_first: bool
 ) -> None:
     """Run one rank in this process; the first rank reads stdin and prints the report."""
     from shardconv.runtime.launch import join, leave
-    from shardconv.runtime.run import check_prompts, check_run, run_rank
+    from shardconv.runtime.run import check_prompts, run_rank
 
-    prompts, given = _run_options(folder, prompt, token_ids, options)
-    check_run(_open(folder, options), prompts, given, int(os.environ["RANK"]))
-    is_first = os.environ["RANK"] == "0"
-    if is_first and not prompts and not given.token_ids:
+    if is_first and not prompts and not options.token_ids:
         text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")  # as Python decodes arguments
         prompts = tuple(text.splitlines())
         check_prompts(prompts)
     join()
     progress = partial(console.progress, "load") if is_first else nullcontext
-    report = run_rank(folder, prompts, given, console.stream, progress)
+    report = run_rank(folder, prompts, options, console.stream, progress)
     if is_first:
-        show_report(report, console, is_text=not given.token_ids, temperature=given.temperature)
+        show_report(report, console, is_text=not options.token_ids, temperature=options.temperature)
     leave()
     if report.differences:
         sys.exit(3)

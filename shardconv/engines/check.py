@@ -109,6 +109,7 @@ def _version() -> str:
 
 
 def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[str]:
+    tensors = manifest.rank_layout.tensors_of(manifest.ranks.index(rank))
     load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # vLLM ties embeddings by it
     try:
         with one_rank(folder, tp=manifest.tp, rank=rank, load_format=load_format) as config:
@@ -116,7 +117,7 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
             if manifest.layout.engine is None:
                 differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
             else:
-                differences = list(_tensor_differences(_tensors_of(manifest, rank), _state(model)))
+                differences = list(_tensor_differences(tensors, _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
     except NotHeldError as error:
         yield f"rank {rank}: {error.with_options()}"
@@ -128,10 +129,6 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
     except _RAISED as error:
         text = " ".join(str(error).split())  # the reason may be on any of its lines
         yield f"rank {rank}: vLLM raises {type(error).__name__}: {text:.300}"
-
-
-def _tensors_of(manifest: Manifest, rank: int) -> Mapping[str, TensorInfo]:
-    return manifest.rank_layout.tensors_of(manifest.ranks.index(rank))
 
 
 def _construct(config: "VllmConfig", folder: Path) -> EngineModel:
@@ -176,7 +173,7 @@ def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
     loaded = model.load_weights(rank_weights(source, rank, dry_run=True))
     if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []
-    loaded |= optional_parameters(model)
+    loaded |= engines.vllm_process.optional_parameters(model)
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)
 
 
@@ -215,8 +212,3 @@ def construct(config: "VllmConfig", device: str = "meta") -> EngineModel:
         device: ``meta`` for names, shapes and dtypes only; ``cpu`` to load weights.
     """
     return engines.vllm_process.construct(config, device)
-
-
-def optional_parameters(model: EngineModel) -> set[str]:
-    """Names of the parameters of a quantized model that have a default, such as the scales of the KV cache."""
-    return engines.vllm_process.optional_parameters(model)

@@ -13,9 +13,8 @@ from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader
 from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
-from shardconv.plan.plan import TensorSpec
-from shardconv.runtime.model_config import check_config
-from shardconv.runtime.rank_tensors import DTYPES, shard_tensor
+from shardconv.runtime.rank_tensors import DTYPES, as_tensor
+from shardconv.runtime.ranks import check_config
 from shardconv.support.errors import PlanError, WorldSizeError
 
 #: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
@@ -94,7 +93,7 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
             )
         placement = reader.plan.placement(name)
         shape = placement.shard_shape(spec.shape, rank)
-        read = partial(_zeros, spec, shape) if dry_run else partial(_read, reader, name)
+        read = partial(_zeros if dry_run else _read, reader, name, shape)
         if placement.dim is None:
             yield name, read()
         else:
@@ -103,10 +102,10 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
     reader.finish()
 
 
-def _read(reader: RankReader, name: str) -> Tensor:
-    return shard_tensor(reader, name, reader.read(name))
+def _read(reader: RankReader, name: str, shape: tuple[int, ...]) -> Tensor:
+    return as_tensor(name, reader.tensors[name].dtype, shape, reader.read(name))
 
 
-def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+def _zeros(reader: RankReader, name: str, shape: tuple[int, ...]) -> Tensor:
     """Return zeros of a shape that share the memory of one element."""
-    return torch.zeros((), dtype=DTYPES[spec.dtype]).expand(shape)
+    return torch.zeros((), dtype=DTYPES[reader.tensors[name].dtype]).expand(shape)

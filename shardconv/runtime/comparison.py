@@ -2,18 +2,16 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
 from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
-from shardconv.checkpoint.engine.copy import Reader, Scratch, Span, StripeState
+from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
@@ -26,7 +24,7 @@ from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.distributed.agreement import run_on_first
-from shardconv.files.containers.safetensors import Header
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import missing_hint
 from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
@@ -34,12 +32,14 @@ from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
 from shardconv.hf.weights import load_unsharded
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, RunOptions, output_values, refuse_nan, without_padding
-from shardconv.runtime.quantized_shards import Dequantizer
+from shardconv.runtime.rank_tensors import Dequantizer, as_tensor
 from shardconv.support.errors import RunError, SourceError, UsageError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
+#: Bytes of scratch memory for tensors whose values are computed.
+_BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +123,9 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
     Raises:
         RunError: if PEFT is not installed, or does not load the adapter.
     """
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)  # imported by PEFT
     try:
-        with _without_kernel_warning():
-            peft = import_module("peft")
+        peft = import_module("peft")
     except ImportError as error:
         raise RunError(
             f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
@@ -140,19 +140,9 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
             raise RunError(f"{folder}: PEFT cannot apply the adapter: {one_line(error)}") from error
 
 
-@contextmanager
-def _without_kernel_warning() -> Iterator[None]:
-    """Hide a warning of bitsandbytes, which PEFT imports, on an optional kernel: it reads like a failed check."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not record.msg.startswith("Failed to load CPU gemm_4bit_forward")
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
+def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
+    """Whether a record is not a warning of bitsandbytes on an optional kernel, which reads like a failed check."""
+    return not record.msg.startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _dequantized(folder: AnyPath, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
@@ -271,22 +261,12 @@ def load_source(source: Source) -> dict[str, Tensor]:
         SourceError: if a file was changed since the source was opened.
     """
     reader, files = open_tensors(source, source.specs, None)
-    numbers = {name: number for number, name in enumerate(source.specs)}
-    tensors: dict[str, Tensor] = {}
+    tensors, scratch = {}, Scratch(_BLOCK_BYTES)
     with files:
-        for file in source.files:
-            tensors |= load(_file_bytes(file.header, reader, numbers))
+        for number, (name, spec) in enumerate(source.specs.items()):
+            data = memoryview(bytearray(num_bytes(spec.dtype, spec.shape)))
+            if data:
+                reader.gather(StripeState(0), Span(number, 0, len(data)), data, scratch)
+            tensors[name] = as_tensor(name, spec.dtype, spec.shape, data)
         files.check_unchanged()
     return tensors
-
-
-def _file_bytes(header: Header, reader: Reader, numbers: dict[str, int]) -> bytes:
-    """The safetensors file with this header."""
-    content = bytearray(header.file_bytes)
-    content[: header.data_offset] = header.prefix
-    data, scratch = memoryview(content)[header.data_offset :], Scratch(len(content))
-    for name, info in header.tensors.items():
-        if info.num_bytes:
-            span = Span(numbers[name], 0, info.num_bytes)
-            reader.gather(StripeState(0), span, data[info.start : info.stop], scratch)
-    return bytes(content)

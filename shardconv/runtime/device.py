@@ -1,21 +1,20 @@
 """The device of a rank: choose it, check that the values fit, and copy them to it."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardconv.checkpoint.engine.copy import Progress
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
 from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
 from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import RunError, UsageError, option
 from shardconv.support.formatting import counted, size
-
-Progress = Callable[[int, int], None]
 
 #: Bytes that are copied to a device at once, between two calls of a progress function.
 PIECE_BYTES = 32 << 20
@@ -32,28 +31,23 @@ def rank_device(device: Device) -> torch.device:
     """
     counts = device_types()
     requested = next(iter(counts)) if device is None else str(device)
-    device_type, _, index = requested.partition(":")
-    if not _is_known(device_type):
-        raise UsageError(f"device {requested!r} is unknown (expected cpu, cuda or xpu): use {option(device='cpu')}")
-    if device_type not in counts:
+    try:
+        kind, index = torch.device(requested).type, torch.device(requested).index
+    except RuntimeError as error:
+        raise UsageError(
+            f"device {requested!r} is unknown (expected cpu, cuda or xpu): use {option(device='cpu')}"
+        ) from error
+    if kind not in counts:
         raise UsageError(
             f"device {requested} cannot be used here (expected {' or '.join(counts)}): use {option(device='cpu')}"
         )
-    count = counts[device_type]
-    found = counted(count, f"{device_type} device")
-    if index and (not index.isdecimal() or int(index) >= count):
-        raise UsageError(f"device {requested} does not exist (found {found}): use {option(device=device_type)}")
-    if device_type not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
+    count = counts[kind]
+    found = counted(count, f"{kind} device")
+    if index is not None and index >= count:
+        raise UsageError(f"device {requested} does not exist (found {found}): use {option(device=kind)}")
+    if kind not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
         raise UsageError(f"{ranks} ranks cannot share {found}: use {option(tp=count)}, or {option(device='cpu')}")
-    return torch.device(requested) if index else local_device(device_type)
-
-
-def _is_known(device_type: str) -> bool:
-    """Whether torch has a device type of this name, on some machine."""
-    try:
-        return bool(torch.device(device_type))
-    except RuntimeError:
-        return False
+    return local_device(kind) if index is None else torch.device(requested)
 
 
 def check_room(
@@ -102,9 +96,8 @@ def _local_ranks() -> int:
 
 
 def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:
-    return (
-        dtype is not None and _is_float(tensor) and FLOAT_NAMES.get(tensor.dtype) != str(dtype).removeprefix("torch.")
-    )
+    is_other = FLOAT_NAMES.get(tensor.dtype) != str(dtype).removeprefix("torch.")
+    return dtype is not None and _is_float(tensor) and is_other
 
 
 def _is_float(tensor: TensorInfo | TensorSpec) -> bool:

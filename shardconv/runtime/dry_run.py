@@ -99,7 +99,7 @@ class MetaModel:
         return model
 
 
-def dry_run(model: MetaModel, request: PlanRequest, *, tp: int, batch: int, seq: int) -> Usage:
+def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: int) -> Usage:
     """Count the collectives and memory of one of ``tp`` ranks: for ``batch`` prompts of ``seq`` tokens, and one token.
 
     In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token.

@@ -29,11 +29,10 @@ from shardconv.hf.names import DiskTensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.plan.request import PlanRequest
 from shardconv.plan.tp_sizes import padding_report, tp_sizes
 from shardconv.runtime.cost_report import CostReport, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
-from shardconv.support.errors import PlanError, RunError, ShardconvError
+from shardconv.support.errors import PlanError, RunError, ShardconvError, option
 from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
@@ -98,14 +97,20 @@ def estimate_cost(
     plans = [planner.plan(size) for size in sizes]
     link = Link() if link is None else link
     stored = _stored_dtype(source)
-    model, problem = _model(source, stored)
+    models, problem = attempt(partial(_model_of, source, stored))
+    model = models[0] if models else None
     seq = seq or min(SEQ, (model and model.max_length) or SEQ)
     costs = []
     for number, plan in enumerate(plans):
         if progress is not None:
             progress(number, len(plans))
         weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.tp))
-        costs.append(_cost(model, problem, request, plan.tp, weights, batch=batch, seq=seq, link=link))
+        usages, error = attempt(partial(dry_run, model, request, plan.tp, batch, seq)) if model else ([], problem)
+        if error is None:
+            costs.append(TpCost.of(plan.tp, weights, usages[0], link))
+        else:
+            reason = error.with_options().strip().splitlines()[0]
+            costs.append(TpCost(plan.tp, weights, None, None, None, None, None, reason))
     if progress is not None:
         progress(len(plans), len(plans))
     notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
@@ -218,36 +223,11 @@ def _stored_dtype(source: Source) -> torch.dtype:
     return next((known[name] for name, _ in sizes.most_common() if name in known), torch.bfloat16)
 
 
-def _model(source: Source, stored: torch.dtype) -> tuple[MetaModel | None, str]:
-    """Return the model that the config names, or the reason why there is none."""
+def _model_of(source: Source, stored: torch.dtype) -> MetaModel:
+    """The model that the config names."""
     if source.config is None:
-        return None, "no config.json names the model: pass --config FILE"
-    models, problem = attempt(partial(MetaModel, source.config, stored))
-    return (models[0], "") if problem is None else (None, _first_line(problem))
-
-
-def _cost(
-    model: MetaModel | None,
-    problem: str,
-    request: PlanRequest,
-    tp: int,
-    weights: int,
-    *,
-    batch: int,
-    seq: int,
-    link: Link,
-) -> TpCost:
-    """Return the cost at one tp size; ``problem`` is the reason why the model cannot be built."""
-    if model is not None:
-        usages, error = attempt(partial(dry_run, model, request, tp=tp, batch=batch, seq=seq))
-        if error is None:
-            return TpCost.of(tp, weights, usages[0], link)
-        problem = _first_line(error)
-    return TpCost(tp, weights, None, None, None, None, None, problem)
-
-
-def _first_line(error: ShardconvError) -> str:
-    return error.with_options().strip().splitlines()[0]
+        raise RunError(f"no config.json names the model: pass {option(config='FILE')}")
+    return MetaModel(source.config, stored)
 
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:

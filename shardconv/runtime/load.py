@@ -36,10 +36,8 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.adapter import RankAdapter
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
-from shardconv.runtime.model_config import find_model_class
-from shardconv.runtime.quantized_shards import Dequantizer, refuse_quantized
-from shardconv.runtime.rank_tensors import read_tensors
-from shardconv.runtime.ranks import connect_ranks
+from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
+from shardconv.runtime.ranks import connect_ranks, find_model_class
 from shardconv.support.errors import PlanWarning
 
 

@@ -98,31 +98,25 @@ class Outputs:
     tokens: Tensor | None = None
 
 
-class TimingStreamer:
-    """A streamer for ``generate`` that records the time of each token, and passes tokens to another streamer.
+class TimedScores:
+    """A logits processor for ``generate`` that records the time of each token, and refuses scores that are NaN."""
 
-    Args:
-        texts: a streamer that writes the text of a single prompt as it is generated; None to write nothing.
-    """
+    def __init__(self) -> None:
+        self._times = [time.perf_counter()]
 
-    def __init__(self, texts: Streamer | None) -> None:
-        self._texts = texts
-        self._times: list[float] = []
+    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of the next tokens, [prompts, vocabulary].
 
-    def put(self, value: Tensor) -> None:
-        """Receive the prompt, then tokens as they are generated."""
+        Raises:
+            RunError: if one is NaN.
+        """
+        refuse_nan(scores)
         self._times.append(time.perf_counter())
-        if self._texts is not None:
-            self._texts.put(value)
-
-    def end(self) -> None:
-        """Receive the end of the last token."""
-        if self._texts is not None:
-            self._texts.end()
+        return scores
 
     @property
     def first_token_seconds(self) -> float | None:
-        """Time from the prompt to the first token; None if there is none."""
+        """Time from the start to the first token; None if there is none."""
         return self._times[1] - self._times[0] if len(self._times) > 1 else None
 
     def tokens_per_second(self, prompts: int) -> float | None:
@@ -131,7 +125,7 @@ class TimingStreamer:
         return prompts * steps / (self._times[-1] - self._times[1]) if steps > 0 else None
 
 
-def compute_outputs(run: ModelRun, streamer: TimingStreamer) -> Outputs:
+def compute_outputs(run: ModelRun, scores: TimedScores, streamer: Streamer | None) -> Outputs:
     """Generate text if the model can; else fill masks, or compute an embedding of each prompt.
 
     Raises:
@@ -139,7 +133,7 @@ def compute_outputs(run: ModelRun, streamer: TimingStreamer) -> Outputs:
     """
     model, codec, inputs = run.model, run.codec, run.inputs
     if model.can_generate():
-        return _generate(run, streamer)
+        return _generate(run, scores, streamer)
     output = _call(model, inputs)
     if "logits" not in output and "last_hidden_state" not in output:
         raise _no_report(model, output)
@@ -174,23 +168,15 @@ def _no_report(model: nn.Module, output: ModelOutput) -> RunError:
     )
 
 
-def _generate(run: ModelRun, streamer: TimingStreamer) -> Outputs:
+def _generate(run: ModelRun, scores: TimedScores, streamer: Streamer | None) -> Outputs:
     model, inputs = run.model, run.inputs
     torch.manual_seed(run.options.seed)
     try:
-        tokens = model.generate(
-            **inputs, **run.generation_arguments(), streamer=streamer, logits_processor=[_refuse_nan_scores]
-        )
+        tokens = model.generate(**inputs, **run.generation_arguments(), streamer=streamer, logits_processor=[scores])
     except (TypeError, ValueError) as error:
         raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
     prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
     return Outputs(run.codec.decode(tokens[:, prompt:]), tokens)
-
-
-def _refuse_nan_scores(_: Tensor, scores: Tensor) -> Tensor:
-    """A logits processor for ``generate`` that raises if a score is NaN. Scores are [prompts, vocabulary]."""
-    refuse_nan(scores)
-    return scores
 
 
 def refuse_nan(values: Tensor) -> None:

@@ -5,10 +5,11 @@ Knows neither commands nor ranks.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from shardconv.convert.protocols import PretrainedModel, Tokenizer
 from shardconv.files.folder import AnyPath
@@ -19,91 +20,81 @@ from shardconv.support.errors import RunError, UsageError, one_line
 _NUM_IDS = 16
 
 
-class Codec(Protocol):
-    """Converts prompts to token ids, and generated tokens to text or ids for the report."""
+class Codec:
+    """Converts prompts to token ids, and generated tokens to text, or to ids if the prompts are ids, such as ``1 2 3``.
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if prompts are token ids."""
+    Args:
+        tokenizer: of prompts that are text; None for token ids.
+        is_chat: whether to apply the chat template to prompts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, is_chat: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self._is_chat = is_chat
+
+    @classmethod
+    def of_text(cls, path: AnyPath, *, is_trusted: bool, is_chat: bool) -> Self:
+        """The codec of prompts that are text.
+
+        Args:
+            path: the folder of the tokenizer.
+            is_trusted: whether code of the checkpoint may be run.
+            is_chat: whether to apply the chat template to prompts.
+
+        Raises:
+            RunError: if the tokenizer cannot be loaded or does not have a chat template.
+        """
+        tokenizer: Tokenizer = load_tokenizer(path, is_trusted=is_trusted)
+        if is_chat and not tokenizer.chat_template:
+            raise RunError(f"{path}: does not have a chat template: run it without --chat")
+        return cls(tokenizer, is_chat=is_chat)
 
     def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
-        """Encode prompts as token ids and attention mask, [prompts, tokens]."""
+        """Encode prompts as token ids and attention mask, [prompts, tokens].
+
+        Raises:
+            RunError: if the tokenizer cannot encode them, or the model does not have a token.
+        """
+        side = padding_side(model)
+        inputs = _padded(prompts, side) if self.tokenizer is None else self._tokenized(prompts, self.tokenizer, side)
+        rows, largest = vocabulary_size(model), int(inputs["input_ids"].max())
+        if rows is not None and largest >= rows:
+            remedy = "use smaller --token-ids" if self.tokenizer is None else "this tokenizer belongs to another model"
+            raise RunError(f"a prompt has token {largest}, and the model's vocabulary has {rows:,} tokens: {remedy}")
+        return inputs
+
+    def _tokenized(self, prompts: Sequence[str], tokenizer: Tokenizer, side: str) -> dict[str, Tensor]:
+        texts = [_as_chat(prompt, tokenizer) for prompt in prompts] if self._is_chat else list(prompts)
+        tokenizer.padding_side = side
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None and len(texts) > 1:
+            raise RunError("the tokenizer does not have a token for padding: run one prompt at a time")
+        found = tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True)
+        if not bool(found["attention_mask"].any(1).all()):
+            raise RunError("the tokenizer encodes a prompt to no tokens: give a longer prompt")
+        return {"input_ids": found["input_ids"].long(), "attention_mask": found["attention_mask"]}
 
     def decode(self, tokens: Tensor) -> list[str]:
         """Decode tokens [prompts, tokens], one text per prompt."""
-
-
-class TextCodec:
-    """A codec of prompts that are text.
-
-    Args:
-        path: the folder of the tokenizer.
-        is_trusted: whether code of the checkpoint may be run.
-        is_chat: whether to apply the chat template to prompts.
-
-    Raises:
-        RunError: if the tokenizer cannot be loaded or does not have a chat template.
-    """
-
-    def __init__(self, path: AnyPath, *, is_trusted: bool, is_chat: bool) -> None:
-        self.tokenizer: Tokenizer = load_tokenizer(path, is_trusted=is_trusted)
-        self._is_chat = is_chat
-        if is_chat and not self.tokenizer.chat_template:
-            raise RunError(f"{path}: does not have a chat template: run it without --chat")
-
-    def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
-        """See :class:`Codec`."""
-        texts = [self._as_chat(prompt) for prompt in prompts] if self._is_chat else list(prompts)
-        self.tokenizer.padding_side = padding_side(model)
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        if self.tokenizer.pad_token_id is None and len(texts) > 1:
-            raise RunError("the tokenizer does not have a token for padding: run one prompt at a time")
-        found = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_attention_mask=True)
-        inputs = {"input_ids": found["input_ids"].long(), "attention_mask": found["attention_mask"]}
-        if not bool(inputs["attention_mask"].any(1).all()):
-            raise RunError("the tokenizer encodes a prompt to no tokens: give a longer prompt")
-        rows, largest = vocabulary_size(model), int(inputs["input_ids"].max())
-        if rows is not None and largest >= rows:
-            raise RunError(
-                f"a prompt has token {largest}, and the model's vocabulary has {rows:,} tokens: this tokenizer belongs "
-                f"to another model"
-            )
-        return inputs
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        """See :class:`Codec`."""
+        if self.tokenizer is None:
+            return [" ".join(map(str, row)) for row in tokens.tolist()]
         return self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _as_chat(self, prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            raise RunError(f"the chat template cannot be used: {one_line(error)}: run it without --chat") from error
+
+def _as_chat(prompt: str, tokenizer: Tokenizer) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise RunError(f"the chat template cannot be used: {one_line(error)}: run it without --chat") from error
 
 
-class IdCodec:
-    """A codec of prompts that are token ids, such as ``1 2 3``; so is its report."""
-
-    tokenizer = None
-
-    def encode(self, prompts: Sequence[str], model: PretrainedModel) -> dict[str, Tensor]:
-        """See :class:`Codec`."""
-        rows = vocabulary_size(model)
-        ids = [parse_ids(prompt) for prompt in prompts]
-        for number in (number for row in ids for number in row):
-            if rows is not None and number >= rows:
-                raise RunError(f"--token-ids: {number} is not in the model's vocabulary of {rows:,}")
-        width = max(map(len, ids))
-        is_left = padding_side(model) == "left"
-        padded = [_pad(row, [0] * (width - len(row)), is_left=is_left) for row in ids]
-        mask = [_pad([1] * len(row), [0] * (width - len(row)), is_left=is_left) for row in ids]
-        return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        """See :class:`Codec`."""
-        return [" ".join(map(str, row)) for row in tokens.tolist()]
+def _padded(prompts: Sequence[str], side: str) -> dict[str, Tensor]:
+    """Token ids as inputs of a model."""
+    ids = [torch.tensor(parse_ids(prompt)) for prompt in prompts]
+    rows = {"input_ids": ids, "attention_mask": [torch.ones_like(row) for row in ids]}
+    return {name: pad_sequence(some, batch_first=True, padding_side=side) for name, some in rows.items()}
 
 
 def parse_ids(text: str) -> list[int]:
@@ -203,7 +194,3 @@ def _position_tables(model: nn.Module) -> Iterator[tuple[str, int]]:
         if isinstance(module, nn.Embedding) and (last == "wpe" or re.search(r"(^|_)pos(itions?)?(_|$)", last)):
             reserved = getattr(module, "offset", 0) or (0 if module.padding_idx is None else module.padding_idx + 1)
             yield name, module.num_embeddings - reserved
-
-
-def _pad(row: list[int], padding: list[int], *, is_left: bool) -> list[int]:
-    return [*padding, *row] if is_left else [*row, *padding]

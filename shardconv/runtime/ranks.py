@@ -1,22 +1,30 @@
-"""The ranks that load a checkpoint: their number, devices and package versions."""
+"""What ranks check before they load a checkpoint: their number, devices and package versions, and the config."""
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 
 import torch
 import torch.distributed as dist
 
-from shardconv.checkpoint.split.loadable import Loadable
+from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_json
+from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.hf.classes import ModelClass, model_class
 from shardconv.runtime.device import rank_device
-from shardconv.support.errors import PlanError, WorldSizeError, option
+from shardconv.support.errors import PlanError, RunError, SplitCheckpointError, WorldSizeError, option
+
+#: The packages that must have the same version on all ranks.
+_PACKAGES = ("shardconv", "torch", "transformers")
 
 
 def connect_ranks(
@@ -46,16 +54,11 @@ def connect_ranks(
     axis = _axis(group, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
-    own = {f"versions of {package}": version for package, version in _versions().items()}
+    own = {f"versions of {package}": _version(package) for package in _PACKAGES}
     named = {"kinds of checkpoints": checkpoint.kind, "kinds of devices": found.type, **own}
     check_same(checkpoint.path, axis, facts, named)
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
     return checkpoint, found, axis.with_shared_memory() if found.type == "cpu" else axis
-
-
-def _versions() -> dict[str, str]:
-    """Package to version, or to "not installed", of those whose results have to be the same on all ranks."""
-    return {package: _version(package) for package in ("shardconv", "torch", "transformers")}
 
 
 def _version(package: str) -> str:
@@ -107,3 +110,70 @@ def _is_supported(manifest: Manifest, tp: int) -> bool:
     except PlanError:
         return False
     return True
+
+
+# --- the config and its model class -----------------------------------------------------------------------------------
+
+
+def check_config(folder: AnyPath, expected: Mapping[str, object] | None) -> None:
+    """Check that a split checkpoint has the config.json that it was split with.
+
+    Args:
+        folder: the split checkpoint.
+        expected: the config in its manifest.
+
+    Raises:
+        RunError: if it does not have a config.json.
+        SplitCheckpointError: if its config differs: shards may not fit, and no later check would detect that.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise RunError(
+            f"{folder}: does not have a config.json, which names the model's class: split the source again with "
+            f"shardconv split SRC --config FILE, or load it into your own module with shardconv.load(DIR, model=...)"
+        )
+    found, known = read_json(path), expected or {}
+    if different := [name for name in sorted({*found, *known}) if _text(found.get(name)) != _text(known.get(name))]:
+        raise SplitCheckpointError(
+            f"{path}: differs from the config that was split, in {', '.join(different[:5])}: restore it, or split the "
+            f"source again"
+        )
+
+
+def _text(value: object) -> str:
+    """Format a config field as JSON, in which NaN equals NaN."""
+    return json.dumps(value, sort_keys=True)
+
+
+def check_own_config(checkpoint: Loadable) -> None:
+    """Check that a checkpoint has a config, and a split checkpoint that of its source.
+
+    Raises:
+        RunError: if it does not have a config, or is an adapter.
+        SplitCheckpointError: if config.json differs from the config that was split.
+    """
+    if checkpoint.source is None:
+        refuse_split_adapter(checkpoint.path, checkpoint.manifest.auxiliary_files)
+        check_config(checkpoint.path, checkpoint.manifest.config)
+    elif checkpoint.source.config is None:
+        raise RunError(
+            f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with "
+            f"{option(config='FILE')}, or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
+        )
+
+
+def find_model_class(checkpoint: Loadable, *, is_trusted: bool) -> ModelClass:
+    """Look up the model class of a checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        is_trusted: whether code in its folder may be run; with another config than that of the folder, it is not.
+
+    Raises:
+        RunError: as :func:`~shardconv.hf.classes.model_class`.
+        SplitCheckpointError: if config.json differs from the config that was split.
+    """
+    check_own_config(checkpoint)
+    path = checkpoint.folder / CONFIG_NAME
+    is_own = checkpoint.source is None or checkpoint.source.auxiliary_files.get(CONFIG_NAME, path) == path
+    return model_class(checkpoint.manifest.config or {}, checkpoint.folder if is_own else None, is_trusted=is_trusted)

@@ -25,18 +25,16 @@ from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.runtime.comparison import check_unsharded, compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
-from shardconv.runtime.model_config import check_own_config, find_model_class
-from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimingStreamer, compute_outputs
+from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimedScores, compute_outputs
 from shardconv.runtime.prompts import (
     Codec,
-    IdCodec,
-    TextCodec,
     check_input,
     check_positions,
     default_ids,
     parse_ids,
 )
-from shardconv.runtime.quantized_shards import refuse_quantized, require_quantized
+from shardconv.runtime.rank_tensors import refuse_quantized, require_quantized
+from shardconv.runtime.ranks import check_own_config, find_model_class
 from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
 
 #: Opens a progress display; see :func:`~shardconv.load`.
@@ -109,8 +107,6 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
         check_tokenizer(checkpoint.folder)
     for prompt in prompts if options.token_ids else ():
         parse_ids(prompt)
-    if prompts and not any(prompt.strip() for prompt in prompts):
-        raise UsageError("--prompt is empty: pass some text, or leave it out and write a prompt per line to stdin")
     if prompts:
         check_prompts(prompts)
     if options.check is not None:
@@ -172,10 +168,10 @@ def run_rank(
     prompts = [default_ids(model)] if is_default else prompts
     run = _encode(model, codec, prompts, options)
     is_written = write is not None and codec.tokenizer is not None and is_first_rank() and len(prompts) == 1
-    streamer = TimingStreamer(text_streamer(codec.tokenizer, write) if is_written else None)
+    scores, streamer = TimedScores(), text_streamer(codec.tokenizer, write) if is_written else None
     with torch.inference_mode():
         with explain_errors(path, manifest.request.plan_file):
-            outputs = compute_outputs(run, streamer)
+            outputs = compute_outputs(run, scores, streamer)
         comparison = None if options.check is None else compare(run, outputs, path, options.check)
     return RunReport(
         path=str(path),
@@ -186,9 +182,9 @@ def run_rank(
         load_seconds=load_seconds,
         load_bytes=manifest.rank_layout.rank_bytes[0],
         memory_bytes=tuple(gather(_peak_memory(model.device))),
-        dequantized_bytes=_parameter_bytes(model) if options.dequantize else None,
-        first_token_seconds=streamer.first_token_seconds,
-        tokens_per_second=streamer.tokens_per_second(len(prompts)),
+        dequantized_bytes=sum(one.nbytes for one in model.parameters()) if options.dequantize else None,
+        first_token_seconds=scores.first_token_seconds,
+        tokens_per_second=scores.tokens_per_second(len(prompts)),
         differences=None if comparison is None else comparison.differences,
         error=None if comparison is None else comparison.error,
         adapter=None if options.adapter is None else str(options.adapter),
@@ -198,8 +194,8 @@ def run_rank(
 
 def _codec(path: AnyPath, options: RunOptions) -> Codec:
     if options.token_ids:
-        return IdCodec()
-    return TextCodec(path, is_trusted=options.trust_remote_code, is_chat=options.chat)
+        return Codec(None)
+    return Codec.of_text(path, is_trusted=options.trust_remote_code, is_chat=options.chat)
 
 
 def _load(path: AnyPath, options: RunOptions, progress: OpenProgress) -> ConvertedModel:
@@ -269,10 +265,6 @@ def _notes(checkpoint: Loadable, run: ModelRun, outputs: Outputs, *, is_default:
         return
     if (tokens := outputs.tokens.shape[1]) > positions:
         yield f"{tokens} tokens are more than the {positions} that the model is made for"
-
-
-def _parameter_bytes(model: ConvertedModel) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _peak_memory(device: torch.device) -> int:

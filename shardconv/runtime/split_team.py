@@ -51,23 +51,12 @@ class SplitTeam(Team):
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self.size = size
+        self._store, self._rank, self.size = store, rank, size
+        self.is_first = self.is_leader = rank == 0
         self._step = 0
         self._members = list(range(size))
         self._looked = 0.0
         self._has_failed = self._is_later = False
-
-    @property
-    def is_first(self) -> bool:  # type: ignore[override] # a constant in the base class
-        """See :class:`Team`."""
-        return self._rank == 0
-
-    @property
-    def is_leader(self) -> bool:  # type: ignore[override] # likewise
-        """See :class:`Team`."""
-        return self._rank == self._members[0]
 
     # --- agreement ---------------------------------------------------------------------------------------------------
 
@@ -79,6 +68,7 @@ class SplitTeam(Team):
             raise error
         assert isinstance(target, Path)  # URLs are written by one process
         self._members = self._find_members(target.absolute().parent)
+        self.is_leader = self._rank == self._members[0]
 
     def _find_members(self, folder: Path) -> list[int]:
         """The processes that share a folder with this one: a new file that one of them creates is there for all."""
@@ -100,7 +90,7 @@ class SplitTeam(Team):
 
     def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """See :class:`Team`."""
-        found = tuple(rank for process in self._members for rank in self._share(ranks, process))
+        found = tuple(rank for process in self._members for rank in _share(ranks, process, self.size))
         if not found:
             raise UsageError(
                 f"there are more hosts than ranks (got {self.size} processes for {len(ranks)} ranks): start fewer"
@@ -109,12 +99,7 @@ class SplitTeam(Team):
 
     def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """See :class:`Team`; ``ranks`` are those of the folder."""
-        at, count = self._members.index(self._rank), len(self._members)
-        return ranks[at * len(ranks) // count : (at + 1) * len(ranks) // count]
-
-    def _share(self, ranks: tuple[int, ...], process: int) -> tuple[int, ...]:
-        """Neighboring ranks for each process, so that a host has the ranks that it runs."""
-        return ranks[process * len(ranks) // self.size : (process + 1) * len(ranks) // self.size]
+        return _share(ranks, self._members.index(self._rank), len(self._members))
 
     # --- one folder --------------------------------------------------------------------------------------------------
 
@@ -123,10 +108,14 @@ class SplitTeam(Team):
         self, target: Path, open_staging: Callable[[], AbstractContextManager[NewFolder]]
     ) -> Iterator[NewFolder]:
         """See :class:`Team`."""
-        with open_staging() if self.is_leader else joined_folder(target) as folder, self._stopping_others():
-            self._wait()  # until all folders are there
-            yield folder
-            self._wait()  # until all processes have written their files
+        with open_staging() if self.is_leader else joined_folder(target) as folder:
+            try:
+                self._wait()  # until all folders are there
+                yield folder
+                self._wait()  # until all processes have written their files
+            except BaseException:
+                self._fail()  # waits until no process writes into the folder, which is then removed
+                raise
         self._wait()  # until all folders have their final names
 
     def gather(self, rows: Rows) -> Rows:
@@ -216,14 +205,10 @@ class SplitTeam(Team):
                     time.sleep(0.02)
         return self._is_later
 
-    @contextmanager
-    def _stopping_others(self) -> Iterator[None]:
-        """After an error, wait until no process writes into a folder, which is then removed."""
-        try:
-            yield
-        except BaseException:
-            self._fail()
-            raise
+
+def _share(ranks: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
+    """The ranks of one of ``count`` processes: neighbors, so that a host has the ranks that it runs."""
+    return ranks[at * len(ranks) // count : (at + 1) * len(ranks) // count]
 
 
 @contextmanager
@@ -254,10 +239,9 @@ def _check_variables() -> None:
     """
     for name in _VARIABLES:
         text = os.environ.get(name, "")
-        if not text:
-            raise UsageError(f"{name} is not set (expected the variables that torchrun sets): {_REMEDY}")
-        if name != _ADDRESS and not _NUMBER.fullmatch(text):
-            raise UsageError(f"{name} is malformed (got {text!r:.60}, expected a number): {_REMEDY}")
+        if not text or (name != _ADDRESS and not _NUMBER.fullmatch(text)):
+            problem = f"malformed (got {text!r:.60}, expected a number)" if text else "not set, and torchrun sets it"
+            raise UsageError(f"{name} is {problem}: {_REMEDY}")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= size:
         raise UsageError(f"RANK is too large (got {rank}, expected less than the WORLD_SIZE of {size}): {_REMEDY}")

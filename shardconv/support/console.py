@@ -10,10 +10,9 @@ import shutil
 import sys
 import textwrap
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import click
 
@@ -66,19 +65,24 @@ _BAR_WIDTH = 20
 Progress = Callable[[int, int], None]
 
 
-class Display(ABC):
-    """Shows the progress of activities, which follow each other."""
+class Display:
+    """Shows the progress of activities, which follow each other; nothing before the first call of one.
 
-    def __init__(self) -> None:
-        self._began = self._last_call = time.monotonic()
+    Args:
+        write: prints a line for the current activity at intervals; None for a bar, on the terminal of stderr.
+    """
 
-    def __enter__(self) -> Self:
-        """Show nothing before the first call of an activity."""
-        return self
+    _bars: "RichProgress | None" = None
+    _current: "tuple[str, TaskID] | None" = None
 
-    def __exit__(self, *_: object) -> None:
-        """Leave what is shown."""
-        return
+    def __init__(self, write: Callable[[str], None] | None = None) -> None:
+        self._write = write
+        self._began = self._last_call = self._shown = time.monotonic()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bars is not None:
+            self._bars.stop()
 
     def activity(self, what: str, *, counts: bool) -> Progress:
         """The callback of an activity. Its time begins with the last call of the activity before it.
@@ -92,45 +96,18 @@ class Display(ABC):
         def report(done: int, total: int) -> None:
             nonlocal began
             began = self._last_call if began is None else began
-            self._last_call = time.monotonic()
-            self._show(what, done, total, _amounts(done, total, self._last_call - began, counts=counts))
+            now = self._last_call = time.monotonic()
+            amounts = _amounts(done, total, now - began, counts=counts)
+            if self._write is not None and now - self._shown >= LINE_SECONDS:
+                self._shown = now
+                self._write(f"{what}: {amounts}")
+            if self._write is None and now - self._began >= BAR_SECONDS:
+                self._show_bar(what, done, total, amounts)
 
         return report
 
-    @abstractmethod
-    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
-        """Show that an activity has done a part of the total, which ``amounts`` describes."""
-
-
-class Lines(Display):
-    """Prints a line for the current activity at intervals."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        super().__init__()
-        self._write = write
-        self._shown = self._began
-
-    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
-        del done, total
-        if self._last_call - self._shown >= LINE_SECONDS:
-            self._shown = self._last_call
-            self._write(f"{what}: {amounts}")
-
-
-class Bars(Display):
-    """A bar for the current activity, on the terminal of stderr."""
-
-    _bars: "RichProgress | None" = None
-    _current: "tuple[str, TaskID] | None" = None
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
-        if self._bars is not None:
-            self._bars.stop()
-
-    def _show(self, what: str, done: int, total: int, amounts: str) -> None:
-        if self._last_call - self._began < BAR_SECONDS:
-            return
+    def _show_bar(self, what: str, done: int, total: int, amounts: str) -> None:
+        """Show the bar of an activity, in place of that of another one."""
         bars = self._bars = self._bars or _start_bars()
         if self._current is None or self._current[0] != what:
             if self._current is not None:
@@ -244,19 +221,15 @@ class Console:
         if self.quiet:
             yield None
             return
-        with self._display() as display:
+        outer = self._shown
+        write = None if sys.stderr.isatty() else lambda line: click.echo(line, err=True)
+        display = self._shown = outer or Display(write)
+        try:
             yield display.activity(visible(what), counts=counts)
-
-    @contextmanager
-    def _display(self) -> Iterator[Display]:
-        """The display of progress, which activities share."""
-        if self._shown is not None:
-            yield self._shown
-            return
-        display = Bars() if sys.stderr.isatty() else Lines(lambda line: click.echo(line, err=True))
-        with display as self._shown:
-            yield display
-        self._shown = None
+        finally:
+            self._shown = outer
+            if outer is None:
+                display.close()
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

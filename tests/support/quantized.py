@@ -23,8 +23,7 @@ from shardconv.plan.plan import logical_tensors
 from shardconv.plan.planner import Planner
 from shardconv.plan.tp_sizes import padding_report
 from shardconv.runtime.estimate import MAX_TP
-from shardconv.runtime.quantized_shards import Dequantizer
-from shardconv.runtime.rank_tensors import read_tensors
+from shardconv.runtime.rank_tensors import Dequantizer, read_tensors
 from tests.support.checkpoints import contents
 from tests.support.forked import run
 from tests.support.models import Model, Tensors, change_config, read
