@@ -26,7 +26,6 @@ REPORTS = {
     ("checkpoint/sources/planning.py", "--config"), ("checkpoint/split/loadable.py", "--adapter"),
     ("plan/head_inference.py", "--config"), ("plan/head_inference.py", "--head-dim"),
     ("plan/head_inference.py", "--rules"), ("plan/families/rule.py", "--replicate"),
-    ("runtime/estimate.py", "--config"),
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shardconv.support import console
-from shardconv.support.console import Lines
+from shardconv.support.console import Display
 from shardconv.support.formatting import time_left
 
 
@@ -17,11 +17,11 @@ def clock(monkeypatch):
 
 def test_lines_have_amount_rate_and_time_left(clock):
     lines = []
-    with Lines(lines.append) as display:
-        report = display.activity("split", counts=False)
-        for second in range(1, 31):
-            clock[0] = 1000.0 + second
-            report(second * 10**8, 10**10)
+    display = Display(lines.append)
+    report = display.activity("split", counts=False)
+    for second in range(1, 31):
+        clock[0] = 1000.0 + second
+        report(second * 10**8, 10**10)
     assert lines == [
         "split: 1 GB of 10 GB, 100 MB/s, 90 s left",
         "split: 2 GB of 10 GB, 100 MB/s, 80 s left",
@@ -31,32 +31,32 @@ def test_lines_have_amount_rate_and_time_left(clock):
 
 def test_counts_have_no_rate(clock):
     lines = []
-    with Lines(lines.append) as display:
-        report = display.activity("prove", counts=True)
-        clock[0] += 10
-        report(0, 3)
-        clock[0] += 20
-        report(2, 3)
+    display = Display(lines.append)
+    report = display.activity("prove", counts=True)
+    clock[0] += 10
+    report(0, 3)
+    clock[0] += 20
+    report(2, 3)
     assert lines == ["prove: 0 of 3", "prove: 2 of 3, 15 s left"]
 
 
 def test_time_of_an_activity_begins_after_the_one_before(clock):
     """The rate of copying does not count the time of reading headers."""
     lines = []
-    with Lines(lines.append) as display:
-        headers, copy = display.activity("read headers", counts=True), display.activity("split", counts=False)
-        clock[0] += 50
-        headers(8, 8)
-        clock[0] += 10
-        copy(10**9, 2 * 10**9)
+    display = Display(lines.append)
+    headers, copy = display.activity("read headers", counts=True), display.activity("split", counts=False)
+    clock[0] += 50
+    headers(8, 8)
+    clock[0] += 10
+    copy(10**9, 2 * 10**9)
     assert lines == ["read headers: 8 of 8, 0 s left", "split: 1 GB of 2 GB, 100 MB/s, 10 s left"]
 
 
 def test_nothing_is_shown_of_short_activities(clock):
     lines = []
-    with Lines(lines.append) as display:
-        clock[0] += 9
-        display.activity("split", counts=False)(1, 1)
+    display = Display(lines.append)
+    clock[0] += 9
+    display.activity("split", counts=False)(1, 1)
     assert lines == []
 
 

@@ -309,10 +309,6 @@ def test_index_links_all_pages():
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
 
-def test_pages_have_no_placeholders():
-    assert [page.name for page in LINKED if "@@" in page.read_text("utf-8")] == []
-
-
 def numbers(text: str) -> list[str]:
     return re.findall(r"\d[\d,.]*\d|\d", text)
 
@@ -380,20 +376,3 @@ def test_python_page_has_all_public_names():
     page = (ROOT / "docs" / "python.md").read_text("utf-8")
     pages = page + (ROOT / "docs" / "parallel-layers.md").read_text("utf-8")
     assert [name for name in shardconv.__all__ if not re.search(rf"`(shardconv\.)?{name}\b", pages)] == []
-
-
-def test_errors_of_the_faq_exist():
-    """Each quoted text is in a message; ``...`` stands for any text, and options are data."""
-    page = (ROOT / "docs" / "faq.md").read_text("utf-8").partition("## Questions")[0]
-    quoted = [
-        text for heading in re.findall(r"^\*\*(`[^*]+`)\*\*", page, re.MULTILINE) for text in heading.split("`")[1::2]
-    ]
-    code = "\n".join(path.read_text("utf-8") for path in (ROOT / "shardconv").rglob("*.py"))
-    assert quoted
-    parts = [part for text in quoted for part in re.split(r"\.\.\.|(?<![\w-])--?[a-z][a-z-]*", text)]
-    missing = [part for part in parts if part.strip() not in code]
-    assert missing == []
-
-
-def test_citation_has_the_version():
-    assert f"version: {shardconv.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")

@@ -32,18 +32,21 @@ def unchanged(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_instance_is_refused():
-    message = (
-        r"^model is an instance of Mlp \(expected its class, or a function that builds it\): pass model=Mlp, or "
-        r"model=lambda: Mlp\(...\) with its arguments$"
-    )
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Mlp(),
+            r"^model is an instance of Mlp \(expected its class, or a function that builds it\): pass model=Mlp, or "
+            r"model=lambda: Mlp\(...\) with its arguments$",
+        ),
+        ("Mlp", r"^model is 'Mlp' \(expected a class of modules, or a function"),
+    ],
+    ids=["module", "text"],
+)
+def test_another_argument_is_refused(model, message):
     with pytest.raises(UsageError, match=message):
-        shardconv.load("not read", model=Mlp())
-
-
-def test_other_argument_is_refused():
-    with pytest.raises(UsageError, match=r"^model is 'Mlp' \(expected a class of modules, or a function"):
-        shardconv.load("not read", model="Mlp")
+        shardconv.load("not read", model=model)
 
 
 def test_tensors_that_are_not_stored_have_the_values_of_the_constructor():

@@ -7,19 +7,20 @@ import json
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.distributed.operations import ALL_GATHER
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PeerError, UsageError, WorldSizeError
-from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, inputs_of, source_and_split
+from tests.support.loading import NAMES, TP, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config
 
@@ -57,20 +58,24 @@ def test_logits_equal_those_of_the_unsharded_model(ranks, home, layout, name):
     ranks(layout, check_logits, name, *source_and_split(home, name, TP[layout]))
 
 
+@contextmanager
+def opened_files():
+    """The safetensors files that are opened meanwhile."""
+    opened, is_counting = set(), [True]
+    sys.addaudithook(lambda event, arguments: is_counting[0] and event == "open" and opened.add(str(arguments[0])))
+    try:
+        yield opened
+    finally:
+        is_counting[0] = False
+        opened -= {path for path in opened if not path.endswith(".safetensors")}
+
+
 def check_reads(axis, source, split):
     """Check that a rank opens only its rank file, and that parameters are views of it."""
-    opened = []
-    is_counting = [True]
-
-    def count(event, arguments):
-        if is_counting[0] and event == "open":
-            opened.append(str(arguments[0]))
-
-    sys.addaudithook(count)
-    model = shardconv.load(split, device="cpu", group=axis)
-    is_counting[0] = False
+    with opened_files() as opened:
+        model = shardconv.load(split, device="cpu", group=axis)
     own = str(split / NATIVE.rank_file(axis.rank, axis.size))
-    assert {path for path in opened if path.endswith(".safetensors")} == {own}
+    assert opened == {own}
     lines = Path("/proc/self/maps").read_text().splitlines()
     maps = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if line.endswith(own)]
     assert all(any(low <= parameter.data_ptr() < high for low, high in maps) for parameter in model.parameters())
@@ -87,12 +92,9 @@ def test_each_rank_reads_its_own_file_once(ranks, home):
 
 def check_several_files(axis, source, split):
     """Check logits, and that a rank opens all of its files, and no others."""
-    opened = set()
-    is_counting = [True]
-    sys.addaudithook(lambda event, arguments: is_counting[0] and event == "open" and opened.add(str(arguments[0])))
-    check_logits(axis, "llama", source, split)
-    is_counting[0] = False
-    found = {path for path in opened if path.startswith(str(split)) and path.endswith(".safetensors")}
+    with opened_files() as opened:
+        check_logits(axis, "llama", source, split)
+    found = {path for path in opened if path.startswith(str(split))}
     assert found == {str(path) for path in split.glob(f"rank-{axis.rank}-of-2-file-*.safetensors")}
     assert len(found) > 2
 
@@ -174,14 +176,12 @@ def check_dtype(axis, split, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bf16"], ids=str)
-def test_dtype(ranks, home, dtype):
-    ranks("pair", check_dtype, source_and_split(home, "llama", 2)[1], dtype)
-
-
-def test_dtype_in_another_spelling_is_refused_with_those_that_are_known(home):
+def test_dtype_by_its_name(ranks, home):
+    """One in another spelling is refused with those that are known."""
+    split = source_and_split(home, "llama", 2)[1]
+    ranks("pair", check_dtype, split, "bf16")
     with pytest.raises(UsageError, match=r"dtype 'bfloat16' is unknown.*bf16, fp16, fp32"):
-        shardconv.load(source_and_split(home, "llama", 2)[1], device="cpu", dtype="bfloat16")
+        shardconv.load(split, device="cpu", dtype="bfloat16")
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -213,35 +213,31 @@ def damaged(home, tmp_path):
     return shutil.copytree(source_and_split(home, "llama", 2)[1], tmp_path / "split")
 
 
-def test_rank_file_missing(ranks, damaged):
-    (damaged / NATIVE.rank_file(1, 2)).unlink()
-    ranks(
-        "pair", check_fails, damaged, ["rank 1: .*is missing: copy it to this host", "is missing: copy it to this host"]
-    )
-
-
-def test_rank_file_truncated(ranks, damaged):
-    path = damaged / NATIVE.rank_file(0, 2)
+def truncate(folder, path, _):
     path.write_bytes(path.read_bytes()[:-100])
-    ranks("pair", check_fails, damaged, ["was modified or truncated", "rank 0: .*was modified or truncated"])
 
 
-def test_rank_file_of_another_split(ranks, home, damaged):
-    other = source_and_split(home, "qwen2", 2)[1]
-    shutil.copyfile(other / NATIVE.rank_file(1, 2), damaged / NATIVE.rank_file(1, 2))
-    ranks("pair", check_fails, damaged, ["rank 1: .*expected", "expected"])
+def move_out(folder, path, _):
+    path.rename(folder.parent / "elsewhere")
+    path.symlink_to(folder.parent / "elsewhere")
 
 
-def test_config_missing(ranks, damaged):
-    (damaged / "config.json").unlink()
-    ranks("pair", check_fails, damaged, ["config.json"])
+#: What is done to the folder and the file of rank 0, given a split of another model; and the message of each rank.
+DAMAGES = {
+    "missing": (lambda _, path, __: path.unlink(), "is missing: copy it to this host"),
+    "truncated": (truncate, "was modified or truncated"),
+    "of another split": (lambda _, path, other: shutil.copyfile(other / path.name, path), "expected"),
+    "a link out of the folder": (move_out, "is a link out of its folder"),
+    "config missing": (lambda folder, *_: (folder / "config.json").unlink(), "config.json"),
+}
 
 
-def test_unknown_architecture(ranks, home, tmp_path):
-    source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
-    change_config(source, {"architectures": ["LlamaForNothing"]})
-    shardconv.split(source, tmp_path / "split", tp=2)
-    ranks("pair", check_fails, tmp_path / "split", ["does not name a model class of transformers .*LlamaForNothing"])
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_folder(ranks, home, damaged, what):
+    damage, message = DAMAGES[what]
+    damage(damaged, damaged / NATIVE.rank_file(0, 2), source_and_split(home, "qwen2", 2)[1])
+    messages = [message] if what.startswith("config") else [message, f"rank 0: .*{message}"]
+    ranks("pair", check_fails, damaged, messages)
 
 
 def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
@@ -318,17 +314,6 @@ def test_ranks_with_different_checkpoints(ranks, home, damaged):
     ranks("pair", check_seen_by_one, damaged, damaged.parent / "other")
 
 
-def check_link(axis, split):
-    check_fails(axis, split, ["is a link out of its folder", "rank 0: .* is a link out of its folder"])
-
-
-def test_rank_file_that_is_a_link_out_of_the_folder(ranks, damaged, tmp_path):
-    path = damaged / NATIVE.rank_file(0, 2)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    ranks("pair", check_link, damaged)
-
-
 def check_no_room(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sysconf", lambda _: 16)
@@ -365,37 +350,11 @@ def test_memory_is_checked_for_the_copied_shards_of_all_ranks_of_a_host(ranks, h
     ranks("pair", check_room_for_copies, source, sum(row_parallel), sum(padded))
 
 
-# --- a custom module ------------------------------------------------------------------------------------------------
-
-
-def check_own(axis, source, split):
-    from safetensors.torch import load_file  # noqa: PLC0415 - in the ranks only
-
-    unsharded = Mlp()
-    unsharded.load_state_dict(load_file(source))
-    model = shardconv.load(split, model=Mlp, device="cpu", group=axis)
-    assert tuple(model.up.weight.shape) == (24 // axis.size, 8)
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(x), unsharded(x))
-
-
-def test_own_module(ranks, tmp_path):
-    from safetensors.torch import save_file  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
-    (tmp_path / "plan.toml").write_text(PLAN)
-    shardconv.split(tmp_path / "mlp.safetensors", tmp_path / "split", tp=2, rules=tmp_path / "plan.toml")
-    ranks("pair", check_own, tmp_path / "mlp.safetensors", tmp_path / "split")
-
-
 # --- unused tensors and missing parameters --------------------------------------------------------------------------
 
 
 def changed_tensors(home, tmp_path, change):
     """Split a checkpoint with changed tensors for 2 ranks."""
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415 - as below
-
     source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     change(tensors)
@@ -404,24 +363,18 @@ def changed_tensors(home, tmp_path, change):
     return tmp_path / "split"
 
 
-def test_unused_tensor_is_an_error(ranks, home, tmp_path):
-    """A bias without attention_bias in the config; MTP layers are known to be unused."""
-    name = "model.layers.0.self_attn.q_proj"
-    add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
-    split = changed_tensors(home, tmp_path, add)
-    ranks(
-        "pair", check_fails, split, [rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*unused="]
-    )
-
-
 def check_unused(axis, split, pattern):
     shardconv.load(split, device="cpu", group=axis, unused=(pattern,))
 
 
 def test_unused_option_permits_tensors(ranks, home, tmp_path):
+    """A bias without attention_bias in the config, which is an error otherwise; MTP layers are known to be unused."""
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
-    ranks("pair", check_unused, changed_tensors(home, tmp_path, add), "*.q_proj.bias")
+    split = changed_tensors(home, tmp_path, add)
+    message = rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*unused="
+    ranks("pair", check_fails, split, [message])
+    ranks("pair", check_unused, split, "*.q_proj.bias")
 
 
 def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
@@ -443,8 +396,8 @@ def check_versions(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
             module = sys.modules["shardconv.runtime.ranks"]
-            found = {**module._versions(), "torch": "9.9"}
-            patch.setattr(module, "_versions", lambda: found)
+            found = module._version
+            patch.setattr(module, "_version", lambda package: "9.9" if package == "torch" else found(package))
         check_fails(axis, split, ["versions of torch differ between ranks .rank 0: 2", "rank 1: 9.9"])
 
 

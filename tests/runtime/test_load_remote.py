@@ -36,12 +36,15 @@ def s3(home) -> S3Server:
         yield server
 
 
+def connection(endpoint):
+    """The environment in which a rank finds the server."""
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    return {"AWS_ENDPOINT_URL": endpoint, **keys}
+
+
 def check_equal(axis, url, local, endpoint, tmp, options):
     """Check that a checkpoint at a URL has the parameters of a local one, and that no temporary folder is left."""
-    os.environ.update(
-        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1",
-        TMPDIR=str(tmp),
-    )  # fmt: skip
+    os.environ.update(**connection(endpoint), TMPDIR=str(tmp))
     remote = shardconv.load(url, device="cpu", group=axis, **options)
     expected = shardconv.load(local, device="cpu", group=axis, **options)
     found, wanted = remote.state_dict(), expected.state_dict()
@@ -64,9 +67,7 @@ def test_a_rank_file_at_a_url_is_fetched_once(ranks, home, s3, tmp_path):
 
 
 def check_no_room(axis, url, endpoint, num_bytes):
-    os.environ.update(
-        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
-    )
+    os.environ.update(connection(endpoint))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sysconf", lambda name: num_bytes - 1 if name == "SC_PAGE_SIZE" else 1)
         with pytest.raises(ShardconvError, match=r"cpu has room for .*, or copy the checkpoint to a disk of this host"):
@@ -82,9 +83,7 @@ def test_memory_is_checked_before_rank_files_are_fetched_into_it(ranks, home, s3
 
 
 def check_damaged(axis, url, endpoint):
-    os.environ.update(
-        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
-    )
+    os.environ.update(connection(endpoint))
     with pytest.raises(ShardconvError, match=f"{url}/rank-0-of-2.safetensors: .*differ from their checksum"):
         shardconv.load(url, device="cpu", group=axis)
 
@@ -102,9 +101,7 @@ def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
 
 
 def check_one_fails(axis, endpoint):
-    os.environ.update(
-        AWS_ENDPOINT_URL=endpoint, AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_REGION="us-east-1"
-    )
+    os.environ.update(connection(endpoint))
     with pytest.raises(ShardconvError, match="s3://bucket/missing: does not exist") as caught:
         shardconv.load(["s3://bucket/split", "s3://bucket/missing"][axis.rank], device="cpu", group=axis)
     assert isinstance(caught.value, PeerError) is (axis.rank == 0)
@@ -124,19 +121,16 @@ def check_versions_differ(axis, endpoint, options):
     assert "values of tensors" not in str(caught.value)
 
 
-def test_a_commit_that_is_pushed_while_ranks_load_a_source_is_an_error(ranks, home):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_commit_that_is_pushed_while_ranks_load_is_an_error(ranks, home, tmp_path, is_split):
+    """Of a source, and of a split checkpoint without checksums."""
     source, _ = source_and_split(home, "llama", 2)
-    with serve_hub(contents(source)) as hub:
-        hub.push_after_the_first(contents(source))
-        ranks("pair", check_versions_differ, hub.server.url, {"tp": 2})
-
-
-def test_a_commit_that_is_pushed_while_ranks_load_a_split_without_checksums_is_an_error(ranks, home, tmp_path):
-    source, _ = source_and_split(home, "llama", 2)
-    shardconv.split(source, tmp_path / "split", tp=2, checksums=False)
-    with serve_hub(contents(tmp_path / "split")) as hub:
-        hub.push_after_the_first(contents(tmp_path / "split"))
-        ranks("pair", check_versions_differ, hub.server.url, {})
+    if is_split:
+        shardconv.split(source, tmp_path / "split", tp=2, checksums=False)
+    files = contents(tmp_path / "split" if is_split else source)
+    with serve_hub(files) as hub:
+        hub.push_after_the_first(files)
+        ranks("pair", check_versions_differ, hub.server.url, {} if is_split else {"tp": 2})
 
 
 @MATRIX

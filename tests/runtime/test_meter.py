@@ -46,10 +46,10 @@ def test_cached_shapes_equal_those_of_torch(monkeypatch):
             model = MODELS[name].build()
         config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
         arguments = MetaModel(config, torch.bfloat16), PlanRequest()
-        remembered = dry_run(*arguments, tp=2, batch=2, seq=9)
+        remembered = dry_run(*arguments, 2, 2, 9)
         with monkeypatch.context() as context:
             context.setattr(meters, "REUSED", frozenset[object]())
-            assert dry_run(*arguments, tp=2, batch=2, seq=9) == remembered
+            assert dry_run(*arguments, 2, 2, 9) == remembered
 
 
 def test_cache_key_has_everything_that_shapes_depend_on():

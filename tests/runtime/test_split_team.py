@@ -18,7 +18,7 @@ import pytest
 
 import shardconv
 from shardconv.runtime import split_team
-from shardconv.support.errors import PeerError, UsageError
+from shardconv.support.errors import UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start
 from tests.support.faults import SLOW
@@ -73,6 +73,15 @@ def team(*commands: list[object], scripts: dict[int, Path] | None = None) -> lis
     return [finish(process) for process in begin(*commands, scripts=scripts)]
 
 
+def torchrun(size: int, *arguments: object) -> subprocess.Popen[str]:
+    """Start torchrun on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, *arguments]
+    return Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 def check_failed(results: list[Result], message: str) -> None:
     """Check that all processes failed, and that one of them says why."""
     assert all(result.code not in {0, None} for result in results), results
@@ -114,18 +123,15 @@ def test_disk_of_each_host(source, expected, tmp_path):
     assert contents(tmp_path / "back") == contents(source)
 
 
-def test_some_ranks_by_several_processes(source, tmp_path):
-    results = team(*[[source, "--tp", 4, "--ranks", "1-3", "-o", tmp_path / "out"]] * 2)
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [(["--ranks", "1-3"], {"ranks": "1-3"}), (["--no-checksums"], {"checksums": False})],
+    ids=["some ranks", "no checksums"],
+)
+def test_options_have_the_effect_that_they_have_on_one_process(source, tmp_path, options, arguments):
+    results = team(*[[source, "--tp", 4, *options, "-o", tmp_path / "out"]] * 2)
     assert [result.code for result in results] == [0, 0], results
-    assert "3 rank files (ranks 1-3 of 4)" in results[0].out
-    shardconv.split(source, tmp_path / "alone", tp=4, ranks="1-3")
-    assert contents(tmp_path / "out") == contents(tmp_path / "alone")
-
-
-def test_without_checksums(source, tmp_path):
-    results = team(*[[source, "--tp", 4, "--no-checksums", "-o", tmp_path / "out"]] * 2)
-    assert [result.code for result in results] == [0, 0], results
-    shardconv.split(source, tmp_path / "alone", tp=4, checksums=False)
+    shardconv.split(source, tmp_path / "alone", tp=4, **arguments)
     assert contents(tmp_path / "out") == contents(tmp_path / "alone")
 
 
@@ -137,13 +143,7 @@ def test_dry_run(source, tmp_path):
 
 
 def test_under_torchrun(source, expected, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with Popen(
-        [*torchrun, "-m", "shardconv", "split", str(source), "--tp", "4", "-o", str(tmp_path / "out")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    ) as agent:  # fmt: skip
-        result = finish(agent)
+    result = finish(torchrun(2, "-m", "shardconv", "split", source, "--tp", "4", "-o", tmp_path / "out"))
     assert result.code == 0, result.err
     assert result.out.count("4 rank files") == 1
     assert contents(tmp_path / "out") == expected
@@ -152,12 +152,7 @@ def test_under_torchrun(source, expected, tmp_path):
 @pytest.mark.parametrize("command", ["merge", pytest.param("verify", marks=MATRIX)])
 def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, command):
     shardconv.split(source, tmp_path / "out", tp=2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    with Popen(
-        [*torchrun, "-m", "shardconv", command, "out"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        cwd=tmp_path, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
-    ) as agent:  # fmt: skip
-        result = finish(agent)
+    result = finish(torchrun(3, "-m", "shardconv", command, tmp_path / "out"))
     errors = re.findall(r"^shardconv: .*$", result.err, re.MULTILINE)
     message = f"shardconv: {command} is not shared between processes (got 3, expected 1): start it without torchrun"
     assert (result.code, result.out, errors) == (1, "", [message])
@@ -285,14 +280,6 @@ def test_folder_that_cannot_be_written(source, tmp_path, process):
     assert left(tmp_path) == ["file"]
 
 
-def test_file_that_finds_shared_disks_is_removed_after_an_error(tmp_path):
-    context = split_team._new_file(tmp_path / "new" / "file")
-    context.__enter__()
-    assert left(tmp_path) == ["new", "new/file"]
-    assert not context.__exit__(PeerError, PeerError("another process failed"), None)  # the error goes on
-    assert left(tmp_path) == []
-
-
 WRONG_VARIABLES = {
     "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
     "no port": ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
@@ -358,12 +345,7 @@ def test_killed_process(source, tmp_path, slow, process):
 
 def test_killed_process_under_torchrun(source, tmp_path, slow):
     """The agent and the other process end; no process is left."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    agent = Popen(
-        [*torchrun, str(slow), "split", str(source), "--tp", "4", "-o", str(tmp_path / "out")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    agent = torchrun(2, slow, "split", source, "--tp", "4", "-o", tmp_path / "out")
     wait_until(lambda: copying(tmp_path))
     workers = [int((slow.parent / f"pid{rank}").read_text()) for rank in range(2)]
     os.kill(workers[1], signal.SIGKILL)
@@ -386,13 +368,7 @@ def test_error_of_a_slow_process_is_printed_under_torchrun(source, tmp_path):
         "def late(team):\n    is_later = fail(team)\n    time.sleep(0 if is_later else 2)\n    return is_later\n"
         "SplitTeam._fail = late\nfrom shardconv.cli import main\nmain()\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    agent = Popen(
-        [*torchrun, str(program), "split", str(source), "--tp", "5", "-o", str(tmp_path / "out")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    result = finish(agent)
+    result = finish(torchrun(2, program, "split", source, "--tp", "5", "-o", tmp_path / "out"))
     assert (result.code, len(re.findall(r"^shardconv: .*5", result.err, re.MULTILINE))) == (1, 1), result.err
 
 
