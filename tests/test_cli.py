@@ -116,7 +116,7 @@ def test_quiet_keeps_differences(commands):
 
 @each_writing_command
 def test_dry_run_writes_nothing(commands, tmp_path, command):
-    """Its report is what the command would print. A destination that exists is not an error: a line names the option."""
+    """Its report is what the command would print. If the destination exists, a line names the option."""
     dry, shown = (call(*commands[command], "--dry-run", *options) for options in (["--json"], []))
     assert (dry.code, dry.err, shown.code, shown.err) == (0, "", 0, "")
     assert "would be written" in shown.out
