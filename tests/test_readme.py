@@ -201,7 +201,7 @@ def check_python(block: Block, script: Path, environment: dict[str, str]) -> Non
 
 def test_reader_of_the_format_page(tmp_path, monkeypatch):
     """Stripes that begin inside a row, at the end of an interval, and in padding."""
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 5000)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
     shardconv.split(ROOT / "examples" / "demo-model", tmp_path / "demo-model-tp3", tp=3, pad=True)
     (code,) = (block.text for block in blocks(ROOT / "docs" / "checkpoint-format.md") if "import xxhash" in block.text)
     (tmp_path / "reader.py").write_text(code.replace("demo-model-tp8", "demo-model-tp3"), "utf-8")

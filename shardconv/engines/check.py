@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv import engines
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES
 from shardconv.checkpoint.sources.opening import open_if_external
 from shardconv.checkpoint.sources.planning import StrPath, plan_source
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
@@ -94,7 +93,7 @@ def _manifest(folder: Path) -> Manifest:
         return read_manifest(folder)
     planned = plan_source(source, layout=_LAYOUT)
     return Manifest.of_source(
-        source, planned.plan(source.num_ranks), planned.request, stripe_bytes=STRIPE_BYTES, checksums=False,
+        source, planned.plan(source.num_ranks), planned.request, checksums=False,
         layout=choose_layout(_LAYOUT, planned.tensors, config_with_quantization(source)),
     )  # fmt: skip
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
+from shardconv.checkpoint.engine.layout import PADDING_NAME
+from shardconv.checkpoint.operations.differences import is_other_model, tensor_differences
 from shardconv.checkpoint.operations.merge import merge
-from shardconv.checkpoint.operations.verify_external import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
@@ -21,7 +22,6 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
-from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.distributed.agreement import run_on_first
 from shardconv.files.containers.safetensors import num_bytes

@@ -150,7 +150,7 @@ def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
             sizes.append(block_bytes)
 
     monkeypatch.setattr(engine, "Scratch", Recorded)
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 128)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 128)
     shardconv.split(write_checkpoint(tmp_path / "source"), tmp_path / "out", tp=2, threads=10_000)
     assert len(sizes) > 8
     assert sum(sizes) <= 12 * 2**20
@@ -308,7 +308,7 @@ def test_comparer_names_tensor_and_byte(tmp_path):
     found = []
     with ours, theirs:
         reader = ShardReader(shards, ours, labels=["a", "b"], names=["t0"])
-        comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"], reader.tensors)
+        comparer = Comparer(ShardReader(source, theirs, labels=["c"], names=["t0"]), ["t0"], ["t0"], reader.tensors)
         CopyJob(split_into_stripes([12]), reader, [comparer], found.append).run()
     assert [str(error) for error in found] == ["t0: byte 7 of the tensor differs from the source"]
 

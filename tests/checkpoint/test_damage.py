@@ -461,7 +461,7 @@ def test_manifest_is_a_pipe(folder):
 
 def test_manifest_of_a_newer_version(folder):
     change_manifest(folder, lambda data: data.update(format_version=99), sign=False)
-    check_refused(folder, "format version is too new (got 99", "update shardconv", verified=False)
+    check_refused(folder, "format version is not supported (got 99", "update shardconv", verified=False)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def _small_stripes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in STRIPE_MODULES:
-            patch.setattr(f"shardconv.checkpoint.operations.{module}.STRIPE_BYTES", STRIPE_BYTES)
+            patch.setattr(f"shardconv.checkpoint.{module}.STRIPE_BYTES", STRIPE_BYTES)
         yield
 
 

@@ -35,7 +35,7 @@ TP = 4
 @pytest.fixture(autouse=True)
 def _small_stripes(monkeypatch):
     """Many stripes, and no gap that is read."""
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 5000)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
     monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
     geometry.cache_clear()
     yield
@@ -437,7 +437,7 @@ def test_hosts_with_different_sources(tmp_path, what):
 )
 def test_hosts_whose_sources_differ_in_a_byte(tmp_path, monkeypatch, stripe_bytes, expected):
     """Where no sample has the byte, checksums of replicated stripes differ, or else replicas."""
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", stripe_bytes)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", stripe_bytes)
     config = {**llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1), "head_dim": 1}
     source, other = tmp_path / "source", tmp_path / "other"
     for folder in (source, other):

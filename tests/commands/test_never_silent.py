@@ -1105,7 +1105,7 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
         if case.while_split is not None:
             change_during(patch, lambda: case.while_split(source))
         if case.interrupted is not None:
-            patch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 4096)
+            patch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 4096)
             arguments += ["--resume", "--threads", 1]
             with pytest.MonkeyPatch.context() as failure:
                 failure.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))

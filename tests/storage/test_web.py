@@ -42,7 +42,7 @@ def test_split_fetches_each_byte_of_the_weights_once(made, web, tmp_path):
 
 
 def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 4096)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 4096)
     shardconv.split(made / "model", tmp_path / "expected", tp=2)
     arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
     with monkeypatch.context() as patch:
@@ -67,7 +67,7 @@ def test_a_server_without_versions_is_not_resumed(web, tmp_path):
 
 
 def test_the_time_of_the_last_change_is_a_version(made, web, tmp_path, monkeypatch):
-    monkeypatch.setattr("shardconv.checkpoint.operations.split.STRIPE_BYTES", 4096)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 4096)
     web.tag, web.changed = "", "Thu, 01 Jan 2026 00:00:00 GMT"
     arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
     with monkeypatch.context() as patch:

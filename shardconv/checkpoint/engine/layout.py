@@ -21,7 +21,8 @@ from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError, option
 
-MANIFEST_NAME = "shardconv.json"
+#: Names of the manifests of split and of padded checkpoints.
+MANIFEST_NAME, PADDING_NAME = "shardconv.json", "shardconv-padding.json"
 #: Folder of the adapters in a split base model, each of which is a split checkpoint of its own.
 ADAPTERS = "adapters"
 #: Key of the identity of a split checkpoint in the metadata of its rank files.
@@ -75,18 +76,6 @@ class Layout:
     def tensors_of(self, rank: int) -> dict[str, TensorInfo]:
         """Name to tensor of the files of a rank."""
         return {name: info for header in self.headers[self.files_of(rank)] for name, info in header.tensors.items()}
-
-
-class ExplicitFiles(NamedTuple):
-    """Files whose names and layout do not follow from those of a split: those of padded checkpoints.
-
-    Attributes:
-        names: of the files.
-        layout: their headers and shards.
-    """
-
-    names: tuple[str, ...]
-    layout: Layout
 
 
 def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -310,7 +299,7 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
-    """Lay out the files of an unsharded checkpoint whose tensors are padded by a plan for one rank.
+    """Lay out the files of a checkpoint whose tensors are padded by a plan for one rank, which has all files.
 
     Args:
         headers: of each file without padding.
@@ -327,10 +316,13 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
     return _lay_out_files_of(
         [padded(header) for header in headers],
         {name: (geometry(plan.placement(name), spec.dtype, spec.shape), None) for name, spec in tensors.items()},
+        files_per_rank=len(headers),
     )
 
 
-def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, tuple[Geometry, Edits | None]]) -> Layout:
+def _lay_out_files_of(
+    headers: Sequence[Header], tensors: Mapping[str, tuple[Geometry, Edits | None]], *, files_per_rank: int = 1
+) -> Layout:
     """The layout of files with one shard of each tensor."""
     positions = {
         name: (number, header.data_offset + info.start)
@@ -340,4 +332,4 @@ def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, tuple[Geo
     shards = (
         Shards(one, (positions[name][0],), (positions[name][1],), edits) for name, (one, edits) in tensors.items()
     )
-    return Layout(tuple(headers), tuple(shards))
+    return Layout(tuple(headers), tuple(shards), files_per_rank=files_per_rank)

@@ -4,7 +4,7 @@ A byte range of a shard that is contiguous in the block is read and written in p
 strided copy per box.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -238,6 +238,7 @@ class Comparer:
 
     Args:
         reader: the other reader.
+        common: the names of its tensors; others are not compared.
         names: for each tensor its name.
         held: the shards that blocks consist of: where these hold no bytes, nothing is compared.
 
@@ -245,9 +246,11 @@ class Comparer:
         differences: descriptions of the differences.
     """
 
-    def __init__(self, reader: Reader, names: Sequence[str], held: Sequence[Shards]) -> None:
-        self.tensors = reader.tensors
+    def __init__(self, reader: Reader, common: Sequence[str], names: Sequence[str], held: Sequence[Shards]) -> None:
+        self.tensors = held
         self.differences: set[str] = set()
+        numbers = {name: number for number, name in enumerate(common)}
+        self._numbers = [numbers.get(name) for name in names]
         self._reader = reader
         self._names = names
         self._held = held
@@ -255,7 +258,17 @@ class Comparer:
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Compare a block."""
         other = scratch.take("compare", len(block))
-        self._reader.gather(state, span, other, scratch)
+        for common in self._common([span]):
+            self._reader.gather(state, common, other, scratch)
+            self._compare(state, span, block, other, scratch)
+
+    def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """Yield the spans as those of the other reader."""
+        for span in spans:
+            if (number := self._numbers[span.tensor]) is not None:
+                yield span._replace(tensor=number)
+
+    def _compare(self, state: StripeState, span: Span, block: Bytes, other: Bytes, scratch: Scratch) -> None:
         held = self._held[span.tensor].geometry
         if held.columns is not None:
             compared = scratch.take("held", len(block))
@@ -269,7 +282,7 @@ class Comparer:
 
     def prefetch(self, stripe: Stripe) -> None:
         """Read a stripe ahead."""
-        self._reader.prefetch(stripe)
+        self._reader.prefetch(tuple(self._common(stripe)))
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for."""

@@ -2,61 +2,47 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
-from shardconv.checkpoint.engine.layout import ADAPTERS, MANIFEST_NAME, lay_out_source
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.engine.layout import ADAPTERS, lay_out_source
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
-from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders, find_folders, read_folders
+from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.folder import AnyPath, permissions, relative_name
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import is_weights
-from shardconv.plan.placement import Placement
-from shardconv.plan.plan import Plan, Reason, TensorPlan
-from shardconv.plan.request import PlanRequest
-from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class MergeReport:
-    """Result of a merge, or with ``dry_run`` the expected result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeReport(WriteReport):
+    """Result of a merge.
 
     Attributes:
-        path: the merged file or folder.
-        files: the names of its weight files.
-        num_tensors: number of tensors.
+        files: the names of the weight files.
         num_bytes: bytes of all tensors.
         is_identical: whether the weight files equal the source files, byte for byte; False if several source files are
             merged into one, or if the source was ``derived``. None without checksums.
-        seconds: wall time in seconds.
-        dry_run: whether nothing was written.
-        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         notes: assumptions, and why merged adapters differ from those that were split.
         derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
-        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
-    path: str
     files: tuple[str, ...]
-    num_tensors: int
     num_bytes: int
     is_identical: bool | None
-    seconds: float
-    dry_run: bool
-    destination_exists: bool
     notes: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
-    resumed_bytes: int = 0
 
 
 def merge(  # noqa: D417 - WriteOptions has the descriptions
@@ -94,9 +80,10 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
-    split = _read(src, source_layout)
+    split = open_folders(src, source_layout)
+    notes = () if split.source is None else (*split.source.assumed, *check_shapes(split.source))
     manifest, adapters = split.manifest, split.adapters()
-    destination = given or LocalDestination(_default_target(split.first, manifest))
+    destination = given or Destination(_default_target(split.first, manifest))
     is_folder = _is_folder(destination)
     if adapters and not is_folder:
         raise UsageError(
@@ -110,37 +97,25 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
         added_files=tuple(name for one in adapters.values() for name in _merged_names(split.first, one)),
         added_bytes=sum(header.file_bytes for one in adapters.values() for _, header in one.manifest.source_files),
     )  # fmt: skip
-    exists = writer.check(split.paths)
-    for one in (split, *adapters.values()) if dry_run else ():
-        one.check_readable()
     names = tuple(headers) if is_folder else (destination.path.name,)
-    resumed_bytes = 0 if dry_run else _write(writer, split, dict(zip(names, headers.values(), strict=True)), adapters)
+    renamed = dict(zip(names, headers.values(), strict=True))
+    write = partial(write_full, split=split, headers=renamed, adapters=adapters)
+    check = partial(_check_readable, [split, *adapters.values()])
     return MergeReport(
-        path=str(destination),
+        **writer.run(split.paths, write, began=began, check=check),
         files=names,
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for header in headers.values()),
         is_identical=None if equals_source and manifest.checksums is None else equals_source,
-        seconds=time.perf_counter() - began,
-        dry_run=dry_run,
-        destination_exists=exists,
-        notes=(*(() if split.source is None else split.source.assumed), *_adapter_notes(adapters)),
+        notes=(*notes, *_adapter_notes(adapters)),
         derived=manifest.derived,
         adapters=manifest.adapters,
-        resumed_bytes=resumed_bytes,
     )
 
 
-def _read(src: SourcePath | Sequence[SourcePath], source_layout: str | None) -> SplitFolders:
-    """Read a split checkpoint, or rank files of another tool."""
-    folders, source = find_folders(src, source_layout)
-    if source is None:
-        return read_folders(folders)
-    source = replace(source, assumed=(*source.assumed, *check_shapes(source)))
-    full = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge to full tensors", "*"))
-    plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, full), RuleSet("merge", ()))
-    manifest = Manifest.of_source(source, plan, PlanRequest(), stripe_bytes=STRIPE_BYTES, checksums=False)
-    return as_folders(folders[0], manifest, source)
+def _check_readable(checkpoints: Sequence[SplitFolders]) -> None:
+    for one in checkpoints:
+        one.check_readable()
 
 
 def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
@@ -188,17 +163,32 @@ def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:
         yield from (f"adapter {name}: {phrase}" for phrase in adapter.manifest.derived)
 
 
-def _write(
-    writer: CheckpointWriter, split: SplitFolders, headers: Mapping[str, Header], adapters: Mapping[str, SplitFolders]
+def write_full(
+    writer: CheckpointWriter,
+    split: SplitFolders,
+    headers: Mapping[str, Header],
+    adapters: Mapping[str, SplitFolders] = MappingProxyType({}),
+    command: str = "merge",
 ) -> int:
-    """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest = split.manifest
-    weights = Weights([*headers], lay_out_source([*headers.values()], manifest.tensors), manifest.stripes)
+    """Write the full tensors of a split or padded checkpoint.
+
+    Args:
+        writer: of the new checkpoint.
+        split: the checkpoint.
+        headers: name to header of each file to write.
+        adapters: name to each adapter, which is merged into a folder of its own.
+        command: the name of the command.
+
+    Returns:
+        Bytes of full tensors that an interrupted run had written.
+    """
+    manifest, read = split.manifest, split.manifests
+    layout = lay_out_source([*headers.values()], manifest.tensors)
+    weights = Weights.of_layout([*headers], layout, manifest.stripes)
     reader, inputs = split.open()
-    read = split.manifests(MANIFEST_NAME)
-    with writer.writing(reader, inputs, weights, settings_of("merge", manifest), read) as staged:
+    with writer.writing(reader, inputs, weights, settings_of(command, manifest), read) as staged:
         for name, adapter in adapters.items():
             merge(adapter.paths, staged.inner(f"{ADAPTERS}/{name}"), threads=writer.options.threads)
         if writer.is_folder and manifest.index is not None:
-            staged.write(*manifest.index, permissions([split.first / MANIFEST_NAME]))
+            staged.write(*manifest.index, permissions(read))
     return staged.resumed_bytes

@@ -52,19 +52,9 @@ class MetaFiles:
     params: Mapping[str, object]
 
     @property
-    def files_per_rank(self) -> int:
-        """Each rank has one file."""
-        return 1
-
-    @property
     def names(self) -> list[str]:
         """The names of the rank files."""
         return [f"{archive.root}.pth" for archive in self.archives]
-
-    @property
-    def prefixes(self) -> list[bytes]:
-        """The bytes of each file before its shards: they are among those that :meth:`finish` writes."""
-        return [b""] * len(self.archives)
 
     @property
     def file_bytes(self) -> list[int]:
@@ -226,7 +216,8 @@ def write_meta(
     auxiliary = writer.auxiliary
     copied = {name: path for name, path in auxiliary.copied.items() if name != PARAMS_NAME}
     writer = replace(writer, auxiliary=replace(auxiliary, copied=copied))
-    with writer.writing(reader, inputs, Weights(files.names, files, stripes), settings, read) as staged:
+    weights = Weights(files.names, [b""] * len(files.archives), files.file_bytes, files.shards, stripes)
+    with writer.writing(reader, inputs, weights, settings, read) as staged:
         files.finish(staged.path)
         config = source.auxiliary_files.get(CONFIG_NAME)
         mode = 0o666 if config is None else permissions([config])

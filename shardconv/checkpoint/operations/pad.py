@@ -8,15 +8,17 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
-from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
@@ -24,7 +26,7 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, with_files, write_padding
+from shardconv.checkpoint.split.manifest_file import write_manifest
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
@@ -40,41 +42,29 @@ from shardconv.support.errors import PlanError, SourceError, UsageError
 Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class PadReport:
-    """Result of padding a checkpoint, or with ``dry_run`` the expected result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PadReport(WriteReport):
+    """Result of padding a checkpoint.
 
     Attributes:
-        path: the padded checkpoint.
         tp: the tensor parallel size that it is padded for.
         family: the model family whose rules were used.
-        num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
         num_bytes: bytes of the padded weights.
         padding: padded units, with their counts before and after.
         config: the fields of config.json that change.
         notes: possible differences in outputs; empty if there are none.
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
-        seconds: wall time in seconds.
-        dry_run: whether nothing was written.
-        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
-        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
-    path: str
     tp: int
     family: str
-    num_tensors: int
     source_bytes: int
     num_bytes: int
     padding: PaddingReport
     config: tuple[ConfigChange, ...]
     notes: tuple[str, ...]
     left_out: Mapping[str, str]
-    seconds: float
-    dry_run: bool
-    destination_exists: bool
-    resumed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +123,11 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     given = find_destination(dst, resume=resume)
     source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
-    destination = given or LocalDestination(Path(f"{source.name}-pad{tp}"))
+    destination = given or Destination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)
-    exists = writer.check((source.path, *source.paths, *source.auxiliary_files.values()))
-    resumed_bytes = 0 if dry_run else _write(writer, source, planned)
+    read = (source.path, *source.paths, *source.auxiliary_files.values())
     return PadReport(
-        path=str(destination),
+        **writer.run(read, partial(_write, source=source, planned=planned), began=began),
         tp=tp,
         family=str(planned.manifest.plan.family),
         num_tensors=len(planned.manifest.tensors),
@@ -148,10 +137,6 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
         config=planned.changes,
         notes=tuple(_note(change) for change in planned.changes if change.field.endswith(VOCABULARY)),
         left_out=source.left_out,
-        seconds=time.perf_counter() - began,
-        dry_run=dry_run,
-        destination_exists=exists,
-        resumed_bytes=resumed_bytes,
     )
 
 
@@ -189,8 +174,9 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
     planner_for(padded, config, PlanRequest()).plan(tp)  # raises PlanError if they do not match the new config
     if check is not None:
         check(config, padded)
-    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
-    return _Planned(config, with_files(manifest), changes, padding)
+    manifest = Manifest.of_source(source, plan, request, checksums=False)
+    original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
+    return _Planned(config, replace(manifest, original_config=original), changes, padding)
 
 
 def _writer(
@@ -206,21 +192,19 @@ def _writer(
 
 def _write(writer: CheckpointWriter, source: Source, planned: _Planned) -> int:
     """Write the padded checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest, layout = planned.manifest, planned.manifest.rank_layout
-    config_path = source.auxiliary_files[CONFIG_NAME]
-    original = _text_of(config_path, source.config)
-    weights = Weights(manifest.rank_files, layout, manifest.stripes, lambda _: layout.prefixes)
+    manifest = planned.manifest
+    weights = Weights.of_layout(
+        manifest.rank_files, manifest.rank_layout, manifest.stripes, lambda _: manifest.rank_layout.prefixes
+    )
     reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-    read = source.auxiliary_files.values()
-    with writer.writing(reader, inputs, weights, settings_of("pad", manifest), read) as staged:
-        assert staged.checksums is not None
+    settings, read = settings_of("pad", manifest), source.auxiliary_files.values()
+    with writer.writing(reader, inputs, weights, settings, read) as staged:
         if manifest.index is not None:
             name, text = manifest.index
             staged.write(name, with_total_size(text, planned.num_bytes), staged.mode)
         copied = {name: one for name, one in staged.auxiliary_files.items() if name != CONFIG_NAME}
-        written = replace(manifest, auxiliary_files=copied)
-        mode = staged.mode & permissions([config_path])  # the manifest contains the config
-        write_padding(written, staged.checksums, original, staged.path, mode=mode)
+        mode = staged.mode & permissions([source.auxiliary_files[CONFIG_NAME]])  # the manifest contains the config
+        write_manifest(manifest.written(staged.checksums, copied), staged.path, mode=mode)
     return staged.resumed_bytes
 
 

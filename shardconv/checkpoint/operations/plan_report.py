@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Unpack
 
@@ -19,6 +19,7 @@ from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
+from shardconv.plan.planner import Planner
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
@@ -121,30 +122,10 @@ def report_plan(
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
         return _report_stored(path, tp, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
-    source, specs, _, planner, _ = planned
-    sizes = tp_sizes(planner)
-    tp_plan = None if tp is None else planner.plan(tp)
-    tensors = () if tp_plan is None else tensor_reports(source.specs, tp_plan)
-    return PlanReport(
-        source=str(path),
-        family=planner.rules.family,
-        tp=tp,
-        num_tensors=sum(len(file.header.tensors) for file in source.files),
-        num_bytes=source.num_bytes,
-        assumed=planner.assumed,
-        left_out=source.left_out,
-        supported_tp=sizes.supported,
-        supported_bytes=sizes.rank_bytes,
-        blocked_tp=sizes.blocked,
-        padded_tp=sizes.padded if base is None else (),
-        padding=NO_PADDING if tp is None else padding_report(planner, tp),
-        rank_bytes=() if tp_plan is None else rank_bytes(tensors, tp_plan.tp),
-        tensors=tensors,
-        num_quantized=num_quantized(specs),
-        quantized_blocks=quantized_blocks(specs),
-        quantization=describe_settings(config_with_quantization(source)),
-        engine=options.get("engine"),
-    )
+    source, plan = planned.source, None if tp is None else planned.plan(tp)
+    settings = config_with_quantization(source)
+    report = _report(path, planned.planner, planned.tensors, plan, settings, is_adapter=base is not None)
+    return replace(report, left_out=source.left_out, engine=options.get("engine"))
 
 
 def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> PlanReport:
@@ -155,35 +136,51 @@ def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> Pla
     is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
-    plan, specs = manifest.plan, manifest.source_tensors
+    plan = manifest.plan
     stored = stored_planner(manifest, manifest.request.engine)
     planner = stored if tp in (None, plan.tp) else stored.padded(int(pad))
     plan = plan if tp in (None, plan.tp) else planner.plan(tp)
+    report = _report(folder, planner, quantized_tensors(manifest), plan, manifest.config, is_adapter=is_adapter)
+    return replace(
+        report,
+        layout=manifest.layout.name,
+        stored_tp=manifest.tp,
+        ranks=manifest.ranks,
+        adapters=manifest.adapters,
+        engine=manifest.request.engine,
+    )
+
+
+def _report(
+    path: AnyPath,
+    planner: Planner,
+    specs: Mapping[str, TensorSpec],
+    plan: Plan | None,
+    settings: Mapping[str, object] | None,
+    *,
+    is_adapter: bool,
+) -> PlanReport:
+    """The report on a planner of tensors, some of which may be quantized by settings, and on one of its plans."""
     sizes = tp_sizes(planner)
-    tensors = tensor_reports(specs, plan)
+    tensors = () if plan is None else tensor_reports(specs, plan)
     return PlanReport(
-        source=str(folder),
-        family=plan.family,
-        tp=plan.tp,
+        source=str(path),
+        family=planner.rules.family,
+        tp=None if plan is None else plan.tp,
         num_tensors=len(specs),
         num_bytes=total_bytes(specs.values()),
-        assumed=plan.assumed,
+        assumed=planner.assumed if plan is None else plan.assumed,
         left_out={},
         supported_tp=sizes.supported,
         supported_bytes=sizes.rank_bytes,
         blocked_tp=sizes.blocked,
         padded_tp=() if is_adapter else sizes.padded,
-        padding=padding_report(planner, plan.tp),
-        rank_bytes=rank_bytes(tensors, plan.tp),
+        padding=NO_PADDING if plan is None else padding_report(planner, plan.tp),
+        rank_bytes=() if plan is None else rank_bytes(tensors, plan.tp),
         tensors=tensors,
-        layout=manifest.layout.name,
-        num_quantized=num_quantized(quantized_tensors(manifest)),
-        quantized_blocks=quantized_blocks(quantized_tensors(manifest)),
-        stored_tp=manifest.tp,
-        ranks=manifest.ranks,
-        quantization=describe_settings(manifest.config),
-        adapters=manifest.adapters,
-        engine=manifest.request.engine,
+        num_quantized=num_quantized(specs),
+        quantized_blocks=quantized_blocks(specs),
+        quantization=describe_settings(settings),
     )
 
 

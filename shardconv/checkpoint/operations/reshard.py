@@ -2,23 +2,24 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 from msgspec import structs
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.engine.layout import ADAPTERS, MANIFEST_NAME
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.split import SplitReport, split
-from shardconv.checkpoint.operations.split_writing import finish_split
+from shardconv.checkpoint.operations.split_writing import write_ranks
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
-from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
+from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath, request_for
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.split_folders import SplitFolders, find_folders, read_folders
+from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import permissions
@@ -31,43 +32,31 @@ from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardReport:
-    """Result of a reshard, or with ``dry_run`` the expected result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport(WriteReport):
+    """Result of a reshard.
 
     Attributes:
-        path: the new split checkpoint.
         old_tp: number of ranks of the old split checkpoint.
         tp: number of ranks of the new one.
         old_layout: layout of the old rank files.
         layout: layout of the new rank files.
-        num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
         rank_bytes: for each new rank the bytes of its files.
-        seconds: wall time in seconds.
-        dry_run: whether nothing was written.
-        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         notes: why the source differs from rank files of another tool, and assumptions.
         padding: padded units and their cost.
         files_per_rank: number of files of each new rank.
-        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
     """
 
-    path: str
     old_tp: int
     tp: int
     old_layout: str
     layout: str
-    num_tensors: int
     num_bytes: int
     rank_bytes: tuple[int, ...]
-    seconds: float
-    dry_run: bool
-    destination_exists: bool
     notes: tuple[str, ...] = ()
     padding: PaddingReport = NO_PADDING
     files_per_rank: int = 1
-    resumed_bytes: int = 0
 
 
 def reshard(  # noqa: D417 - WriteOptions has the descriptions
@@ -120,8 +109,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress, checksums=checksums
     )
     given = find_destination(dst, resume=resume)
-    paths, source = find_folders(src, source_layout)
-    if source is not None:
+    found = open_folders(src, source_layout)
+    if (source := found.source) is not None:
         saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
         layout = layout or (source.layout if saved_for else None) or NATIVE.name
         engine = engine or (None if layout == DCP.name else saved_for)
@@ -131,30 +120,26 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
-    found = read_folders(paths)
     old = found.manifest
     if layout == META:
-        merged, folders = old.source_name + "-merged", " ".join(map(str, paths))
+        merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
         raise UsageError(
             f"{folders}: layout meta is written from a source, and not from a split checkpoint: shardconv merge "
             f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     name = found.first.resolve().name.removesuffix(f"-tp{old.tp}")
-    destination = given or LocalDestination(Path(f"{name}-tp{tp}"))
+    destination = given or Destination(Path(f"{name}-tp{tp}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=is_identified)
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
-    exists = writer.check(found.paths)
     adapters = found.adapters()
     for adapter in adapters.values():
         _plan_reshard(adapter.manifest, tp, None, None, None, int(pad), checksums=how.checksums)
-    if dry_run:
-        found.check_readable()
-    resumed_bytes = 0 if dry_run else _write(writer, found, new, adapters)
+    write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
-        path=str(destination),
+        **writer.run(found.paths, write, began=began, check=found.check_readable),
         old_tp=old.tp,
         tp=tp,
         old_layout=old.layout.name,
@@ -162,33 +147,25 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         num_tensors=len(new.tensors),
         num_bytes=total_bytes(new.source_tensors.values()),
         rank_bytes=new.rank_layout.rank_bytes,
-        seconds=time.perf_counter() - began,
-        dry_run=dry_run,
-        destination_exists=exists,
         padding=padding,
         files_per_rank=new.files_per_rank,
-        resumed_bytes=resumed_bytes,
     )
 
 
 def _of_split(report: SplitReport, source: Source) -> ReshardReport:
     """The report of a split of rank files of another tool."""
+    written = {each.name: getattr(report, each.name) for each in fields(WriteReport)}
     return ReshardReport(
-        path=report.path,
+        **written,
         old_tp=source.num_ranks,
         tp=report.tp,
         old_layout=str(source.layout),
         layout=report.layout,
-        num_tensors=report.num_tensors,
         num_bytes=report.source_bytes,
         rank_bytes=report.rank_bytes,
-        seconds=report.seconds,
-        dry_run=report.dry_run,
-        destination_exists=report.destination_exists,
         notes=(*source.derived, *report.assumed),
         padding=report.padding,
         files_per_rank=report.files_per_rank,
-        resumed_bytes=report.resumed_bytes,
     )
 
 
@@ -223,14 +200,12 @@ def _plan_reshard(
 
 def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters: Mapping[str, SplitFolders]) -> int:
     """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    identify = new.prefixes_with if writer.options.checksums else None
-    weights = Weights(new.rank_files, new.rank_layout, old.manifest.stripes, identify)
-    manifests = old.manifests(MANIFEST_NAME)
-    reader, inputs = old.open()
-    with writer.writing(reader, inputs, weights, settings_of("reshard", new), manifests) as staged:
-        options = writer.options
+    options, manifests = writer.options, old.manifests
+
+    def write_adapters(staged: Staged) -> None:
         for name, adapter in adapters.items():
             inner = staged.inner(f"{ADAPTERS}/{name}")
             reshard(adapter.paths, inner, tp=new.tp, checksums=options.checksums, threads=options.threads)
-        finish_split(staged, new, staged.checksums, permissions(manifests[:1]))
-    return staged.resumed_bytes
+
+    settings, mode = settings_of("reshard", new), permissions(manifests[:1])
+    return write_ranks(writer, old.open(), new, settings, manifests, write_adapters=write_adapters, mode=mode)

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Unpack
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Progress
+from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import write_split, writer_of
-from shardconv.checkpoint.output.destination import Destination, LocalDestination, find_destination
+from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
-from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions
+from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.quantization_files import config_with_quantization
 from shardconv.checkpoint.sources.source import Source
@@ -30,48 +30,36 @@ from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class SplitReport:
-    """Result of a split, or with ``dry_run`` the expected result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitReport(WriteReport):
+    """Result of a split.
 
     Attributes:
-        path: the split checkpoint.
         tp: number of ranks.
         family: the model family whose rules were used.
         layout: of the rank files.
-        num_tensors: number of tensors.
         source_bytes: bytes of the source's weights.
         rank_bytes: for each of ``ranks`` the bytes of its files.
         assumed: assumptions of the plan.
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
-        seconds: wall time in seconds.
-        dry_run: whether nothing was written.
-        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         padding: padded units and their cost.
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
         files_per_rank: number of files of each rank.
         adapters: names of the adapters that were split with the model.
-        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
         ranks: the ranks whose files were written to ``path``.
     """
 
-    path: str
     tp: int
     family: str | None
     layout: str
-    num_tensors: int
     source_bytes: int
     rank_bytes: tuple[int, ...]
     assumed: tuple[str, ...]
     left_out: Mapping[str, str]
-    seconds: float
-    dry_run: bool
-    destination_exists: bool
     padding: PaddingReport = NO_PADDING
     derived: tuple[str, ...] = ()
     files_per_rank: int = 1
     adapters: tuple[str, ...] = ()
-    resumed_bytes: int = 0
     ranks: tuple[int, ...] = ()
 
 
@@ -147,7 +135,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
-    destination = given or LocalDestination(Path(f"{source.name}-tp{tp}"))
+    destination = given or Destination(Path(f"{source.name}-tp{tp}"))
     _check_team(team, destination, resume=resume)
     if layout == META:
         is_whole = len(chosen) == tp and team.size == 1
@@ -156,11 +144,11 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         is_identified = checksums and not destination.is_remote
         output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
     writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=output.adapters)
-    exists = writer.check([*planned.paths, *(path for one in of_adapters.values() for path in one.paths)])
-    resumed_bytes = 0 if dry_run else output.write(writer)
+    read = [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)]
+    outcome = writer.run(read, output.write, began=began)
     held = team.folder_ranks(chosen)
     return SplitReport(
-        path=str(destination),
+        **outcome,
         tp=tp,
         family=output.plan.family,
         layout=layout,
@@ -169,14 +157,10 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         rank_bytes=tuple(count for rank, count in zip(chosen, output.rank_bytes, strict=True) if rank in held),
         assumed=output.plan.assumed,
         left_out=source.left_out,
-        seconds=time.perf_counter() - began,
-        dry_run=dry_run,
-        destination_exists=exists,
         padding=padding_report(planned.planner, tp),
         derived=source.derived,
         files_per_rank=output.files_per_rank,
         adapters=tuple(of_adapters),
-        resumed_bytes=resumed_bytes,
         ranks=held,
     )
 
@@ -241,7 +225,7 @@ def _meta_output(
     check_meta(source, tp)
     plan = planned.plan(tp)
     files = lay_out_meta(source, plan)
-    manifest = Manifest.of_source(source, plan, planned.request, stripe_bytes=STRIPE_BYTES, checksums=False)
+    manifest = Manifest.of_source(source, plan, planned.request, checksums=False)
     settings = settings_of("split", manifest) | {"layout": META}
     write = partial(write_meta, source=source, files=files, settings=settings, read=planned.paths)
     return _Output(plan, tuple(files.file_bytes), 1, write)
@@ -263,15 +247,13 @@ def _output(
     file_layout = with_max_file_size(chosen, max_file_size)
     plan = planned.plan(tp)
     manifest = Manifest.of_source(
-        source, plan, planned.request, stripe_bytes=STRIPE_BYTES, layout=file_layout, checksums=checksums,
+        source, plan, planned.request, layout=file_layout, checksums=checksums,
         adapters=tuple(adapters), ranks=ranks,
     )  # fmt: skip
     nested = {
         name: (
             one.source,
-            Manifest.of_source(
-                one.source, one.plan(tp), one.request, stripe_bytes=STRIPE_BYTES, checksums=checksums, ranks=ranks
-            ),
+            Manifest.of_source(one.source, one.plan(tp), one.request, checksums=checksums, ranks=ranks),
         )
         for name, one in adapters.items()
     }

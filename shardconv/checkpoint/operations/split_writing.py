@@ -1,18 +1,17 @@
 """Write a split checkpoint: the files of its ranks, auxiliary files, adapters, and the manifest at the end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from shardconv import __version__
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES
+from shardconv.checkpoint.engine.copy import Reader
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
-from shardconv.checkpoint.output.destination import Destination, LocalDestination
-from shardconv.checkpoint.output.job import settings_of
+from shardconv.checkpoint.output.destination import Destination
+from shardconv.checkpoint.output.job import Job, settings_of
 from shardconv.checkpoint.output.team import Team, facts
 from shardconv.checkpoint.output.writer import CheckpointWriter, Checksums, Staged, Weights, WriteOptions
 from shardconv.checkpoint.sources.source import Source
@@ -21,6 +20,7 @@ from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest
 from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.input_files import InputFiles
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan
@@ -33,8 +33,8 @@ _NO_ADAPTERS: Adapters = MappingProxyType({})
 
 def split_by(source: Source, target: Path, plan: Plan, request: PlanRequest, layout: FileLayout = NATIVE) -> None:
     """Split a source with a given plan and layout, and defaults for all other options."""
-    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, layout=layout)
-    write_split(writer_of(source, LocalDestination(target), WriteOptions()), source, manifest)
+    manifest = Manifest.of_source(source, plan, request, layout=layout)
+    write_split(writer_of(source, Destination(target), WriteOptions()), source, manifest)
 
 
 def writer_of(
@@ -81,6 +81,44 @@ def write_split(
     manifest = manifest.with_ranks(team.folder_ranks(manifest.ranks))
     if not manifest.is_complete:
         manifest = replace(manifest, sample=sample_checksum(source))
+    own = team.own_ranks(manifest.ranks)
+    settings = settings_of("split", manifest) | {"ranks": None if len(own) == manifest.tp else as_option(own)}
+    reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
+
+    def write_adapters(staged: Staged) -> None:
+        for name, (adapter, of_adapter) in adapters.items():
+            inner = writer_of(adapter, staged.inner(f"{ADAPTERS}/{name}"), writer.options.inner())
+            write_split(inner, adapter, of_adapter.with_ranks(manifest.ranks))
+
+    mode = _manifest_mode(source, inputs.mode)
+    return write_ranks(writer, (reader, inputs), manifest, settings, read, write_adapters=write_adapters, mode=mode)
+
+
+def write_ranks(
+    writer: CheckpointWriter,
+    opened: tuple[Reader, InputFiles],
+    manifest: Manifest,
+    settings: Job,
+    read: Sequence[AnyPath],
+    *,
+    write_adapters: Callable[[Staged], None],
+    mode: int,
+) -> int:
+    """Write the files that make a folder a split checkpoint: those of the ranks, their indexes, and the manifest.
+
+    Args:
+        writer: its writer, whose team writes it together.
+        opened: the reader of the full tensors, and its files, which are closed at the end.
+        manifest: its manifest, without checksums.
+        settings: the command and its options.
+        read: other files that the result follows from.
+        write_adapters: writes its adapters.
+        mode: permissions of the manifest.
+
+    Returns:
+        Bytes of full tensors that an interrupted run had written.
+    """
+    team, has_checksums = writer.team, writer.options.checksums
     own = manifest.with_ranks(team.own_ranks(manifest.ranks))
     rows: list[tuple[str, ...]] = []
 
@@ -88,32 +126,16 @@ def write_split(
         rows.extend(team.gather(own_rows))
         return own.prefixes_with(tuple(rows))
 
-    settings = settings_of("split", own) | {"ranks": None if own.is_complete else as_option(own.ranks)}
-    reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
-    has_checksums = writer.options.checksums
-    weights = Weights(own.rank_files, own.rank_layout, manifest.stripes, identify if has_checksums else None)
-    with writer.writing(reader, inputs, weights, settings, read) as staged:
+    stripes = manifest.stripes
+    weights = Weights.of_layout(own.rank_files, own.rank_layout, stripes, identify if has_checksums else None)
+    with writer.writing(*opened, weights, settings, read) as staged:
         if team.is_leader:
-            for name, (adapter, of_adapter) in adapters.items():
-                inner = writer_of(adapter, staged.inner(f"{ADAPTERS}/{name}"), writer.options.inner())
-                write_split(inner, adapter, of_adapter.with_ranks(manifest.ranks))
-            finish_split(staged, manifest, tuple(rows) if has_checksums else None, _manifest_mode(source, staged.mode))
+            write_adapters(staged)
+            for name, text in manifest.rank_indexes.items():
+                staged.write(name, text, staged.mode)
+            checksums = tuple(rows) if has_checksums else None
+            write_manifest(manifest.written(checksums, staged.auxiliary_files), staged.path, mode=mode)
     return staged.resumed_bytes
-
-
-def finish_split(staged: Staged, manifest: Manifest, checksums: Checksums | None, mode: int) -> None:
-    """Write the files that make a folder a split checkpoint.
-
-    Args:
-        staged: the folder.
-        manifest: its manifest.
-        checksums: of its rank files.
-        mode: permissions of the manifest.
-    """
-    for name, text in manifest.rank_indexes.items():
-        staged.write(name, text, staged.mode)
-    written = manifest.written(checksums, staged.auxiliary_files)
-    write_manifest(written, staged.path, f"shardconv {__version__}", mode=mode)
 
 
 def _manifest_mode(source: Source, weights_mode: int) -> int:

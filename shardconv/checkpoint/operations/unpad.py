@@ -2,38 +2,34 @@
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.engine.layout import lay_out_source
+from shardconv.checkpoint.engine.layout import PADDING_NAME
+from shardconv.checkpoint.operations.merge import write_full
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
-from shardconv.checkpoint.output.destination import LocalDestination, find_destination
-from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions
+from shardconv.checkpoint.output.destination import Destination, find_destination
+from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath
-from shardconv.checkpoint.split.padding_manifest import PADDING_NAME, read_padding
-from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.split_folders import as_folders
 from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 
 
-@dataclass(frozen=True, slots=True)
-class UnpadReport:
-    """Result of unpadding, or with ``dry_run`` the expected result.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpadReport(WriteReport):
+    """Result of unpadding.
 
-    The attributes are those of :class:`~shardconv.checkpoint.operations.pad.PadReport`, and ``derived`` that of
-    :class:`~shardconv.checkpoint.operations.merge.MergeReport`.
+    Attributes:
+        num_bytes: bytes of all tensors.
+        derived: why the files differ from those that were padded, one phrase each; empty for safetensors files.
     """
 
-    path: str
-    num_tensors: int
     num_bytes: int
-    seconds: float
-    dry_run: bool
-    destination_exists: bool
     derived: tuple[str, ...] = ()
-    resumed_bytes: int = 0
 
 
 def unpad(  # noqa: D417 - WriteOptions has the descriptions
@@ -63,37 +59,16 @@ def unpad(  # noqa: D417 - WriteOptions has the descriptions
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
     folder = open_path(src)
-    manifest, config = read_padding(folder)
+    manifest = read_manifest(folder, name=PADDING_NAME)
     padded = as_folders(folder, manifest)
-    destination = given or LocalDestination(Path(f"{folder.resolve().name}-unpadded"))
+    destination = given or Destination(Path(f"{folder.resolve().name}-unpadded"))
     auxiliary = AuxiliaryFiles.of_split(manifest, folder)
-    made = {CONFIG_NAME: NewText(config, permissions([folder / CONFIG_NAME]))}
+    made = {CONFIG_NAME: NewText(str(manifest.original_config), permissions([folder / CONFIG_NAME]))}
     writer = CheckpointWriter(destination, how, replace(auxiliary, made=made), like=folder)
-    exists = writer.check([folder])
-    if dry_run:
-        padded.check_readable()
-    resumed_bytes = 0 if dry_run else _write(writer, padded)
+    write = partial(write_full, split=padded, headers=dict(manifest.source_files), command="unpad")
     return UnpadReport(
-        path=str(destination),
+        **writer.run([folder], write, began=began, check=padded.check_readable),
         num_tensors=len(manifest.tensors),
         num_bytes=sum(header.data_bytes for _, header in manifest.source_files),
-        seconds=time.perf_counter() - began,
-        dry_run=dry_run,
-        destination_exists=exists,
         derived=manifest.derived,
-        resumed_bytes=resumed_bytes,
     )
-
-
-def _write(writer: CheckpointWriter, padded: SplitFolders) -> int:
-    """Write the checkpoint; returns the bytes of full tensors that an interrupted run had written."""
-    manifest = padded.manifest
-    names, headers = zip(*manifest.source_files, strict=True)
-    weights = Weights(names, lay_out_source(headers, manifest.tensors), manifest.stripes)
-    reader, inputs = padded.open()
-    read = padded.manifests(PADDING_NAME)
-    with writer.writing(reader, inputs, weights, settings_of("unpad", manifest), read) as staged:
-        if manifest.index is not None:
-            name, text = manifest.index
-            staged.write(name, text, permissions([padded.first / name]))
-    return staged.resumed_bytes

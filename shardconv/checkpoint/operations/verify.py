@@ -1,31 +1,28 @@
 """Verify a split checkpoint bit for bit against its checksums and its source."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import Progress, Reader, held_stripes
+from shardconv.checkpoint.engine.copy import Progress, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.engine.shards import Comparer
-from shardconv.checkpoint.operations.verify_external import (
+from shardconv.checkpoint.operations.differences import (
     Differences,
-    compare_sources,
     find_differences,
     is_other_model,
     tensor_differences,
 )
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.opening import open_if_external, open_source
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import as_names
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file
-from shardconv.checkpoint.split.split_folders import SplitFolders, as_folders, open_folders, read_folders, refuse_layout
+from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
@@ -112,53 +109,42 @@ def verify(
     """
     began = time.perf_counter()
     _check_options(against, ignore=ignore, follow_links=follow_links)
-    folders, other = open_folders(src), None if against is None else open_path(against)
-    if len(folders) == 1 and (external := open_if_external(folders[0], source_layout)) is not None:
-        return _verify_external(
-            external, other, follow_links=follow_links, ignore=ignore, threads=threads, progress=progress
-        )
-    if other is None:
-        refuse_layout(folders, source_layout)
-    split = read_folders(folders) if len(folders) > 1 else as_folders(folders[0], read_manifest(folders[0]))
-    manifest, source = split.manifest, None
-    if other is not None:
-        if manifest.merged_adapter is not None:
-            found = " ".join(map(str, folders))
-            raise UsageError(
-                f"{found}: the adapter {manifest.merged_adapter} is merged into it: merge {found} and compare its "
-                f"tensors, or remove {option('against')}"
-            )
+    split = open_folders(src, source_layout, may_miss=True, has_source=against is not None)
+    manifest, external = split.manifest, split.source
+    source = None
+    if against is not None:
+        _check_not_merged(split)
         source = open_source(
-            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
-            source_layout=source_layout,
+            open_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            source_layout=None if external else source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
-    compared_with = None if other is None else str(other)
-    checked: tuple[str, ...] = ("auxiliary files",)
-    damages = [text for folder in split.folders for text in _folder_differences(folder, len(folders))]
+    own = () if external else split.folders
+    damages = [text for folder in own for text in _folder_differences(folder, len(own))]
     differences = [] if source is None else tensor_differences(manifest.source_tensors, source)
-    if source is not None and not is_other_model(manifest.source_tensors, source):
+    if source is not None and not external and not is_other_model(manifest.source_tensors, source):
         differences += _file_differences(manifest, source)
-    ranks = _compare_ranks(split, source, threads=threads, progress=progress)
+    data = _compare_data(split, source, threads=threads, progress=progress)
     for name in manifest.adapters:
-        checked = (*checked, f"adapter {name}")
         damages += _adapter_differences(name, split, threads)
+    is_compared = data.is_readable and source is not None and source.specs == manifest.source_tensors
     return VerifyReport(
-        paths=tuple(map(str, folders)),
-        against=compared_with,
-        tp=manifest.tp,
-        layout=manifest.layout.name,
+        paths=tuple(map(str, split.paths)),
+        against=None if against is None else str(open_path(against)),
+        tp=external.num_ranks if external else manifest.tp,
+        layout=str(external.layout) if external else manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=_num_bytes(manifest),
-        other_weights=tuple(name for folder in split.folders for name in _other_weights(folder, len(folders))),
-        checked=(*checked, *ranks.checked, *([_compared(manifest, compared_with)] if ranks.is_compared else [])),
-        is_compared=ranks.is_compared,
+        other_weights=tuple(name for folder in own for name in _other_weights(folder, len(own))),
+        checked=(*_checked(split, data), *([_compared(manifest, str(source.path))] if is_compared and source else [])),
+        is_compared=is_compared,
         has_checksums=manifest.checksums is not None,
-        differences=(*damages, *differences, *ranks.differences.found),
+        differences=(*damages, *differences, *data.found),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
-        ranks=_held(manifest),
-        is_damaged=bool(damages) or ranks.differences.is_damaged,
+        saved_by="another tool" if external else None,
+        ranks=tuple(range(external.num_ranks)) if external else _held(manifest),
+        is_damaged=bool(damages) or data.is_damaged,
     )
 
 
@@ -186,46 +172,27 @@ def _compared(manifest: Manifest, compared_with: str | None) -> str:
     return text if len(ranks) == manifest.tp else f"{name_ranks(ranks)} of {text}"
 
 
-def _verify_external(
-    external: Source,
-    against: AnyPath | None,
-    *,
-    follow_links: bool,
-    ignore: tuple[str, ...],
-    threads: int | None,
-    progress: Progress | None,
-) -> VerifyReport:
-    """Check rank files of another tool."""
-    began = time.perf_counter()
-    source = None
-    if against is not None:
-        source = open_source(against, follow_links=follow_links, ignore=as_names(ignore))
-    is_compared = source is not None and source.specs == external.specs
-    differences = compare_sources(external, source, threads=threads, progress=progress)
-    compared_with = None if against is None else str(against)
-    return VerifyReport(
-        paths=(str(external.path),),
-        against=compared_with,
-        tp=external.num_ranks,
-        layout=str(external.layout),
-        num_tensors=len(external.specs),
-        num_bytes=total_bytes(external.specs.values()),
-        other_weights=(),
-        checked=(
-            "names and shapes",
-            "replicas",
-            *(["padding"] if external.layout in LAYOUTS and engine_of(external.layout) else []),
-            *([f"every tensor of {compared_with}"] if is_compared else []),
-        ),
-        is_compared=is_compared,
-        has_checksums=False,
-        differences=tuple(differences.found),
-        left_out={} if source is None else source.left_out,
-        seconds=time.perf_counter() - began,
-        saved_by="another tool",
-        ranks=tuple(range(external.num_ranks)),
-        is_damaged=differences.is_damaged,
-    )
+def _check_not_merged(split: SplitFolders) -> None:
+    """Refuse to compare with a source that an adapter was merged into."""
+    if (name := split.manifest.merged_adapter) is not None:
+        found = " ".join(map(str, split.paths))
+        raise UsageError(
+            f"{found}: the adapter {name} is merged into it: merge {found} and compare its tensors, or remove "
+            f"{option('against')}"
+        )
+
+
+def _checked(split: SplitFolders, data: Differences) -> Iterator[str]:
+    """Yield descriptions of the checks that were completed without a source."""
+    manifest = split.manifest
+    if (external := split.source) is not None:
+        yield from ("names and shapes", "replicas")
+        if external.layout in LAYOUTS and engine_of(external.layout):
+            yield "padding"
+        return
+    yield from ("auxiliary files", *(f"adapter {name}" for name in manifest.adapters))
+    if data.is_readable:
+        yield from ("headers", *(["checksums"] if manifest.checksums else []), "replicas", "padding")
 
 
 def _adapter_differences(name: str, split: SplitFolders, threads: int | None) -> list[str]:
@@ -237,36 +204,29 @@ def _adapter_differences(name: str, split: SplitFolders, threads: int | None) ->
     return [f"adapter {name}: {difference}" for difference in found]
 
 
-class _RankFiles(NamedTuple):
-    """The comparison of the rank files with their checksums and a source; defaults are for files that are not readable.
-
-    Attributes:
-        differences: all differences.
-        checked: descriptions of the completed checks.
-        is_compared: whether every byte was compared with the source.
-    """
-
-    differences: Differences
-    checked: tuple[str, ...] = ()
-    is_compared: bool = False
-
-
-def _compare_ranks(
+def _compare_data(
     split: SplitFolders, source: Source | None, *, threads: int | None, progress: Progress | None
-) -> _RankFiles:
-    """Compare the rank files with their checksums, and with a source that has the same tensors."""
-    manifest = split.manifest
+) -> Differences:
+    """Compare the rank files with their checksums, and with the tensors of a source that have the same shapes."""
+    manifest, specs = split.manifest, {} if source is None else source.specs
     try:
         reader, inputs = split.open(for_report=True)
     except IntegrityError as error:
-        return _RankFiles(Differences([error.with_options()], is_damaged=True))
-    is_compared = source is not None and source.specs == manifest.source_tensors
-    compared = source if is_compared else None
+        return Differences([error.with_options()], is_damaged=True, is_readable=False)
+    stripes = held_stripes(manifest.stripes, reader.tensors)
+    common = {name: spec for name, spec in manifest.tensors.items() if specs.get(name) == spec}
     with inputs:
-        found = _data_differences(manifest, reader, compared, threads=threads or inputs.threads, progress=progress)
+        if source is None or is_other_model(manifest.source_tensors, source):
+            found = find_differences(stripes, reader, None, threads=threads or inputs.threads, progress=progress)
+        else:
+            expected, others = open_tensors(source, common, None, for_report=True)
+            with others:
+                comparer = Comparer(expected, list(common), list(manifest.tensors), reader.tensors)
+                threads = threads or inputs.threads or others.threads
+                found = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
+                others.check_unchanged()
         inputs.check_unchanged()
-    checked = ("headers", *(["checksums"] if manifest.checksums else []), "replicas", "padding")
-    return _RankFiles(found, checked, is_compared)
+    return found
 
 
 def _folder_differences(folder: SplitFolder, count: int) -> list[str]:
@@ -310,18 +270,3 @@ def _file_differences(manifest: Manifest, source: Source) -> list[str]:
 def _replaced(manifest: Manifest) -> dict[str, str]:
     """Name to reason of the files of the source that the split was asked to replace, and that are not compared."""
     return {CONFIG_NAME: "replaced by --config of the split"} if manifest.is_config_given else {}
-
-
-def _data_differences(
-    manifest: Manifest, reader: Reader, source: Source | None, *, threads: int | None, progress: Progress | None
-) -> Differences:
-    stripes = held_stripes(manifest.stripes, reader.tensors)
-    if source is None:
-        return find_differences(stripes, reader, None, threads=threads, progress=progress)
-    expected, inputs = open_tensors(source, manifest.tensors, None)
-    with inputs:
-        comparer = Comparer(expected, list(manifest.tensors), reader.tensors)
-        threads = threads or inputs.threads
-        found = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
-        inputs.check_unchanged()
-    return found

@@ -1,17 +1,15 @@
 """Destinations of new checkpoints: a local path, a URL, or a folder of a checkpoint that is being written."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
 from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, check_replaceable, is_occupied
 from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, staged_folder, staging
-from shardconv.checkpoint.split.padding_manifest import PADDING_NAME
 from shardconv.files import storage
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles
@@ -43,8 +41,11 @@ class NewFolder(NamedTuple):
     create: Callable[..., OutputFiles] = LocalOutputFiles
 
 
-class Destination(ABC):
-    """The place of a new checkpoint.
+class Destination:
+    """The place of a new checkpoint: a local path, or what a subclass describes.
+
+    Args:
+        path: the path; of a URL, its parts as a path.
 
     Attributes:
         is_remote: whether files are written from the beginning to the end, and cannot be changed or continued. Their
@@ -53,18 +54,20 @@ class Destination(ABC):
     """
 
     is_remote = False
-    keeps_journal = False
+    keeps_journal = True
 
-    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __str__(self) -> str:
         """The path or the URL, as messages and reports have it."""
+        return str(self.path)
 
     @property
-    @abstractmethod
-    def path(self) -> Path:
-        """The path; of a URL, its parts as a path."""
+    def existing(self) -> AnyPath:
+        """The path of what is there."""
+        return self.path
 
-    @abstractmethod
     def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """Check that a checkpoint may be written here; returns whether that replaces something.
 
@@ -72,9 +75,12 @@ class Destination(ABC):
             OutputError: if it would replace something that must not be replaced.
             UsageError: if the destination overlaps with a source.
         """
+        check_disjoint(str(self), self.path if self.is_remote else self.path.resolve(), sources)
+        check_replaceable(self.existing, new)
+        return is_occupied(self.existing)
 
-    @abstractmethod
-    def writing(self, new: NewCheckpoint, journal: Journal | None) -> AbstractContextManager[NewFolder]:
+    @contextmanager
+    def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
         """Provide the folder to write into, which becomes visible as a whole on exit, or not at all after an error.
 
         For a checkpoint of one file, the file is created in this folder under the name of :attr:`path`.
@@ -82,34 +88,7 @@ class Destination(ABC):
         Raises:
             OutputError: if it would replace something that must not be replaced, or cannot be written.
         """
-
-
-class LocalDestination(Destination):
-    """A path of this machine."""
-
-    keeps_journal = True
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __str__(self) -> str:
-        return str(self._path)
-
-    @property
-    def path(self) -> Path:
-        """See the base."""
-        return self._path
-
-    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
-        """See the base."""
-        check_disjoint(str(self), self._path.resolve(), sources)
-        check_replaceable(self._path, new)
-        return is_occupied(self._path)
-
-    @contextmanager
-    def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
-        """See the base."""
-        with staging(self._path, new, journal) as folder:
+        with staging(self.path, new, journal) as folder:
             yield NewFolder(folder)
 
 
@@ -122,6 +101,7 @@ class RemoteDestination(Destination):
     """
 
     is_remote = True
+    keeps_journal = False
 
     def __init__(self, location: Location) -> None:
         if reason := _READ_ONLY.get("http" if location.is_web else location.scheme):
@@ -131,6 +111,7 @@ class RemoteDestination(Destination):
                 f"{location}: is not a folder or a .safetensors file: choose another path with {option('dst')}"
             )
         self._location = location
+        super().__init__(Path(str(self)))
         try:
             self._output: RemoteOutput = storage.remote_output.RemoteOutput(location)
         except SourceError as error:
@@ -140,15 +121,9 @@ class RemoteDestination(Destination):
         return self._location.to(self._location.file or "").rstrip("/")
 
     @property
-    def path(self) -> Path:
+    def existing(self) -> AnyPath:
         """See the base."""
-        return Path(str(self))
-
-    def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
-        """See the base."""
-        check_disjoint(str(self), self.path, sources)
-        check_replaceable(self._output.existing, new)
-        return is_occupied(self._output.existing)
+        return self._output.existing
 
     @contextmanager
     def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
@@ -169,21 +144,12 @@ class RemoteDestination(Destination):
 class InnerDestination(Destination):
     """A folder of a checkpoint that is being written, such as that of an adapter."""
 
+    keeps_journal = False
+
     def __init__(self, outer: NewFolder, name: str) -> None:
-        self._folder = outer._replace(path=outer.path / name)
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def path(self) -> Path:
-        """See the base."""
-        return self._folder.path
-
-    @property
-    def is_remote(self) -> bool:  # type: ignore[override] # a constant of the other classes
-        """See the base."""
-        return self._folder.create is not LocalOutputFiles
+        super().__init__(outer.path / name)
+        self._folder = outer._replace(path=self.path)
+        self.is_remote = outer.create is not LocalOutputFiles
 
     def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """Do nothing: the outer folder is new."""
@@ -223,7 +189,7 @@ def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> D
     if dst is None or isinstance(dst, Destination):
         return dst
     if not is_url(dst):
-        return LocalDestination(local_path(dst))
+        return Destination(local_path(dst))
     location = parse(os.fspath(dst))
     if resume:
         raise UsageError(f"{location}: is a URL, and an upload cannot be continued: remove {option(resume=True)}")

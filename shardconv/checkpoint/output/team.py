@@ -16,7 +16,7 @@ from shardconv.checkpoint.output.destination import NewFolder
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_format import comparable
+from shardconv.checkpoint.split.manifest_file import comparable
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 
 #: For each rank the checksum of each stripe.

@@ -4,14 +4,16 @@ The caller writes what makes the folder a checkpoint (its manifest or index) at 
 the checkpoint becomes visible as a whole, or not at all.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Self, TypedDict
 
 from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
+from shardconv.checkpoint.engine.layout import Layout
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder
@@ -67,24 +69,35 @@ class WriteOptions:
         return WriteOptions(checksums=self.checksums, threads=self.threads)
 
 
-class NewFiles(Protocol):
-    """The positions of shards in new files, as a :class:`~shardconv.checkpoint.engine.layout.Layout` has them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteReport:
+    """Result of writing a checkpoint, or with ``dry_run`` the expected result.
 
-    @property
-    def prefixes(self) -> list[bytes]:
-        """The bytes of each file before its shards."""
+    Attributes:
+        path: the new checkpoint.
+        num_tensors: number of tensors.
+        seconds: wall time in seconds.
+        dry_run: whether nothing was written.
+        destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
+        resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
+    """
 
-    @property
-    def file_bytes(self) -> list[int]:
-        """Bytes of each file."""
+    path: str
+    num_tensors: int
+    seconds: float
+    dry_run: bool
+    destination_exists: bool
+    resumed_bytes: int = 0
 
-    @property
-    def shards(self) -> tuple[Shards, ...]:
-        """For each tensor the positions of its shards."""
 
-    @property
-    def files_per_rank(self) -> int:
-        """Number of files of each rank."""
+class Outcome(TypedDict):
+    """The fields of a :class:`WriteReport` that the writer knows."""
+
+    path: str
+    seconds: float
+    dry_run: bool
+    destination_exists: bool
+    resumed_bytes: int
 
 
 class Weights(NamedTuple):
@@ -92,16 +105,28 @@ class Weights(NamedTuple):
 
     Attributes:
         names: their names.
-        files: the positions of shards in them.
+        prefixes: the bytes of each before its shards.
+        sizes: the bytes of each.
+        shards: for each tensor the positions of its shards.
         stripes: the stripes of the full tensors.
-        identify: computes the first bytes of each file from the checksums, as many as ``files`` has; None if these do
-            not depend on checksums.
+        identify: computes the prefixes, which have the same lengths, from the checksums; None if there are none.
+        files_per_rank: number of files of each rank.
     """
 
     names: Sequence[str]
-    files: NewFiles
+    prefixes: Sequence[bytes]
+    sizes: Sequence[int]
+    shards: Sequence[Shards]
     stripes: Sequence[Stripe]
     identify: Identify | None = None
+    files_per_rank: int = 1
+
+    @classmethod
+    def of_layout(
+        cls, names: Sequence[str], layout: Layout, stripes: Sequence[Stripe], identify: Identify | None = None
+    ) -> Self:
+        """The files of a layout."""
+        return cls(names, layout.prefixes, layout.file_bytes, layout.shards, stripes, identify, layout.files_per_rank)
 
 
 class Staged(NamedTuple):
@@ -161,18 +186,40 @@ class CheckpointWriter:
     ranks: tuple[int, ...] | None = None
     team: Team = field(default_factory=Team)
 
-    def check(self, sources: Iterable[AnyPath]) -> bool:
-        """Check the destination; in a dry run, it may exist.
+    def run(
+        self,
+        sources: Iterable[AnyPath],
+        write: Callable[["CheckpointWriter"], int],
+        *,
+        began: float,
+        check: Callable[[], object] = lambda: None,
+    ) -> Outcome:
+        """Check the destination, which in a dry run may exist, and write.
 
-        Returns:
-            Whether it holds a checkpoint, which only ``overwrite`` replaces.
+        Args:
+            sources: the paths of what is read.
+            write: writes the checkpoint, and returns the bytes of full tensors that an interrupted run had written.
+            began: when the command began, by ``time.perf_counter``.
+            check: called in a dry run instead of ``write``.
 
         Raises:
-            OutputError: if it must not be replaced.
-            UsageError: if it is in a source, or contains one.
+            OutputError: if the destination must not be replaced.
+            UsageError: if the destination is in a source, or contains one.
         """
-        new = self._new()
-        return self.destination.check(new._replace(overwrite=new.overwrite or self.options.dry_run), sources)
+        new, is_dry = self._new(), self.options.dry_run
+        exists = self.destination.check(new._replace(overwrite=new.overwrite or is_dry), sources)
+        resumed_bytes = 0
+        if is_dry:
+            check()
+        else:
+            resumed_bytes = write(self)
+        return Outcome(
+            path=str(self.destination),
+            seconds=time.perf_counter() - began,
+            dry_run=is_dry,
+            destination_exists=exists,
+            resumed_bytes=resumed_bytes,
+        )
 
     @contextmanager
     def writing(
@@ -195,7 +242,7 @@ class CheckpointWriter:
         """
         with inputs:
             journal = self._journal(reader, inputs, weights, settings, [*read])
-            new = self._new(sum(weights.files.file_bytes) + self.auxiliary.num_bytes + self.added_bytes)
+            new = self._new(sum(weights.sizes) + self.auxiliary.num_bytes + self.added_bytes)
             open_folder = partial(self.destination.writing, new, journal)
             with self.team.staging(self.destination.path, open_folder) as folder:
                 checksums = self._copy(reader, inputs, folder, weights, journal)
@@ -218,7 +265,7 @@ class CheckpointWriter:
             return None
         if self.options.resume:
             check_versions([*inputs.paths, *read])
-        new_files = zip(weights.names, weights.files.file_bytes, weights.files.prefixes, strict=True)
+        new_files = zip(weights.names, weights.sizes, weights.prefixes, strict=True)
         job = job_of(settings, reader, inputs, new_files, read)
         return Journal(job, weights.names, resume=self.options.resume)
 
@@ -226,19 +273,19 @@ class CheckpointWriter:
         self, reader: Reader, inputs: InputFiles, folder: NewFolder, weights: Weights, journal: Journal | None
     ) -> Checksums | None:
         """Copy the tensors to new files; returns the checksums, if the weights need them."""
-        paths, files = [folder.path / name for name in weights.names], weights.files
+        paths = [folder.path / name for name in weights.names]
         may_exist = journal is not None and journal.is_continued
-        with folder.create(paths, files.prefixes, files.file_bytes, inputs.mode, may_exist=may_exist) as outputs:
-            sizes = {"num_stripes": len(weights.stripes), "files_per_rank": files.files_per_rank}
+        with folder.create(paths, weights.prefixes, weights.sizes, inputs.mode, may_exist=may_exist) as outputs:
+            sizes = {"num_stripes": len(weights.stripes), "files_per_rank": weights.files_per_rank}
             writer: ShardWriter
             if journal is not None and isinstance(outputs, LocalOutputFiles):
-                writer = ResumableWriter(files.shards, outputs, journal=journal, **sizes)
+                writer = ResumableWriter(weights.shards, outputs, journal=journal, **sizes)
                 resume = writer.resume if may_exist else None
             else:
                 with_checksums = weights.identify is not None
-                writer = ShardWriter(files.shards, outputs, with_checksums=with_checksums, **sizes)
+                writer = ShardWriter(weights.shards, outputs, with_checksums=with_checksums, **sizes)
                 resume = None
-            held = held_stripes(weights.stripes, files.shards) if paths else []
+            held = held_stripes(weights.stripes, weights.shards) if paths else []
             job = CopyJob(held, reader, [writer], resume=resume, in_order=outputs.in_order)
             threads = self.options.threads or outputs.threads or inputs.threads
             job.run(threads=threads, progress=self.team.watch(self.options.progress))
@@ -246,7 +293,7 @@ class CheckpointWriter:
             if weights.identify is None:
                 return None
             checksums = tuple(map(tuple, writer.checksums))
-            for number, (old, new) in enumerate(zip(files.prefixes, weights.identify(checksums), strict=True)):
+            for number, (old, new) in enumerate(zip(weights.prefixes, weights.identify(checksums), strict=True)):
                 assert len(old) == len(new)
                 if new != old:
                     outputs.write_ranges(number, memoryview(new), [(0, len(new))])

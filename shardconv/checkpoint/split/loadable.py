@@ -10,14 +10,12 @@ from pathlib import PurePosixPath
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES
 from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.manifest_format import comparable
+from shardconv.checkpoint.split.manifest_file import comparable, is_split, read_manifest
 from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
 from shardconv.files.checksums import checksum_file
@@ -152,7 +150,7 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
         return Loadable(path, manifest)
     source, _, request, planner, _ = plan_source(path, **options)
     plan = planner.plan(tp)
-    manifest = Manifest.of_source(source, plan, request, stripe_bytes=STRIPE_BYTES, checksums=False)
+    manifest = Manifest.of_source(source, plan, request, checksums=False)
     checksums = {name: checksum_file(file) for name, file in source.auxiliary_files.items()}
     return Loadable(path, manifest.written(None, checksums), source)
 

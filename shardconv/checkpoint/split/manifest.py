@@ -1,6 +1,6 @@
 """The manifest of a split checkpoint: the plan, source headers and checksums that verify, merge, reshard and run need.
 
-``manifest_format`` encodes and checks it, ``manifest_file`` reads and writes shardconv.json.
+``manifest_file`` reads, checks and writes it. A padded checkpoint has one, too, in a file of another name.
 """
 
 import json
@@ -12,12 +12,14 @@ import xxhash
 from msgspec import field
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import Stripe, split_into_stripes
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Stripe, split_into_stripes
 from shardconv.checkpoint.engine.layout import (
     ADAPTERS,
-    ExplicitFiles,
+    MANIFEST_NAME,
+    PADDING_NAME,
     Layout,
     in_file_order,
+    lay_out_padded,
     lay_out_ranks,
     lay_out_source,
 )
@@ -60,7 +62,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         merged_adapter: name of the adapter that was merged into the weights; None without one.
         dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
-        explicit_files: rank files that do not follow from ``layout``, or None.
+        original_config: of a padded checkpoint the text of the source's config.json; None for a split checkpoint. Its
+            only rank has the padded tensors, in files with the names of the source files.
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
         is_config_given: whether the user passed the config, in place of that of the source.
@@ -87,7 +90,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     merged_adapter: str | None = None
     dtype: str | None = None
     adapters: tuple[str, ...] = ()
-    explicit_files: ExplicitFiles | None = None
+    original_config: str | None = None
     sample: str | None = None
     is_config_given: bool = False
 
@@ -98,7 +101,6 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         plan: Plan,
         request: PlanRequest,
         *,
-        stripe_bytes: int,
         layout: FileLayout = NATIVE,
         checksums: bool = True,
         adapters: tuple[str, ...] = (),
@@ -119,7 +121,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             index=source.index,
             metadata=source.metadata,
             auxiliary_files=dict.fromkeys(source.auxiliary_names, ""),
-            stripe_bytes=stripe_bytes,
+            stripe_bytes=STRIPE_BYTES,
             ranks=tuple(range(plan.tp)) if ranks is None else ranks,
             layout=layout,
             is_identified=checksums,
@@ -136,6 +138,11 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         """The source's config, or None."""
         config: dict[str, object] | None = None if self.config_text is None else json.loads(self.config_text)
         return config
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file that stores it."""
+        return MANIFEST_NAME if self.original_config is None else PADDING_NAME
 
     @property
     def tp(self) -> int:
@@ -183,8 +190,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @cached_property
     def rank_layout(self) -> Layout:
         """The expected rank files."""
-        if self.explicit_files is not None:
-            return self.explicit_files.layout
+        if self.original_config is not None:
+            return lay_out_padded([header for _, header in self.source_files], self.tensors, self.plan)
         ranks = None if self.is_complete else self.ranks
         return lay_out_ranks(
             self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity, ranks=ranks
@@ -198,20 +205,21 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @property
     def files_per_rank(self) -> int:
         """Number of files of each rank."""
-        return 1 if self.layout.max_file_bytes is None else self.rank_layout.files_per_rank
+        is_one = self.layout.max_file_bytes is None and self.original_config is None
+        return 1 if is_one else self.rank_layout.files_per_rank
 
     @property
     def rank_files(self) -> list[str]:
         """The names of the rank files."""
-        if self.explicit_files is not None:
-            return list(self.explicit_files.names)
+        if self.original_config is not None:
+            return [name for name, _ in self.source_files]
         count = self.files_per_rank
         return [self.layout.rank_file(rank, self.tp, file, count) for rank in self.ranks for file in range(count)]
 
     @property
     def rank_indexes(self) -> dict[str, str]:
         """Name to text of the index of each rank's files; empty for one file per rank, and for engines."""
-        if self.files_per_rank == 1 or self.layout.engine is not None:
+        if self.files_per_rank == 1 or self.layout.engine is not None or self.original_config is not None:
             return {}
         layout, names, indexes = self.rank_layout, self.rank_files, {}
         for at, rank in enumerate(self.ranks):
@@ -256,7 +264,6 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             is_identified=checksums,
             ranks=tuple(range(plan.tp)),
             checksums=None,
-            explicit_files=None,
             sample=None,
         )
         return changed.checked_for_layout()

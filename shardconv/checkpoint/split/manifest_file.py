@@ -1,19 +1,38 @@
-"""Read and write the manifest of a split checkpoint, shardconv.json."""
+"""Read and write manifests: their JSON form with its checksum, and the checks of untrusted ones.
+
+:class:`~shardconv.checkpoint.split.manifest.Manifest` defines the fields. A file is written in one form only: in the
+order of the fields, without those that have their default, without spaces, and with the checksum of all others last.
+"""
 
 from pathlib import Path
 
+import xxhash
+from msgspec import DecodeError, Struct, ValidationError, json
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv import __version__
+from shardconv.checkpoint.engine.geometry import geometry
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
+from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_format import check_manifest, seal, unseal
+from shardconv.files.containers.safetensors import Header, parse_header
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, RemotePath, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
+from shardconv.plan.tp_sizes import MAX_TP
 from shardconv.support.errors import ShardconvError, SourceError, SplitCheckpointError
+from shardconv.support.structs import located
 
 _MAX_BYTES = 2**30
+_MIN_STRIPE_BYTES = 2**12
+_FORMAT_VERSION = Manifest.__struct_config__.tag
+
+
+class _Version(Struct):
+    """The key that every version has."""
+
+    format_version: int
 
 
 def is_split(path: AnyPath) -> bool:
@@ -21,33 +40,25 @@ def is_split(path: AnyPath) -> bool:
     return (path / MANIFEST_NAME).exists()
 
 
-def read_manifest(folder: AnyPath, *, remedy: str = "") -> Manifest:
-    """Read and check the manifest of a split checkpoint.
+def read_manifest(folder: AnyPath, *, name: str = MANIFEST_NAME, remedy: str = "") -> Manifest:
+    """Read and check the manifest of a split or padded checkpoint.
 
     Args:
-        folder: the split checkpoint.
-        remedy: another remedy for the message that it is not one.
+        folder: the checkpoint.
+        name: of the manifest; that of a padded checkpoint for one.
+        remedy: another remedy for the message that it is not a split checkpoint.
 
     Raises:
-        SplitCheckpointError: if the folder is not a split checkpoint, or its manifest is not valid.
+        SplitCheckpointError: if the folder is not such a checkpoint, or its manifest is not valid.
     """
-    path = folder / MANIFEST_NAME
+    path = folder / name
     if not folder.exists():
         raise SplitCheckpointError(f"{folder}: does not exist{missing_hint(folder)}")
     try:
-        manifest = unseal(_read(path), Manifest)
-        check_manifest(manifest)
+        manifest = _unseal(_read(path))
+        _check_manifest(manifest, name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        if problem := unfinished(folder) or locked(folder):
-            raise SplitCheckpointError(f"{folder}: {problem}") from error
-        if is_split(folder.parent) and folder.is_file():
-            remedy = f"pass its folder {folder.parent}"
-            raise SplitCheckpointError(f"{folder}: belongs to a split checkpoint: {remedy}") from error
-        _refuse_without_manifest(folder)
-        raise SplitCheckpointError(
-            f"{folder}: is not a split checkpoint (no {MANIFEST_NAME}): make one with shardconv split {folder} --tp N"
-            f"{f', {remedy}' if remedy else ''}"
-        ) from error
+        raise SplitCheckpointError(f"{folder}: {_missing(folder, name, remedy)}") from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ShardconvError as error:
@@ -55,6 +66,28 @@ def read_manifest(folder: AnyPath, *, remedy: str = "") -> Manifest:
     except (ValueError, RecursionError) as error:
         raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
     return manifest
+
+
+def _missing(folder: AnyPath, name: str, remedy: str) -> str:
+    """The problem and the remedy for a folder without its manifest.
+
+    Raises:
+        SplitCheckpointError: if it has rank files whose manifest is missing.
+    """
+    if name == PADDING_NAME:
+        return (
+            f"is not a padded checkpoint (no {name}): pass the folder that shardconv pad wrote; shardconv merge "
+            f"restores the source of a split checkpoint"
+        )
+    if problem := unfinished(folder) or locked(folder):
+        return problem
+    if is_split(folder.parent) and folder.is_file():
+        return f"belongs to a split checkpoint: pass its folder {folder.parent}"
+    _refuse_without_manifest(folder)
+    return (
+        f"is not a split checkpoint (no {name}): make one with shardconv split {folder} --tp N"
+        f"{f', {remedy}' if remedy else ''}"
+    )
 
 
 def _read(path: AnyPath) -> bytes:
@@ -81,7 +114,135 @@ def _refuse_without_manifest(path: AnyPath) -> None:
         raise SplitCheckpointError(error.message) from error
 
 
-def write_manifest(manifest: Manifest, folder: Path, created_by: str, *, mode: int) -> None:
+def write_manifest(manifest: Manifest, folder: Path, *, mode: int) -> None:
     """Write a manifest into a folder, with the permissions ``mode`` before the umask."""
-    with create(folder / MANIFEST_NAME, mode) as file:
-        file.write(seal(replace(manifest, created_by=created_by)))
+    body = encode(replace(manifest, created_by=f"shardconv {__version__}"))
+    with create(folder / manifest.file_name, mode) as file:
+        file.write(body[:-1] + _end(body))
+
+
+def encode(data: Struct) -> bytes:
+    """Encode a manifest without its checksum; equal manifests have equal bytes."""
+    return json.encode(data, enc_hook=_header_text)
+
+
+def comparable(manifest: Manifest) -> str:
+    """The text of a manifest, without the name of the program that wrote it."""
+    return encode(replace(manifest, created_by="")).decode()
+
+
+def _unseal(text: bytes) -> Manifest:
+    """Decode the contents of a file, which are untrusted.
+
+    Raises:
+        ValueError: if it is not a manifest of this version, or was changed after it was written.
+        SourceError: if the header of a source file is not valid.
+        PlanError: if the options of a plan contradict each other.
+    """
+    _check_version(text)
+    end = text[-len(_end(b"")) :]
+    body = bytearray(text)
+    del text  # it may have many megabytes
+    body[-len(end) :] = b"}"
+    if end != _end(body):
+        raise ValueError("it was changed after it was written (its checksum differs)")
+    try:
+        data = json.decode(body, type=Manifest, dec_hook=_header)
+    except ValidationError as error:
+        raise ValueError(located(error)) from error
+    del body
+    if end != _end(encode(data)):  # the decoder keeps the last of duplicated keys
+        raise ValueError("it is not in the form that shardconv writes, for example because a key is duplicated")
+    return data
+
+
+def _end(body: bytes | bytearray) -> bytes:
+    """The end of a file: the key of the checksum, which ``body`` does not have."""
+    return b',"manifest_checksum":"%s"}' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def _check_version(text: bytes) -> None:
+    try:
+        version = json.decode(text, type=_Version).format_version
+    except ValidationError as error:
+        raise ValueError("it is not a manifest of shardconv") from error
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
+    if version != _FORMAT_VERSION:
+        raise ValueError(
+            f"its format version is not supported (got {version}, expected {_FORMAT_VERSION}): update shardconv, or "
+            f"split the source again"
+        )
+
+
+def _header_text(header: object) -> str:
+    """A header as it is stored."""
+    assert isinstance(header, Header)
+    return header.raw.decode()
+
+
+def _header(kind: type, text: object) -> Header:
+    if kind is not Header or not isinstance(text, str):
+        raise ValueError(f"is {text!r:.60} (expected the text of a header)")
+    return parse_header(text.encode(), None, Path("header"))
+
+
+def _check_manifest(manifest: Manifest, name: str) -> None:
+    """Check an untrusted manifest: sizes before they are used, and names, which may not lead out of its folder.
+
+    Raises:
+        ValueError: if its fields do not fit together.
+        PlanError: if rules, layout and plan do not fit together.
+    """
+    if manifest.tp > MAX_TP:
+        raise ValueError(f"its number of ranks is invalid (got tp {manifest.tp}, expected at most {MAX_TP})")
+    ranks = manifest.ranks
+    if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.tp):
+        raise ValueError(f"its ranks are not ascending ranks of {manifest.tp}")
+    if manifest.file_name != name:
+        raise ValueError(f"it is that of a {'split' if manifest.original_config is None else 'padded'} checkpoint")
+    if not isinstance(manifest.config, dict | None):
+        raise ValueError(f"config: is not an object (got {manifest.config_text!r:.40})")  # noqa: TRY004 - untrusted data
+    manifest.plan.rules.check()
+    _check_tensors(manifest)
+    _check_checksums(manifest)
+    _check_names(manifest)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Check that plan, source files and layout fit together."""
+    if manifest.plan.tensors.keys() != manifest.tensors.keys():
+        raise ValueError("its plan and its source files have different tensors")
+    for name, spec in manifest.tensors.items():
+        geometry(manifest.plan.placement(name), spec.dtype, spec.shape)  # raises ValueError if it does not fit
+    manifest.checked_for_layout()
+    if manifest.stripe_bytes < _MIN_STRIPE_BYTES:
+        raise ValueError(f"its stripe_bytes is too small (got {manifest.stripe_bytes}, expected {_MIN_STRIPE_BYTES})")
+
+
+def _check_checksums(manifest: Manifest) -> None:
+    """Check that there is one checksum for each of the folder's ranks and each stripe."""
+    if manifest.checksums is None:
+        return
+    num_bytes = sum(header.data_bytes for _, header in manifest.source_files)
+    if any(len(rank) < num_bytes // manifest.stripe_bytes for rank in manifest.checksums):
+        raise ValueError("it has too few checksums for its tensors")  # checked before stripes are computed
+    counts = {len(manifest.checksums), *(len(rank) - len(manifest.stripes) for rank in manifest.checksums)}
+    if counts != {len(manifest.ranks), 0}:
+        raise ValueError("the number of its checksums does not match its tensors")
+
+
+def _check_names(manifest: Manifest) -> None:
+    """Check that no name leads out of the folder, and that no two files have the same name."""
+    names = [name for name, _ in manifest.source_files] + ([manifest.index[0]] if manifest.index else [])
+    rank_files = [*manifest.rank_files, *manifest.rank_indexes]
+    for name in [*names, *rank_files, *manifest.adapters]:
+        if not is_portable_name(name):
+            raise ValueError(f"{name!r:.100} is not a valid file name")
+    for name in manifest.auxiliary_files:
+        if not all(is_portable_name(folder_or_file) for folder_or_file in name.split("/")):
+            raise ValueError(f"{name!r:.100} is not a valid file name")
+    auxiliary_files = manifest.auxiliary_files
+    for files in ([*names, *auxiliary_files], [MANIFEST_NAME, *rank_files, *auxiliary_files]):
+        if len({*files}) != len(files):
+            raise ValueError("two of its files have the same name")

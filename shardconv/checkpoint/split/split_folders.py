@@ -15,12 +15,15 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.manifest_format import encode
+from shardconv.checkpoint.split.manifest_file import encode, read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, read_ranks
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path
+from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan, Reason, TensorPlan
+from shardconv.plan.request import PlanRequest
+from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 _SAMPLE = "sampled values"
@@ -64,9 +67,10 @@ class SplitFolders(NamedTuple):
         """The paths of the folders."""
         return [folder.path for folder in self.folders]
 
-    def manifests(self, *names: str) -> list[AnyPath]:
-        """The paths of the manifests with these names that exist."""
-        return [path for folder in self.paths for name in names if (path := folder / name).is_file()]
+    @property
+    def manifests(self) -> list[AnyPath]:
+        """The paths of the manifests; none of rank files of another tool."""
+        return [] if self.source is not None else [path / self.manifest.file_name for path in self.paths]
 
     def adapters(self) -> dict[str, "SplitFolders"]:
         """The adapters that were split with it, by their names.
@@ -101,61 +105,61 @@ class SplitFolders(NamedTuple):
         self.open()[1].close()
 
 
-def as_folders(path: AnyPath, manifest: Manifest, source: Source | None = None) -> SplitFolders:
+def as_folders(path: AnyPath, manifest: Manifest) -> SplitFolders:
     """One folder, which may have some of the ranks."""
-    return SplitFolders(manifest, (SplitFolder(path, manifest),), source)
+    return SplitFolders(manifest, (SplitFolder(path, manifest),))
 
 
-def find_folders(
-    paths: SourcePath | Sequence[SourcePath], source_layout: str | None
-) -> tuple[list[AnyPath], Source | None]:
-    """The paths of one folder or of several, and the source in one with rank files of another tool.
+def open_folders(
+    src: SourcePath | Sequence[SourcePath],
+    source_layout: str | None,
+    *,
+    may_miss: bool = False,
+    has_source: bool = False,
+) -> SplitFolders:
+    """Open the folders of a split checkpoint, or one with rank files of another tool.
 
     Args:
-        paths: of the folders.
+        src: one folder or several.
         source_layout: the layout of another tool's rank files; None to detect it.
+        may_miss: whether ranks may be missing in a single folder.
+        has_source: whether there is a source to compare with, whose layout ``source_layout`` may be.
 
     Raises:
         UsageError: if no folder is given, one is given twice, or there is a layout for several or for a split
             checkpoint.
         SourceError: if rank files of another tool cannot be read.
+        SplitCheckpointError: as :func:`read_folders`.
     """
-    found = open_folders(paths)
-    if len(found) == 1 and (source := open_if_external(found[0], source_layout)) is not None:
-        return found, source
-    refuse_layout(found, source_layout)
-    return found, None
-
-
-def open_folders(paths: SourcePath | Sequence[SourcePath]) -> list[AnyPath]:
-    """The paths of one folder or of several.
-
-    Raises:
-        UsageError: if no folder is given, or one is given twice.
-    """
-    found = [open_path(path) for path in ([paths] if isinstance(paths, SourcePath) else paths)]
-    if not found:
+    paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+    if not paths:
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
-    if twice := next((path for at, path in enumerate(found) if path in found[:at]), None):
+    if twice := next((path for at, path in enumerate(paths) if path in paths[:at]), None):
         raise UsageError(f"{twice}: is given twice: pass each folder once")
-    return found
+    if len(paths) == 1 and (source := open_if_external(paths[0], source_layout)) is not None:
+        return as_folders(paths[0], _full_manifest(source))._replace(source=source)
+    if source_layout is not None and not has_source:
+        _refuse_layout(paths)
+    return as_folders(paths[0], read_manifest(paths[0])) if may_miss and len(paths) == 1 else read_folders(paths)
 
 
-def refuse_layout(found: Sequence[AnyPath], source_layout: str | None) -> None:
-    """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint.
+def _full_manifest(source: Source) -> Manifest:
+    """The manifest of a split for one rank, which has the full tensors of a source."""
+    full = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge to full tensors", "*"))
+    plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, full), RuleSet("merge", ()))
+    return Manifest.of_source(source, plan, PlanRequest(), checksums=False)
 
-    Raises:
-        UsageError: if there is a layout.
-    """
-    if source_layout is not None and len(found) > 1:
+
+def _refuse_layout(paths: Sequence[AnyPath]) -> None:
+    """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint."""
+    if len(paths) > 1:
         raise UsageError(
-            f"{option('source_layout')} is for one folder (got {len(found)}): remove it, or pass one folder"
+            f"{option('source_layout')} is for one folder (got {len(paths)}): remove it, or pass one folder"
         )
-    if source_layout is not None:
-        raise UsageError(
-            f"{found[0]}: is a split checkpoint, and {option('source_layout')} is for rank files of other tools: "
-            f"remove {option('source_layout')}"
-        )
+    raise UsageError(
+        f"{paths[0]}: is a split checkpoint, and {option('source_layout')} is for rank files of other tools: "
+        f"remove {option('source_layout')}"
+    )
 
 
 def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:

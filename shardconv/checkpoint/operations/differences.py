@@ -1,13 +1,11 @@
-"""Verify rank files of another tool: replicas are equal, and every byte is that of a source."""
+"""Differences between checkpoints: in the bytes that a reader and a comparer find, and in names and shapes."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, CopyJob, Progress, Reader, Stripe, split_into_stripes
+from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Stripe
 from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
-from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError
 
@@ -21,10 +19,12 @@ class Differences(NamedTuple):
     Attributes:
         found: descriptions of all differences.
         is_damaged: whether some are within the rank files, and not only from another source.
+        is_readable: whether the rank files could be read.
     """
 
     found: list[str]
     is_damaged: bool
+    is_readable: bool = True
 
 
 def find_differences(
@@ -43,29 +43,6 @@ def find_differences(
 
     CopyJob(stripes, reader, [] if comparer is None else [comparer], add).run(threads=threads, progress=progress)
     return Differences(sorted(found), not found <= (set() if comparer is None else comparer.differences))
-
-
-def compare_sources(
-    source: Source, against: Source | None, *, threads: int | None, progress: Progress | None
-) -> Differences:
-    """Compare the replicas of a source, and its tensors with those of another one."""
-    differences = [] if against is None else tensor_differences(source.specs, against)
-    names = [name for name, spec in source.specs.items() if against is None or against.specs.get(name) == spec]
-    specs = {name: source.specs[name] for name in names}
-    stripes = split_into_stripes([num_bytes(spec.dtype, spec.shape) for spec in specs.values()], STRIPE_BYTES)
-    reader, inputs = open_tensors(source, specs, None, for_report=True)
-    with inputs:
-        if against is None:
-            data = find_differences(stripes, reader, None, threads=threads or inputs.threads, progress=progress)
-        else:
-            expected, others = open_tensors(against, specs, None, for_report=True)
-            with others:
-                comparer = Comparer(expected, names, reader.tensors)
-                threads = threads or inputs.threads or others.threads
-                data = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
-                others.check_unchanged()
-        inputs.check_unchanged()
-    return Differences(sorted({*differences, *data.found}), data.is_damaged)
 
 
 def is_other_model(specs: Mapping[str, TensorSpec], source: Source) -> bool:
