@@ -76,7 +76,7 @@ def journal_of(target: Path) -> Path:
 def recorded(target: Path) -> set[int]:
     """The stripes of the complete records in a journal."""
     *lines, _ = journal_of(target).read_bytes().split(b"\n")
-    return {json.loads(line.partition(b" ")[2])["stripe"] for line in lines[2:]}
+    return {json.loads(line)["stripe"] for line in lines[2:]}
 
 
 class Counted:
@@ -409,8 +409,8 @@ def test_source_that_was_split_again_is_not_named_as_an_option(job, made, tmp_pa
     [
         ({"tp": 2}, {"tp": 4}, "has another tp (got 4, expected 2)"),
         ({"dtype": None}, {"dtype": "fp32"}, "has another dtype (got fp32, expected None)"),
-        ({"options": {"head_dim": 8}}, {"options": {"head_dim": 16}}, "has another head_dim (got 16, expected 8)"),
-        ({"options": {"pad": 0}}, {"options": {"pad": 1}}, "has another pad (got 1, expected 0)"),
+        ({"head_dim": 8}, {"head_dim": 16}, "has another head_dim (got 16, expected 8)"),
+        ({"pad": 0}, {"pad": 1}, "has another pad (got 1, expected 0)"),
         ({"tp": 2, "source": {"/a": "1 B"}}, {"tp": 4, "source": {"/b": "1 B"}}, "read /a (got /b)"),
     ],
 )

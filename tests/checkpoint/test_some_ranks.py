@@ -485,9 +485,7 @@ WRONG_RANKS = {
     "0,0": "--ranks has rank 0 twice",
     "0-2,1": "--ranks has rank 1 twice",
     "9" * 18: f"--ranks has rank {'9' * 18} (expected ranks from 0 to 3, for --tp 4)",
-    "9" * 19: f"--ranks has rank {'9' * 19} (19 digits, expected ranks from 0 to 3, for --tp 4)",
-    "9" * 5000: f"--ranks has rank {'9' * 20}... (5000 digits, expected ranks from 0 to 3, for --tp 4)",
-    f"0-{'9' * 5000}": f"--ranks has rank {'9' * 20}... (5000 digits, expected ranks from 0 to 3, for --tp 4)",
+    f"0-{'9' * 5000}": "--ranks is malformed (got '0-9999",
 }
 
 

@@ -5,7 +5,7 @@ the first option or file that is another.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ _STEP = 104_729
 #: Setting of a job to the argument that it is from.
 _ARGUMENTS = {
     "tp": "tp", "ranks": "ranks", "layout": "layout", "dtype": "dtype", "maximum file size": "max_file_size",
-    "family": "rules", "plan_file": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
+    "rules": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
     "engine": "engine", "pad": "pad",
 }  # fmt: skip
 #: Command to the settings that are from its options; its other settings are those of its source.
@@ -51,6 +51,8 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 def settings_of(command: str, manifest: Manifest) -> Job:
     """A command, and what the manifest of its result says about it."""
+    options = structs.asdict(manifest.request)
+    family, plan_file = options.pop("family"), options.pop("plan_file")
     return {
         "version of shardconv": __version__,
         "command": command,
@@ -58,7 +60,8 @@ def settings_of(command: str, manifest: Manifest) -> Job:
         "layout": manifest.layout.name,
         "dtype": manifest.dtype,
         "maximum file size": manifest.layout.max_file_bytes,
-        "options": structs.asdict(manifest.request),
+        "rules": plan_file or family,
+        **options,
         "plan": _digest([manifest.plan, manifest.layout, manifest.stripe_bytes, manifest.derived]),
     }
 
@@ -124,17 +127,17 @@ def _digest(value: object) -> str:
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Describe the first difference of a job from that of the interrupted run; None if they are the same."""
-    chosen = _CHOSEN[new["command"]]
-    for name in sorted(new, key=partial(_order, new["command"])):
+    command = new["command"]
+    for name in sorted(new, key=partial(_order, command)):
         value: Any = new[name]
         other: Any = old.get(name)
         if value == other:
             continue
         if name == "source":
             return _of_files(value, other)
-        if name == "options":
-            return _of_options(value, other, chosen)
-        return _of_option(name, value, other) if name in chosen else _of_setting(name, value, other)
+        if name in _CHOSEN[command]:
+            return _of_option(name, value, other)
+        return f"the interrupted run has another {name}{_values(value, other)}"
     return None
 
 
@@ -148,24 +151,12 @@ def _order(command: str, name: str) -> int:
     return 1 if (name == "source") == (command != "split") else 2
 
 
-def _of_setting(name: str, new: object, old: object) -> str:
-    return f"the interrupted run has another {name}{_values(new, old)}"
-
-
-def _of_options(new: Mapping[str, Any], old: Mapping[str, Any], chosen: Collection[str]) -> str:
-    """The first difference of the options that choose a plan; a family and a plan file are the same option."""
-    name = next(name for name in new if new[name] != old.get(name))
-    if name not in chosen:
-        return _of_setting(name, new[name], old.get(name))
-    if _ARGUMENTS[name] != "rules":
-        return _of_option(name, new[name], old.get(name))
-    had, got = ((one["plan_file"] or [one["family"]])[0] for one in (old, new))
-    if had == got:
-        return f"the plan file {got!r} of {option('rules')} is not as in the interrupted run"
-    return _of_option("family", got, had)
-
-
-def _of_option(name: str, new: object, old: object) -> str:
+def _of_option(name: str, new: Any, old: Any) -> str:  # noqa: ANN401 - values of any setting
+    if name == "rules":  # a family, or name and text of a plan file
+        old_text, new_text = old, new
+        old, new = (one if isinstance(one, str | None) else one[0] for one in (old, new))
+        if old == new and old_text != new_text:
+            return f"the plan file {old!r} of {option('rules')} is not as in the interrupted run"
     had = f"had {_given(name, old)}" if old else f"did not have {option(_ARGUMENTS[name])}"
     return f"the interrupted run {had} (got {_given(name, new) if new else 'none'})"
 

@@ -1,19 +1,17 @@
 """The journal of a copy: which stripes are on the disk, so that an interrupted run can be continued; and its sink.
 
 It is a file in the staging folder. Line 1 is the format, line 2 the job: everything that determines the bytes of the
-new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Lines from the second on
-begin with their own checksum, so a line that was not written completely is detected. Nothing waits for the disk:
-a run that continues compares the checksums with what is there.
+new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Nothing waits for the
+disk: a run that continues compares the checksums with what is there, so a damaged record only costs a copy.
 """
 
-import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import xxhash
+from msgspec import DecodeError, Struct, json
 
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.shards import ShardWriter
@@ -25,6 +23,13 @@ from shardconv.support.errors import OutputError, option
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
 _START_OVER = f"remove {option(resume=True)} to start over"
+
+
+class _Record(Struct):
+    """A finished stripe, with the checksum of its bytes on each rank."""
+
+    stripe: int
+    checksums: dict[int, str]
 
 
 class Journal:
@@ -44,7 +49,7 @@ class Journal:
         self.names = names
         self.finished: dict[int, dict[int, str]] = {}
         self.resumed_bytes = 0
-        self._job: Job = json.loads(json.dumps(job))
+        self._job: Job = json.decode(json.encode(job))
         self._resume = resume
         self._num_bytes = 0
         self._descriptor: int | None = None
@@ -91,19 +96,18 @@ class Journal:
             )
         if len(lines) < 2:
             return  # nothing was copied yet
-        self._check_job(_parse(lines[1]), target)
-        self._num_bytes = sum(len(line) + 1 for line in lines[:2])
-        for line in lines[2:]:
-            if (record := _parse(line)) is None:
-                break
-            self._num_bytes += len(line) + 1
-            self.finished[record["stripe"]] = {int(rank): text for rank, text in record["checksums"].items()}
-
-    def _check_job(self, job: Job | None, target: AnyPath) -> None:
-        if job is None:
-            raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}")
+        try:
+            job = json.decode(lines[1], type=dict)
+        except DecodeError as error:
+            raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}") from error
         if (text := difference(job, self._job)) is not None:
             raise OutputError(f"{target}: {text}: repeat its command with the same source, or {_START_OVER}")
+        self._num_bytes = sum(len(line) + 1 for line in lines[:2])
+        with suppress(DecodeError):
+            for line in lines[2:]:
+                record = json.decode(line, type=_Record)
+                self._num_bytes += len(line) + 1
+                self.finished[record.stripe] = record.checksums
 
     def start(self, folder: Path) -> None:
         """Open the journal for new records; begin it, unless it is that of an interrupted run."""
@@ -111,12 +115,12 @@ class Journal:
         self._descriptor = os.open(folder / JOURNAL_NAME, flags, 0o600)
         os.ftruncate(self._descriptor, self._num_bytes)
         if not self.is_continued:
-            self._append(f"{_FORMAT}\n{_line(self._job)}".encode())
+            self._append(_FORMAT.encode() + b"\n" + json.encode(self._job))
 
-    def record(self, stripe: int, checksums: Mapping[int, str]) -> None:
+    def record(self, stripe: int, checksums: dict[int, str]) -> None:
         """Record a finished stripe, with the checksum of its bytes on each rank."""
-        self._append(_line({"stripe": stripe, "checksums": checksums}).encode())
-        self.finished[stripe] = {**checksums}
+        self._append(json.encode(_Record(stripe, checksums)))
+        self.finished[stripe] = checksums
 
     def count_resumed(self, num_bytes: int) -> None:
         """Count the bytes of a stripe that was on the disk."""
@@ -129,26 +133,12 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _append(self, data: bytes) -> None:
+    def _append(self, line: bytes) -> None:
         assert self._descriptor is not None
-        view = memoryview(data)
+        view = memoryview(line + b"\n")
         with self._lock:
             while view:
                 view = view[os.write(self._descriptor, view) :]
-
-
-def _line(value: Mapping[str, Any]) -> str:
-    text = json.dumps(value, separators=(",", ":"))
-    return f"{xxhash.xxh3_64_hexdigest(text.encode())} {text}\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The value in a line; None if the line is damaged."""
-    check, _, text = line.partition(b" ")
-    if xxhash.xxh3_64_hexdigest(text).encode() != check:
-        return None
-    value: dict[str, Any] = json.loads(text)
-    return value
 
 
 class ResumableWriter(ShardWriter):
@@ -157,23 +147,17 @@ class ResumableWriter(ShardWriter):
     Args:
         tensors: the shards of each tensor.
         files: the open files.
-        num_stripes: number of stripes.
         journal: the journal.
-        files_per_rank: number of files of a rank, which share checksums.
+        num_stripes: number of stripes.
+        sizes: as for the base class.
     """
 
     _files: LocalOutputFiles
 
     def __init__(
-        self,
-        tensors: Sequence[Shards],
-        files: LocalOutputFiles,
-        *,
-        num_stripes: int,
-        journal: Journal,
-        files_per_rank: int,
+        self, tensors: Sequence[Shards], files: LocalOutputFiles, *, journal: Journal, num_stripes: int, **sizes: int
     ) -> None:
-        super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, files_per_rank=files_per_rank)
+        super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, **sizes)
         self._journal = journal
 
     def finish(self, state: StripeState, stripe: Stripe, /) -> None:

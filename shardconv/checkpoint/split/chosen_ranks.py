@@ -10,11 +10,8 @@ from shardconv.support.formatting import ranges
 #: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
 Ranks = str | int | Iterable[int] | None
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-#: Digits that a rank may have; many more would be too many for an integer.
-_MAX_DIGITS = 18
-#: Digits of a rank in a message.
-_MAX_SHOWN = 20
+#: A rank, or the first and the last of a range; more digits than these are not of a rank.
+_RANGE = re.compile(r"0*(\d{1,18})(?:-0*(\d{1,18}))?", re.ASCII)
 
 
 def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
@@ -25,41 +22,32 @@ def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
     """
     if chosen is None:
         return tuple(range(tp))
-    spans = list(_parse(chosen, tp) if isinstance(chosen, str) else _numbers(chosen))
+    spans = list(_parse(chosen) if isinstance(chosen, str) else _numbers(chosen))
     if not spans:
         raise UsageError(
             f"{option('ranks')} is empty: pass the ranks to write, such as 0-7, or leave it out to write all"
         )
     if wrong := [bound for span in spans for bound in span if not 0 <= bound < tp]:
-        raise _not_below(str(wrong[-1]), tp)
+        raise UsageError(
+            f"{option('ranks')} has rank {wrong[-1]} (expected ranks from 0 to {tp - 1}, for {option(tp=tp)}): correct "
+            "it"
+        )
     ((rank, count),) = Counter(rank for first, last in spans for rank in range(first, last + 1)).most_common(1)
     if count > 1:
         raise UsageError(f"{option('ranks')} has rank {rank} twice: correct it")
     return tuple(sorted(rank for first, last in spans for rank in range(first, last + 1)))
 
 
-def _not_below(rank: str, tp: int) -> UsageError:
-    size = f"{len(rank)} digits, " if len(rank) > _MAX_DIGITS else ""
-    shown = rank if len(rank) <= _MAX_SHOWN else f"{rank[:_MAX_SHOWN]}..."
-    return UsageError(
-        f"{option('ranks')} has rank {shown} ({size}expected ranks from 0 to {tp - 1}, for {option(tp=tp)}): correct it"
-    )
-
-
-def _parse(text: str, tp: int) -> Iterator[tuple[int, int]]:
+def _parse(text: str) -> Iterator[tuple[int, int]]:
     """Yield first and last of each range in a text."""
     for part in text.split(",") if text.strip() else ():
         match = _RANGE.fullmatch(part.strip())
-        ends = [end.lstrip("0") or "0" for end in match.groups() if end] if match else []
-        for end in ends:
-            if len(end) > _MAX_DIGITS:
-                raise _not_below(end, tp)
-        if not ends:
+        if match is None:
             raise UsageError(
                 f"{option('ranks')} is malformed (got {text!r:.60}, expected numbers and ranges, such as 0,2,5-7): "
                 "correct it"
             )
-        first, last = int(ends[0]), int(ends[-1])
+        first, last = int(match[1]), int(match[2] or match[1])
         if first > last:
             raise UsageError(
                 f"{option('ranks')} has a reversed range (got {first}-{last}, expected {last}-{first}): correct it"

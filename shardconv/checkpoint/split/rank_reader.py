@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState, default_threads, held_stripes
-from shardconv.checkpoint.engine.geometry import Box, ShardRows, geometry, unsharded
+from shardconv.checkpoint.engine.geometry import ShardRows, geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors
@@ -201,13 +201,9 @@ class SourceReader(RankReader):
         spec, number = self.tensors[name], self._number[name]
         full = self._reader.tensors[number]
         size = full.geometry.num_bytes
-        if full.edits is not None:
-            yield Span(number, 0, size)
-            return
-        for box in geometry(self.plan.placement(name), spec.dtype, spec.shape).shards[self.rank].boxes(0, size):
-            rows = Span(number, box.full, box.full + box.rows * box.full_width)
-            _, length, offset = _run(box)
-            yield Span(number, offset, offset + length) if _is_one_run(box) else rows
+        own = geometry(self.plan.placement(name), spec.dtype, spec.shape, (self.rank,))
+        for start, stop in [(0, size)] if full.edits is not None else own.held(0, size):
+            yield Span(number, start, stop)
 
     def read(self, name: str) -> Bytes:
         """See :class:`RankReader`."""
@@ -226,13 +222,16 @@ class SourceReader(RankReader):
             self._prefetch(full, shard)
             self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
             return _take_shard(mapped, shard, is_copied=full.offsets[0] % max(DTYPE_BITS[spec.dtype] // 8, 1) > 0)
-        data = memoryview(bytearray(shard.local(size)))
-        for box in shard.boxes(0, size):
-            if _is_one_run(box):
-                at, length, offset = _run(box)
-                self._fill(name, data[at : at + length], offset)
-            else:
-                self._fill_rows(name, box, data)
+        data, block = memoryview(bytearray(shard.local(size))), memoryview(bytearray(min(_BLOCK_BYTES, size)))
+        for span in self._spans(name):
+            for start in range(span.start, span.stop, len(block)):
+                stop = min(start + len(block), span.stop)
+                local, boxes = data[shard.local(start) : shard.local(stop)], list(shard.boxes(start, stop))
+                if len(boxes) == 1 and boxes[0].rows * boxes[0].size == len(local) == stop - start:
+                    self._fill(name, local, start)
+                else:
+                    self._fill(name, block[: stop - start], start)
+                    arrays.strided.scatter(block, boxes, local, is_padded=False)
         return data
 
     def _mapped(self, full: Shards) -> Bytes | None:
@@ -264,19 +263,6 @@ class SourceReader(RankReader):
         if state.problem:
             raise SourceError(state.problem)
 
-    def _fill_rows(self, name: str, box: Box, data: Bytes) -> None:
-        """Read full rows, block by block, and copy the columns of a box."""
-        step = max(_BLOCK_BYTES // box.full_width, 1)
-        block = memoryview(bytearray(min(step, box.rows) * box.full_width))
-        for row in range(0, box.rows, step):
-            rows = min(step, box.rows - row)
-            block_box = box._replace(full=0, local=0, rows=rows)
-            full_rows = block[: rows * box.full_width]
-            self._fill(name, full_rows, box.full + row * box.full_width)
-            start = box.local + row * box.local_width
-            local_rows = data[start : start + rows * box.local_width]
-            arrays.strided.scatter(full_rows, [block_box], local_rows, is_padded=False)
-
 
 def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
@@ -303,10 +289,12 @@ def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> By
 def _only_range(shard: ShardRows, full_bytes: int) -> slice | None:
     """The range of the full tensor that is the shard; None if the shard is not one range."""
     boxes = list(shard.boxes(0, full_bytes))
-    if len(boxes) != 1 or not _is_one_run(boxes[0]) or shard.is_padded:
+    if len(boxes) != 1 or shard.is_padded:
         return None
-    _, size, offset = _run(boxes[0])
-    return slice(offset, offset + size)
+    (box,) = boxes
+    is_one = box.rows == 1 or box.size == box.full_width == box.local_width
+    start = box.full + box.offset
+    return slice(start, start + box.rows * box.size) if is_one else None
 
 
 def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:
@@ -322,13 +310,3 @@ def _implied_values(shards: Shards) -> Bytes:
     values = memoryview(bytearray(shards.geometry.num_bytes))
     arrays.edits.fill(values, shards.edits, 0)
     return values
-
-
-def _is_one_run(box: Box) -> bool:
-    """Whether the bytes of a box are one range of the shard and of the full tensor."""
-    return box.rows == 1 or box.size == box.full_width == box.local_width
-
-
-def _run(box: Box) -> tuple[int, int, int]:
-    """The only run of a box: offset in the shard, size, and offset in the full tensor, in bytes."""
-    return box.local + box.local_offset, box.rows * box.size, box.full + box.offset
