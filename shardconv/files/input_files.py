@@ -53,9 +53,7 @@ class InputFile(Protocol):
     def size(self) -> int:
         """See the class."""
 
-    @property
-    def mode(self) -> int:
-        """See the class."""
+    mode: int
 
     def read(self, buffer: Bytes, offset: int) -> None:
         """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""

@@ -18,17 +18,9 @@ class OutputFiles(Protocol):
         threads: the default number of threads that write them; None for the default of the reader.
     """
 
-    @property
-    def num_files(self) -> int:
-        """See the class."""
-
-    @property
-    def in_order(self) -> bool:
-        """See the class."""
-
-    @property
-    def threads(self) -> int | None:
-        """See the class."""
+    num_files: int
+    in_order: bool
+    threads: int | None
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
@@ -55,7 +47,8 @@ class LocalOutputFiles:
     """
 
     #: See :class:`OutputFiles`.
-    in_order, threads = False, None
+    in_order = False
+    threads: int | None = None
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -245,11 +244,10 @@ class Sink(Side, Protocol):
         """Write or compare a block."""
 
 
-@dataclass(frozen=True, slots=True)
 class CopyJob:
     """A copy of stripes from a reader to sinks.
 
-    Attributes:
+    Args:
         stripes: the stripes to copy.
         reader: reads the blocks.
         sinks: write or compare the blocks.
@@ -258,15 +256,26 @@ class CopyJob:
         in_order: whether to begin stripes in their order.
     """
 
-    stripes: Sequence[Stripe]
-    reader: Reader
-    sinks: Sequence[Sink]
-    on_problem: Callable[[IntegrityError], None] | None = None
-    resume: Callable[[int, Stripe, Scratch], int] | None = None
-    in_order: bool = False
+    def __init__(
+        self,
+        stripes: Sequence[Stripe],
+        reader: Reader,
+        sinks: Sequence[Sink] = (),
+        on_problem: Callable[[IntegrityError], None] | None = None,
+        *,
+        resume: Callable[[int, Stripe, Scratch], int] | None = None,
+        in_order: bool = False,
+    ) -> None:
+        self._stripes, self._reader, self._sinks = stripes, reader, sinks
+        self._sides: list[Side] = [reader, *sinks]
+        self._on_problem, self._resume, self._in_order = on_problem, resume, in_order
+        self._numbers: Iterator[int] = iter(())
+        self._done = 0
+        self._is_stopping = False
+        self._lock = threading.Lock()
 
     def run(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
-        """Copy all stripes with several threads.
+        """Copy all stripes with several threads; none of them keeps running after an error or Ctrl-C.
 
         Raises:
             IntegrityError: if the data has a problem and ``on_problem`` is None.
@@ -275,38 +284,76 @@ class CopyJob:
         """
         if threads is not None and threads < 1:
             raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
-        _CopyThreads(self, progress).run(threads or default_threads())
+        threads = threads or default_threads()
+        count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
+        workers = min(threads, count, _MAX_WORKERS)
+        block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
+        self._numbers = iter(range(count)) if self._in_order else spread(count, threads)
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
+            try:
+                pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
+                while pending:
+                    finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        future.result()
+                    if progress is not None:
+                        progress(self._done, total)
+            except BaseException:
+                self._is_stopping = True
+                for side in self._sides:
+                    side.cancel()
+                raise
 
-    def prefetch(self, number: int) -> None:
+    def _work(self, scratch: Scratch) -> None:
+        number = self._next()
+        while number is not None:
+            following = self._next()
+            try:
+                self.copy_stripe(number, scratch)
+            except IntegrityError as error:
+                if self._on_problem is None:
+                    raise
+                with self._lock:
+                    self._on_problem(error)
+            number = following
+
+    def _next(self) -> int | None:
+        """The number of the next stripe, which is read ahead."""
+        with self._lock:
+            number = None if self._is_stopping else next(self._numbers, None)
+        if number is not None and self._resume is None:
+            self._prefetch(number)
+        return number
+
+    def _prefetch(self, number: int) -> None:
         """Read a stripe ahead, which the calling thread copies after the one that it read ahead last."""
-        self.reader.prefetch(self.stripes[number])
-        for sink in self.sinks:
-            sink.prefetch(self.stripes[number])
+        for side in self._sides:
+            side.prefetch(self._stripes[number])
 
-    def copy_stripe(self, number: int, scratch: Scratch, advance: Callable[[int], None]) -> None:
+    def copy_stripe(self, number: int, scratch: Scratch) -> None:
         """Copy one stripe with the buffers of the calling thread, unless it is already written."""
-        stripe = self.stripes[number]
-        if self.resume is not None and (written := self.resume(number, stripe, scratch)):
-            advance(written)
-            return
+        stripe = self._stripes[number]
+        if self._resume is not None:
+            if written := self._resume(number, stripe, scratch):
+                self._advance(written)
+                return
+            self._prefetch(number)  # which stripes are copied was not known before
         state = StripeState(number)
-        sinks = [(sink, StripeState(number)) for sink in self.sinks]
-        if self.resume is not None:  # which stripes are copied was not known before
-            self.prefetch(number)
+        sinks = [(sink, StripeState(number)) for sink in self._sinks]
         for stripe_span in stripe:
             for span in self._blocks(stripe_span, scratch.block_bytes):
                 block = scratch.take("block", span.stop - span.start)
-                self.reader.gather(state, span, block, scratch)
+                self._reader.gather(state, span, block, scratch)
                 for sink, sink_state in sinks:
                     sink.put(sink_state, span, block, scratch)
-                advance(len(block))
-        self._finish(stripe, [(self.reader, state), *sinks])
+                self._advance(len(block))
+        self._finish(stripe, [(self._reader, state), *sinks])
 
-    def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
-        self.reader.cancel()
-        for sink in self.sinks:
-            sink.cancel()
+    def _advance(self, num_bytes: int) -> None:
+        if self._is_stopping:
+            raise InterruptedError("another thread failed, or the user interrupted the copy")
+        with self._lock:
+            self._done += num_bytes
 
     def _finish(self, stripe: Stripe, sides: Sequence[tuple[Side, StripeState]]) -> None:
         """Finish the stripe on the reader, then on the sinks, and report their problems together.
@@ -319,7 +366,7 @@ class CopyJob:
             try:
                 side.finish(state, stripe)
             except IntegrityError as error:
-                if self.on_problem is None:
+                if self._on_problem is None:
                     raise
                 problems.append(error.message)
         if problems:
@@ -327,8 +374,7 @@ class CopyJob:
 
     def _blocks(self, span: Span, max_bytes: int) -> Iterator[Span]:
         """Split a span into blocks; if rows are short, into blocks of full rows."""
-        sides = [self.reader.tensors, *(sink.tensors for sink in self.sinks)]
-        geometries = [tensors[span.tensor].geometry for tensors in sides]
+        geometries = [side.tensors[span.tensor].geometry for side in self._sides]
         shards = max(len(geometry.shards) for geometry in geometries)
         size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
         width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
@@ -337,66 +383,3 @@ class CopyJob:
             stop = min((start + size) // width * width, span.stop)
             yield Span(span.tensor, start, stop)
             start = stop
-
-
-class _CopyThreads:
-    """The threads of one job, their progress, and whether they should stop."""
-
-    def __init__(self, job: CopyJob, progress: Progress | None) -> None:
-        self._job = job
-        self._progress = progress
-        self._total = sum(span.stop - span.start for stripe in job.stripes for span in stripe)
-        self._done = 0
-        self._numbers: Iterator[int] = iter(())
-        self._is_stopping = False
-        self._lock = threading.Lock()
-
-    def run(self, threads: int) -> None:
-        """Copy all stripes; no thread keeps running after an error or Ctrl-C."""
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
-            try:
-                workers = min(threads, len(self._job.stripes), _MAX_WORKERS)
-                count = len(self._job.stripes)
-                self._numbers = iter(range(count)) if self._job.in_order else spread(count, threads)
-                block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
-                pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
-                while pending:
-                    finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        future.result()
-                    if self._progress is not None:
-                        self._progress(self._done, self._total)
-            except BaseException:
-                self._is_stopping = True
-                self._job.cancel()
-                raise
-
-    def _work(self, scratch: Scratch) -> None:
-        number = self._next()
-        while number is not None:
-            following = self._next()
-            try:
-                self._job.copy_stripe(number, scratch, self._advance)
-            except IntegrityError as error:
-                self._report(error)
-            number = following
-
-    def _next(self) -> int | None:
-        """The number of the next stripe, which is read ahead."""
-        with self._lock:
-            number = None if self._is_stopping else next(self._numbers, None)
-        if number is not None and self._job.resume is None:
-            self._job.prefetch(number)
-        return number
-
-    def _report(self, error: IntegrityError) -> None:
-        if self._job.on_problem is None:
-            raise error
-        with self._lock:
-            self._job.on_problem(error)
-
-    def _advance(self, num_bytes: int) -> None:
-        if self._is_stopping:
-            raise InterruptedError("another thread failed, or the user interrupted the copy")
-        with self._lock:
-            self._done += num_bytes

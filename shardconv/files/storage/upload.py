@@ -183,7 +183,8 @@ class UploadFiles:
     """
 
     #: See ``output_files.OutputFiles``; data of more threads would have to wait for its turn.
-    in_order, threads = True, 2
+    in_order = True
+    threads: int | None = 2
 
     def __init__(self, keys: Sequence[Key], prefixes: Sequence[bytes], sizes: Sequence[int]) -> None:
         self.num_files = len(keys)
