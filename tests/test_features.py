@@ -35,7 +35,7 @@ OPTIONS = {
     "--chat": ("run", "runtime/test_run.py::test_chat_template"),
     "--check": ("run", "runtime/test_run.py::test_check_against_an_incomplete_checkpoint"),
     "--check-model": ("plan split pad", "proof/test_model_check.py::test_check_model_excludes_cost"),
-    "--checksums": ("split reshard", "checkpoint/test_damage.py::test_reshard_without_checksums_does_not_add_them"),
+    "--checksums": ("split reshard", "checkpoint/test_damage.py::test_checkpoint_without_checksums_is_not_verified"),
     "--config": ("plan split run", "runtime/test_load_source.py::test_file_without_a_config_is_loaded_with_another"),
     "--cost": ("plan", "runtime/test_estimate.py::test_row_of_the_table_has_the_costs"),
     "--debug": (
@@ -50,7 +50,7 @@ OPTIONS = {
     "--experts": ("plan split run", "plan/test_experts.py::test_experts_are_distributed_over_ranks"),
     "--follow-links": (
         "plan split run verify pad",
-        "checkpoint/test_destination.py::test_destination_that_contains_the_target_of_a_source_link",
+        "checkpoint/test_destination.py::test_destination_that_contains_the_source",
     ),
     "--for": ("plan split run reshard", "plan/test_rules.py::test_plan_for_an_engine_stays_one_for_it"),
     "--from": (

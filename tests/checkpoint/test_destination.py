@@ -4,11 +4,12 @@ Only a checkpoint is replaced, and only with --overwrite; everything else is kep
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,36 @@ pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 # --- what is there already ------------------------------------------------------------------------------------------
 
 
+def powerset(*options: str) -> Iterator[tuple[str, ...]]:
+    for count in range(len(options) + 1):
+        yield from itertools.combinations(options, count)
+
+
+OTHER_KIND, NO_CHECKPOINT = (
+    "exists (got a {}, expected a folder)",
+    "does not hold a checkpoint, so it is not overwritten",
+)
+KEPT = {
+    put_file: OTHER_KIND.format("file"),
+    put_notes: "does not hold a checkpoint, so it is not overwritten: choose another path with -o\n",
+    put_link: OTHER_KIND.format("link"),
+    put_dangling_link: OTHER_KIND.format("link"),
+}
+
+
 @pytest.mark.parametrize(
     ("put", "options", "message"),
     [
-        (put_file, [], "exists (got a file, expected a folder)"),
-        (put_file, ["--overwrite"], "exists (got a file, expected a folder)"),
-        (put_notes, [], "does not hold a checkpoint, so it is not overwritten: choose another path with -o\n"),
-        (put_notes, ["--overwrite"], "does not hold a checkpoint, so it is not overwritten"),
+        *(
+            (put, [*options], message)
+            for put, message in KEPT.items()
+            for options in powerset("--overwrite", "--dry-run")
+        ),
         (put_checkpoint, [], "exists: choose another path with -o, or pass --overwrite"),
-        (put_link, [], "exists (got a link, expected a folder)"),
-        (put_link, ["--overwrite"], "exists (got a link, expected a folder)"),
-        (put_dangling_link, [], "exists (got a link, expected a folder)"),
     ],
 )
 def test_existing_destination_is_kept(job, target, put, options, message):
+    """The message asks for another path with any options, unless --overwrite replaces it."""
     put(target)
     before = beside(target), contents(target.parent.parent)
     result = job.call(target, *options)
@@ -63,36 +80,11 @@ def test_existing_destination_is_kept(job, target, put, options, message):
     assert (beside(target), contents(target.parent.parent)) == before
 
 
-@pytest.mark.parametrize(
-    ("put", "message"),
-    [
-        (put_file, "exists (got a file, expected a folder)"),
-        (put_notes, "does not hold a checkpoint, so it is not overwritten"),
-        (put_link, "exists (got a link, expected a folder)"),
-        (put_dangling_link, "exists (got a link, expected a folder)"),
-    ],
-)
-@pytest.mark.parametrize("options", [[], ["--overwrite"]], ids=["", "overwrite"])
-def test_dry_run_refuses_a_destination_that_overwrite_does_not_replace(job, target, put, message, options):
-    """The message asks for another path with any options."""
-    put(target)
-    before = beside(target), contents(target.parent.parent)
-    result = job.call(target, "--dry-run", *options)
-    assert result.code == 1
-    assert f"{target}: {message}" in result.err
-    assert (beside(target), contents(target.parent.parent)) == before
-
-
-def test_dry_run_for_an_empty_folder(job, target):
-    """An empty folder does not require --overwrite."""
-    target.mkdir()
-    result = job.call(target, "--dry-run", "--json")
-    assert json.loads(result.out)["destination_exists"] is False
-    assert contents(target) == {}
-
-
 def test_empty_folder_as_destination(job, target):
+    """It does not require --overwrite."""
     target.mkdir()
+    assert json.loads(job.call(target, "--dry-run", "--json").out)["destination_exists"] is False
+    assert contents(target) == {}
     check_done(job.call(target), job, target)
 
 
@@ -105,26 +97,26 @@ def test_destination_in_a_file(job, target):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(OSError(errno.EIO, "damaged"), 1), (KeyboardInterrupt(), 130)], ids=["error", "interrupted"]
+    ("error", "name", "code"),
+    [
+        (OSError(errno.EIO, "damaged"), None, 1),
+        (KeyboardInterrupt(), None, 130),
+        (OSError(errno.EIO, "damaged"), "notes.txt", 1),
+    ],
+    ids=["error", "interrupted", "other files"],
 )
-def test_created_parent_folders_are_removed_after_a_failure(job, target, monkeypatch, error, code):
+def test_created_parent_folders_are_removed_after_a_failure(job, target, monkeypatch, error, name, code):
+    """Those that did not exist, and have no other files."""
+
     def fail(*_: object) -> None:
+        if name is not None:
+            (target.parent / "there" / "a" / name).write_text("mine")
         raise error
 
     (target.parent / "there").mkdir()
     monkeypatch.setattr(staging, "publish", fail)
     assert job.call(target.parent / "there" / "a" / "b" / "result").code == code
-    assert left(target.parent) == ["there"]
-
-
-def test_created_parent_folder_with_other_files_is_kept(job, target, monkeypatch):
-    def fail(*_: object) -> None:
-        (target.parent / "a" / "notes.txt").write_text("mine")
-        raise OSError(errno.EIO, "damaged")
-
-    monkeypatch.setattr(staging, "publish", fail)
-    assert job.call(target.parent / "a" / "b" / "result").code == 1
-    assert left(target.parent) == ["a", "a/notes.txt"]
+    assert left(target.parent) == ["there", *([] if name is None else ["there/a", f"there/a/{name}"])]
 
 
 def test_refused_destination_leaves_no_parent_folders(job, target, monkeypatch):
@@ -184,24 +176,19 @@ def test_overwrite_keeps_a_folder_with_other_files(job, target, name, is_its_own
     check_done(job.call(target, "--overwrite"), job, target)
 
 
-def test_overwrite_a_split_checkpoint(job, made, target):
-    """Auxiliary files in its manifest are replaced; a folder with other files is kept."""
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_overwrite_a_split_checkpoint(job, made, target, is_damaged):
+    """Auxiliary files in its manifest are replaced, if it can be read; a folder with other files is kept."""
     source = shutil.copytree(made / "source", target.parent.parent / "other")
     (source / "special.txt").write_text("x")
     split(source, target, tp=2)
     mine = target / "model.safetensors"
+    if is_damaged:
+        (target / "shardconv.json").write_text("{")
+        mine = target / "special.txt"
     mine.write_text("mine")
-    assert "holds model.safetensors, which is not part" in job.call(target, "--overwrite").err
+    assert f"holds {mine.name}, which is not part" in job.call(target, "--overwrite").err
     mine.unlink()
-    check_done(job.call(target, "--overwrite"), job, target)
-
-
-def test_overwrite_a_split_checkpoint_whose_manifest_is_damaged(job, made, target):
-    shutil.copytree(made / "split", target)
-    (target / "shardconv.json").write_text("{")
-    (target / "special.txt").write_text("mine")
-    assert "holds special.txt, which is not part" in job.call(target, "--overwrite").err
-    (target / "special.txt").unlink()
     check_done(job.call(target, "--overwrite"), job, target)
 
 
@@ -214,28 +201,32 @@ def test_overwrite_a_folder_that_cannot_be_read(job, target, monkeypatch):
     assert sorted(contents(target)) == ["model.safetensors", "tokenizer.json"]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "after"), [(os, "pwrite", 0), (os, "pwrite", 9), (Path, "rename", 0), (auxiliary, "create", 0)]
-)
-def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, after):
-    put_checkpoint(target)
-    before = contents(target.parent)
-    monkeypatch.setattr(owner, name, failing(getattr(owner, name), after))
-    assert job.call(target, "--overwrite").code == 1
-    assert contents(target.parent) == before
-
-
-def test_overwrite_restores_the_checkpoint_if_the_rename_fails(job, target, monkeypatch):
-    put_checkpoint(target)
-    before = contents(target.parent)
+def fail_once(name: str) -> Callable[[Path, Path], Path]:
+    """A rename that fails for a name in the staging folder."""
     rename = Path.rename
 
-    def fail_once(path: Path, to: Path) -> Path:
-        if path.parent.name == ".result.partial" and path.name == "result":
+    def renamed(path: Path, to: Path) -> Path:
+        if path.parent.name == ".result.partial" and path.name == name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return rename(path, to)
 
-    monkeypatch.setattr(Path, "rename", fail_once)
+    return renamed
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "failed"),
+    [
+        (os, "pwrite", failing(os.pwrite, 0)),
+        (os, "pwrite", failing(os.pwrite, 9)),
+        (Path, "rename", failing(Path.rename, 0)),
+        (Path, "rename", fail_once("result")),
+        (auxiliary, "create", failing(auxiliary.create, 0)),
+    ],
+)
+def test_overwrite_keeps_the_checkpoint_if_the_run_fails(job, target, monkeypatch, owner, name, failed):
+    put_checkpoint(target)
+    before = contents(target.parent)
+    monkeypatch.setattr(owner, name, failed)
     assert job.call(target, "--overwrite").code == 1
     assert contents(target.parent) == before
 
@@ -362,37 +353,26 @@ def test_destination_in_the_source(job, tmp_path, name, options):
     assert contents(tmp_path) == before
 
 
-def test_destination_that_contains_the_source(job, target):
-    """It also holds a checkpoint, so --overwrite would remove the source."""
-    put_checkpoint(target)
-    source = shutil.copytree(job.source, target / "source")
-    before = contents(target.parent)
-    result = job.on(source).call(target, "--overwrite")
-    assert result.code == 2
-    assert "choose another path" in result.err
-    assert contents(target.parent) == before
-
-
-def test_destination_that_contains_the_target_of_a_source_link(made, target):
-    source = target.parent / "source"
+@pytest.mark.parametrize("way", ["folder", "link", "plan file"])
+def test_destination_that_contains_the_source(made, target, way):
+    """It also holds a checkpoint, so --overwrite would remove what is read."""
     shutil.copytree(made / "source", target)
-    source.mkdir()
-    for path in filter(Path.is_file, target.iterdir()):
-        (source / path.name).symlink_to(path)
+    source, options = made / "source", []
+    if way == "folder":
+        source = shutil.copytree(made / "source", target / "source")
+    elif way == "link":
+        source, options = target.parent / "source", ["--follow-links"]
+        source.mkdir()
+        for path in filter(Path.is_file, target.iterdir()):
+            (source / path.name).symlink_to(path)
+    else:
+        (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
+        options = ["--rules", target / "plan.toml"]
     before = contents(target.parent)
-    result = call("split", source, "--tp", "2", "-o", target, "--follow-links", "--overwrite")
-    assert result.code == 2
+    result = call("split", source, "--tp", "2", "-o", target, *options, "--overwrite")
+    assert (result.code, "contains the source" in result.err) == (2, True)
     assert "choose another path" in result.err
     assert contents(target.parent) == before
-
-
-def test_overwrite_refuses_a_destination_with_the_plan_file(made, target):
-    shutil.copytree(made / "split", target)
-    (target / "plan.toml").write_text('[rules]\n"lm_head" = { style = "replicate" }')
-    result = call("split", made / "source", "--tp", "2", "-o", target, "--rules", target / "plan.toml", "--overwrite")
-    assert result.code == 2
-    assert "plan.toml: choose another path" in result.err
-    assert (target / "plan.toml").is_file()
 
 
 # --- two runs for one destination -----------------------------------------------------------------------------------
@@ -445,39 +425,32 @@ def test_race_of_processes(job, target):
 # --- file systems that do less --------------------------------------------------------------------------------------
 
 
-def test_file_systems_without_locks(job, target, monkeypatch):
+@pytest.fixture
+def _no_locks(monkeypatch):
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(staging.fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_file_systems_without_locks(job, target):
+    """Another run may be in the staging folder that exists: it is kept, and no run can be resumed."""
     check_done(job.call(target), job, target)
     remains = target.parent / ".result.partial"
+    refused = "cannot be resumed (this file system does not support locks"
+    result = job.call(target, "--overwrite", "--resume")
+    assert (result.code, refused in result.err, remains.exists()) == (1, True, False)
     remains.mkdir()
     (remains / ".shardconv").touch()
     result = job.call(target, "--overwrite")
     assert (result.code, "another run may be writing it" in result.err) == (1, True)
     assert f"remove {remains}" in result.err
+    result = job.call(target, "--overwrite", "--resume")
+    assert (result.code, refused in result.err, str(remains) in result.err) == (1, True, False)
+    assert [path.name for path in remains.iterdir()] == [".shardconv"]
     shutil.rmtree(remains)
     check_done(job.call(target, "--overwrite"), job, target)
-
-
-def test_no_run_can_be_resumed_on_file_systems_without_locks(job, target, monkeypatch):
-    """The first run refuses it, as the next could not tell whether the first still runs; nothing is left or removed."""
-    killed = target.parent / ".result.partial"
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(staging.fcntl, "flock", refuse)
-    result = job.call(target, "--resume")
-    assert (result.code, "cannot be resumed (this file system does not support locks" in result.err) == (1, True)
-    assert not killed.exists()
-    killed.mkdir()
-    (killed / ".shardconv").touch()
-    result = job.call(target, "--resume")
-    assert (result.code, "remove --resume, or write to another file system" in result.err) == (1, True)
-    assert str(killed) not in result.err
-    assert [path.name for path in killed.iterdir()] == [".shardconv"]
 
 
 def test_staging_folder_that_is_replaced_during_the_run(job, target, monkeypatch):

@@ -76,7 +76,9 @@ def remove_bucket(_: S3Server) -> None:
 
 
 CASES = {
-    "a web server or the Hub": Case("write to a local folder", url="hf://org/model", code=2),
+    "a web server or the Hub": Case(
+        "write to a local folder", url="http://user:secret@host/model?sig=secret", code=2,
+    ),
     "a URL with credentials": Case("has credentials", url="s3://key:secret@bucket/bad/out", code=2),
     "no such bucket": Case(
         "its bucket or container does not exist: create it, or correct its name or the endpoint",
@@ -103,7 +105,9 @@ CASES = {
         "holds notes.txt, which is not part of a checkpoint", UNCHANGED, NOTES, is_split=True,
         overwrite=True,
     ),
-    "the lock of another command": Case("another run is writing it since", UNCHANGED, ((".shardconv.lock", LOCK),)),
+    "the lock of another command": Case(
+        "another run is writing it since", UNCHANGED, ((".shardconv.lock", LOCK),),
+    ),
     "the lock is removed during the command": Case(
         "was removed or replaced while this run was writing", change=remove_lock, when="list-type",
     ),
@@ -160,6 +164,7 @@ def test_bad_destination(name, made, s3, monkeypatch):
     assert result.code == case.code
     assert case.message in result.err
     assert result.err.count("shardconv: ") == 1
+    assert "secret" not in result.err
     assert [name for bucket in buckets(s3) for name in s3.unfinished(bucket)] == []
     check_left(case, before, files_at(case.url, s3))
 

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 import shardconv
-from shardconv.support.errors import SourceError, UsageError
+from shardconv.support.errors import UsageError
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call, run
 from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub
@@ -118,9 +118,3 @@ def test_without_an_endpoint_the_hub_itself_is_asked():
     """In a new process, which has not imported anything of huggingface_hub; offline, so that it asks nothing."""
     result = run("plan", "hf://org/model", env={"HF_HUB_OFFLINE": "1"})
     assert (result.code, result.err) == (1, "shardconv: hf://org/model: HF_HUB_OFFLINE is set: unset it\n")
-
-
-def test_the_offline_mode_of_the_hub_is_respected(hub, monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(SourceError, match="HF_HUB_OFFLINE is set: unset it"):
-        shardconv.report_plan("hf://org/model")

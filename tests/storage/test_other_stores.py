@@ -1,4 +1,4 @@
-"""Checkpoints in Google Cloud Storage and Azure Blob Storage, on servers on loopback.
+"""Checkpoints that are written to S3, Google Cloud Storage and Azure Blob Storage, on servers on loopback.
 
 Google's store is moto's S3 server, which accepts the requests of Google's clients. Azure's is Azurite; without it, the
 tests with Azure are skipped.
@@ -22,7 +22,7 @@ from tests.support.command import call
 
 
 class Store(NamedTuple):
-    """A store with an empty bucket.
+    """A store with an empty bucket or folder.
 
     Attributes:
         url: of the bucket.
@@ -43,7 +43,7 @@ def azure():
         yield url
 
 
-@pytest.fixture(params=["gs", "az"])
+@pytest.fixture(params=["s3", "gs", "az"])
 def store(request, server, monkeypatch, _fast_retries) -> Store:
     """With small parts, so that every weight file is a multipart upload."""
     monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
@@ -52,13 +52,13 @@ def store(request, server, monkeypatch, _fast_retries) -> Store:
 
 
 def _open(request, server, monkeypatch) -> Store:
-    if request.param == "gs":
+    if request.param != "az":
         monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-        put = server.client.put_object
+        kind, put = request.param, server.client.put_object  # in a folder each of the one bucket
         return Store(
-            "gs://bucket", lambda name, data: put(Bucket="bucket", Key=name, Body=data), server.objects,
-            lambda: "\n".join(server.unfinished()),
+            f"{kind}://bucket/{kind}", lambda name, data: put(Bucket="bucket", Key=f"{kind}/{name}", Body=data),
+            lambda prefix: server.objects(f"{kind}/{prefix}"), lambda: "\n".join(server.unfinished()),
         )  # fmt: skip
     url = request.getfixturevalue("azure")
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={url}")
@@ -101,20 +101,15 @@ def test_merge_writes_the_bytes_of_the_source(made, store):
     assert store.objects("stores/merged/") == contents(made / "model")
 
 
-def test_an_existing_checkpoint_is_refused(made, store):
-    shardconv.split(made / "model", f"{store.url}/stores/twice", tp=4)
+def test_an_existing_checkpoint_is_only_overwritten_on_request(made, store):
+    url = f"{store.url}/stores/twice"
+    shardconv.split(made / "model", url, tp=4)
     before = store.objects("stores/twice/")
-    result = call("split", made / "model", "--tp", "2", "-o", f"{store.url}/stores/twice")
-    assert result.err == (
-        f"shardconv: {store.url}/stores/twice: exists: choose another path with -o, or pass --overwrite\n"
-    )  # fmt: skip
+    result = call("split", made / "model", "--tp", "2", "-o", url)
+    assert result.err == f"shardconv: {url}: exists: choose another path with -o, or pass --overwrite\n"
     assert store.objects("stores/twice/") == before
-
-
-def test_an_existing_checkpoint_is_overwritten_on_request(made, store):
-    shardconv.split(made / "model", f"{store.url}/stores/again", tp=4)
-    shardconv.split(made / "model", f"{store.url}/stores/again", tp=2, overwrite=True)
-    assert without_identity(store.objects("stores/again/")) == without_identity(contents(made / "split"))
+    shardconv.split(made / "model", url, tp=2, overwrite=True)
+    assert without_identity(store.objects("stores/twice/")) == without_identity(contents(made / "split"))
 
 
 def test_of_two_runs_one_writes_and_one_fails(made, store):
@@ -130,24 +125,15 @@ def test_of_two_runs_one_writes_and_one_fails(made, store):
     assert without_identity(store.objects("stores/race/")) == without_identity(contents(made / "split"))
 
 
-def test_a_failed_run_leaves_no_visible_file(made, store):
+def test_a_failed_run_leaves_no_visible_file_and_is_repeated(made, store):
+    """Only Azure keeps its parts for a week: its protocol does not have a request that removes them."""
+    url = f"{store.url}/stores/failed"
     with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/stores/failed", tp=2, progress=_interrupt)
+        shardconv.split(made / "model", url, tp=2, progress=_interrupt)
     assert store.objects("stores/failed/") == {}
-
-
-def test_only_azure_keeps_invisible_parts_of_a_failed_run(made, store):
-    """Its protocol does not have a request that removes them; it does so after a week."""
-    with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/stores/parts", tp=2, progress=_interrupt)
-    assert ("stores/parts/rank-0-of-2.safetensors" in store.unfinished()) is store.url.startswith("az")
-
-
-def test_a_failed_run_is_repeated(made, store):
-    with pytest.raises(KeyboardInterrupt):
-        shardconv.split(made / "model", f"{store.url}/stores/repeated", tp=2, progress=_interrupt)
-    shardconv.split(made / "model", f"{store.url}/stores/repeated", tp=2)
-    assert without_identity(store.objects("stores/repeated/")) == without_identity(contents(made / "split"))
+    assert ("stores/failed/rank-0-of-2.safetensors" in store.unfinished()) is url.startswith("az")
+    shardconv.split(made / "model", url, tp=2)
+    assert without_identity(store.objects("stores/failed/")) == without_identity(contents(made / "split"))
 
 
 def _interrupt(done: int, total: int) -> None:

@@ -56,17 +56,6 @@ def test_verify_compares_with_a_remote_source(made, s3):
     assert report.against == "s3://bucket/models/model"
 
 
-def test_verify_finds_a_difference_to_a_remote_source(made, s3, tmp_path):
-    write_checkpoint(tmp_path / "other", parts=2, config=llama_config(layers=1), seed=7)
-    upload(tmp_path / "other", "bucket", "other")
-    assert shardconv.verify(made / "split", against="s3://bucket/other").differences
-
-
-def test_merge_restores_the_source_of_a_remote_split(made, s3, tmp_path):
-    shardconv.merge("s3://bucket/split", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(made / "model")
-
-
 def test_merge_fetches_tensors_that_alternate_in_a_file_once(s3, tmp_path):
     """vLLM concatenates layers of AWQ along the columns, so that the ranges of their rows overlap."""
     sizes = {"hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 512}
@@ -106,16 +95,15 @@ def test_some_ranks_of_a_remote_source(made, s3, tmp_path):
     assert contents(tmp_path / "merged") == contents(made / "model")
 
 
-def test_reshard_reads_a_remote_split(made, s3, tmp_path):
+def test_commands_read_a_remote_split(made, s3, tmp_path):
+    """The plan is that in its manifest."""
+    shardconv.merge("s3://bucket/split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(made / "model")
     shardconv.reshard("s3://bucket/split", tmp_path / "remote", tp=4)
     shardconv.reshard(made / "split", tmp_path / "local", tp=4)
     assert contents(tmp_path / "remote") == contents(tmp_path / "local")
-
-
-def test_the_plan_of_a_remote_split_is_that_in_its_manifest(made, s3):
     remote, local = shardconv.report_plan("s3://bucket/split"), shardconv.report_plan(made / "split")
-    assert remote.tensors == local.tensors
-    assert remote.source == "s3://bucket/split"
+    assert (remote.tensors, remote.source) == (local.tensors, "s3://bucket/split")
 
 
 NO_BUCKET = "its bucket or container does not exist: correct its name, or the endpoint"
@@ -194,16 +182,17 @@ def test_keys_of_a_profile_are_used(s3, tmp_path, monkeypatch):
     assert "Credential=profile-key/" in s3.authorizations[-1]
 
 
-def test_a_profile_that_does_not_exist_is_an_error(s3, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("AWS_PROFILE", "none", "AWS_PROFILE=none: is not in the AWS config"),
+        ("AWS_ENDPOINT_URL", "user:secret@127.0.0.1:9000", "AWS_ENDPOINT_URL.*is not a URL"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_errors(s3, monkeypatch, name, value, message):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.setenv("AWS_PROFILE", "none")
-    with pytest.raises(SourceError, match="AWS_PROFILE=none: is not in the AWS config"):
-        shardconv.report_plan("s3://bucket/models/model")
-
-
-def test_an_endpoint_without_a_scheme_is_an_error(s3, monkeypatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "user:secret@127.0.0.1:9000")
-    with pytest.raises(SourceError, match=r"AWS_ENDPOINT_URL.*is not a URL") as caught:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SourceError, match=message) as caught:
         shardconv.report_plan("s3://bucket/models/model")
     assert "secret" not in str(caught.value)
 
@@ -211,7 +200,7 @@ def test_an_endpoint_without_a_scheme_is_an_error(s3, monkeypatch):
 def test_empty_objects_for_folders_are_skipped(s3, made, tmp_path):
     upload(made / "model", "bucket", "marked")
     upload(made / "model", "bucket", "marked/sub")
-    client = boto3.client("s3", endpoint_url=s3.url)
+    client = s3.client
     for key in ("marked/", "marked/sub/"):
         client.put_object(Bucket="bucket", Key=key, Body=b"")
     shardconv.split("s3://bucket/marked", tmp_path / "out", tp=2, ignore=("sub/*.safetensors*",))
@@ -256,30 +245,21 @@ def test_the_lock_of_another_destination_is_left_out(s3, made, tmp_path, name):
     assert contents(tmp_path / "out").keys() == contents(made / "split").keys()
 
 
-def test_remote_pytorch_files_are_not_taken_for_duplicates(s3, made, tmp_path):
+@pytest.mark.parametrize(("first", "others"), [("pytorch_model.bin", ()), (".metadata", ("__0_0.distcp",))])
+def test_remote_files_of_other_formats_are_refused(s3, first, others):
+    for name in (first, *others):
+        s3.client.put_object(Bucket="bucket", Key=f"other{first}/{name}", Body=b"PK")
+    message = f"s3://bucket/other{first}/{first}: is remote, and only safetensors files are read by ranges: download"
+    with pytest.raises(SourceError, match=message):
+        shardconv.report_plan(f"s3://bucket/other{first}")
+
+
+def test_remote_pytorch_files_are_not_taken_for_duplicates(s3, made):
     upload(made / "model", "bucket", "both")
-    client = boto3.client("s3", endpoint_url=s3.url)
-    client.put_object(Bucket="bucket", Key="both/pytorch_model.bin", Body=b"PK")
+    s3.client.put_object(Bucket="bucket", Key="both/pytorch_model.bin", Body=b"PK")
     with pytest.raises(SourceError, match=r"pytorch_model.bin \(is remote.*ignore="):
         shardconv.report_plan("s3://bucket/both")
     assert shardconv.report_plan("s3://bucket/both", ignore=("*.bin",)).family == "llama"
-
-
-def test_remote_pytorch_files_are_refused(s3, made, tmp_path):
-    client = boto3.client("s3", endpoint_url=s3.url)
-    client.put_object(Bucket="bucket", Key="pickle/pytorch_model.bin", Body=b"PK")
-    message = "s3://bucket/pickle/pytorch_model.bin: is remote, and only safetensors files are read by ranges: download"
-    with pytest.raises(SourceError, match=message):
-        shardconv.report_plan("s3://bucket/pickle")
-
-
-def test_remote_dcp_folders_are_refused(s3):
-    client = boto3.client("s3", endpoint_url=s3.url)
-    for name in (".metadata", "__0_0.distcp"):
-        client.put_object(Bucket="bucket", Key=f"dcp/{name}", Body=b"x")
-    message = "s3://bucket/dcp/.metadata: is remote, and only safetensors files are read by ranges: download"
-    with pytest.raises(SourceError, match=message):
-        shardconv.report_plan("s3://bucket/dcp")
 
 
 def test_names_that_are_not_valid_on_every_system_are_refused(s3, tmp_path):

@@ -208,9 +208,19 @@ def test_a_lock_lost_during_publication_keeps_the_files_of_the_other_run(made, s
     assert f"s3://bucket/{name}/rank-0-of-2.safetensors" in caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize("data", cases([b"[]", b"7", b"not JSON", b"", b'{"host": 1}'], lambda data: data == b"[]"))
-def test_a_lock_of_another_tool_is_one_error(made, s3, data):
+OF_A_RUN = b'{"host": "other", "process": 7, "started": "2026-01-02 03:04:05 UTC", "token": "x"}'
+LOCKS = {
+    OF_A_RUN: " since 2026-01-02 03:04:05 UTC on other",
+    **dict.fromkeys([b"[]", b"7", b"no", b"", b'{"host": 1}'], ""),
+}
+
+
+@pytest.mark.parametrize("data", cases(LOCKS, lambda data: data in {OF_A_RUN, b"[]"}))
+def test_a_lock_of_another_run_or_tool_is_one_error(made, s3, data):
     s3.client.put_object(Bucket="bucket", Key="out/foreign/.shardconv.lock", Body=data)
     result = call("split", made / "model", "--tp", "2", "-o", "s3://bucket/out/foreign")
-    assert (result.code, result.err.count("\n")) == (1, 1)
-    assert "s3://bucket/out/foreign: another run is writing it: wait until it finishes" in result.err
+    assert result.code == 1
+    assert result.err == (
+        f"shardconv: s3://bucket/out/foreign: another run is writing it{LOCKS[data]}: wait until it finishes, or if it "
+        "was killed, remove s3://bucket/out/foreign/.shardconv.lock\n"
+    )
