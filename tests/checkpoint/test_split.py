@@ -15,7 +15,6 @@ from safetensors import safe_open
 
 import shardconv
 from shardconv.checkpoint.engine import copy
-from shardconv.checkpoint.operations import split
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
@@ -76,23 +75,17 @@ def headers(folder: Path) -> list[Header]:
 
 
 def test_merge_restores_every_dtype(every_dtype, tmp_path):
+    assert shardconv.verify(every_dtype / "out", against=every_dtype / "all.safetensors").differences == ()
     assert shardconv.merge(every_dtype / "out", tmp_path / "back.safetensors").is_identical
     assert (tmp_path / "back.safetensors").read_bytes() == (every_dtype / "all.safetensors").read_bytes()
 
 
-def test_verify_compares_every_dtype(every_dtype):
-    assert shardconv.verify(every_dtype / "out", against=every_dtype / "all.safetensors").differences == ()
-
-
 def test_rank_files_have_the_metadata_of_the_source(every_dtype):
+    """And tensors that are aligned to their dtype."""
     checksums = json.loads((every_dtype / "out" / "shardconv.json").read_text())["checksums"]
     identity = xxhash.xxh3_128_hexdigest("\n".join(map(" ".join, checksums)).encode())
     for header in headers(every_dtype / "out"):
         assert header.metadata == {"format": "pt", "made_by": "ä test", "shardconv": identity}
-
-
-def test_tensors_of_rank_files_are_aligned_to_their_dtype(every_dtype):
-    for header in headers(every_dtype / "out"):
         for name, info in header.tensors.items():
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
@@ -129,49 +122,30 @@ def tensors(tmp_path_factory) -> tuple[dict[str, np.ndarray], list[dict[str, np.
     return read_by_safetensors(source / "model.safetensors"), ranks
 
 
-def test_rank_files_have_the_tensor_names_of_the_source(tensors):
+def divided(name: str, full: np.ndarray) -> list[np.ndarray]:
+    """The expected shards on four ranks: 131 rows of the vocabulary become 4 times 33, and 2 KV heads are on 2 each."""
+    if name.startswith(("lm_head", "model.embed_tokens")):
+        return np.split(np.concatenate([full, np.zeros((1, 64), np.uint32)]), 4)
+    if "norm" in name:
+        return [full] * 4
+    if ".k_proj" in name or ".v_proj" in name:
+        heads = full.reshape(2, llama_config()["head_dim"], -1)
+        return [heads[rank // 2] for rank in range(4)]
+    return np.split(full, 4, axis=int(".o_proj" in name or ".down_proj" in name))
+
+
+def test_rank_files_have_the_shards_of_a_llama(tensors):
     full, ranks = tensors
-    assert all(shards.keys() == full.keys() for shards in ranks)
-
-
-@pytest.mark.parametrize(
-    ("name", "dim"),
-    [("self_attn.q_proj", 0), ("mlp.gate_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)],
-)
-def test_shards_of_linear_layers_are_equal_slices(tensors, name, dim):
-    full, ranks = tensors
-    name = f"model.layers.1.{name}.weight"
-    for shards, expected in zip(ranks, np.split(full[name], 4, axis=dim), strict=True):
-        assert np.array_equal(shards[name], expected)
-
-
-@pytest.mark.parametrize("name", ["k_proj", "v_proj"])
-def test_each_of_two_kv_heads_is_on_two_of_four_ranks(tensors, name):
-    full, ranks = tensors
-    name = f"model.layers.1.self_attn.{name}.weight"
-    heads = full[name].reshape(2, llama_config()["head_dim"], -1)
     for rank, shards in enumerate(ranks):
-        assert np.array_equal(shards[name], heads[rank // 2])
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
-def test_vocabulary_is_padded_with_zeros(tensors, name):
-    """131 rows become 4 times 33."""
-    full, ranks = tensors
-    padded = np.concatenate([full[name], np.zeros((1, 64), np.uint32)])
-    for shards, expected in zip(ranks, np.split(padded, 4), strict=True):
-        assert np.array_equal(shards[name], expected)
-
-
-def test_norms_are_replicated(tensors):
-    full, ranks = tensors
-    assert all(np.array_equal(shards["model.norm.weight"], full["model.norm.weight"]) for shards in ranks)
+        assert shards.keys() == full.keys()
+        for name, shard in shards.items():
+            assert np.array_equal(shard, divided(name, full[name])[rank]), name
 
 
 @pytest.mark.parametrize(("old", "new"), [(6, 4), (4, 6), (2, 3), (3, 2), (1, 12), (12, 1), (6, 6)])
 def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
     """Includes sizes of which neither divides the other, and stripes and blocks that end in the middle of a row."""
-    monkeypatch.setattr(split, "STRIPE_BYTES", 5000)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
     monkeypatch.setattr(copy, "BLOCK_BYTES", 700)
     config = llama_config(hidden=96, heads=12, kv_heads=12, intermediate=120)
     source = write_checkpoint(tmp_path / "model", parts=3, config=config)
@@ -333,15 +307,10 @@ def test_private_folder_stays_private(tmp_path, mode):
     assert {mode_of(tmp_path / name) for name in ("split", "again", "back")} == {mode | 0o700}
 
 
-def test_manifest_is_readable_only_by_those_who_may_read_config_and_index(tmp_path):
-    source = write_checkpoint(tmp_path / "model", parts=2)
-    (source / "config.json").chmod(0o600)
-    shardconv.split(source, tmp_path / "out", tp=2)
-    assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600
-
-
-def test_manifest_of_one_file_is_readable_only_by_those_who_may_read_the_file(tmp_path):
-    source = write_checkpoint(tmp_path / "model")
-    (source / "model.safetensors").chmod(0o600)
+@pytest.mark.parametrize(("parts", "private"), [(2, "config.json"), (1, "model.safetensors")])
+def test_manifest_is_readable_only_by_those_who_may_read_config_and_index(tmp_path, parts, private):
+    """Of one file without an index, by those who may read the file."""
+    source = write_checkpoint(tmp_path / "model", parts=parts)
+    (source / private).chmod(0o600)
     shardconv.split(source, tmp_path / "out", tp=2)
     assert mode_of(tmp_path / "out" / "shardconv.json") == 0o600

@@ -176,7 +176,7 @@ def flip_all(staged: Path) -> None:
 
 def damage_journal(staged: Path) -> None:
     lines = (staged / "journal").read_bytes().split(b"\n")
-    (staged / "journal").write_bytes(b"\n".join([lines[0], lines[1].replace(b"split", b"merge"), *lines[2:]]))
+    (staged / "journal").write_bytes(b"\n".join([lines[0], lines[1][:-1], *lines[2:]]))
 
 
 def config(**fields: Any) -> Change:

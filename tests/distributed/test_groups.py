@@ -111,24 +111,44 @@ def check_invalid_ranks(_):
             init_parallel(tensor=len(ranks), ranks=ranks)
 
 
-def check_sizes_that_do_not_match_ranks(_):
-    rank = dist.get_rank()
-    with pytest.raises(ValueError, match=rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"):
-        init_parallel(tensor=2, ranks=[rank])
-
-
-def check_sizes_that_do_not_match_the_world(_):
-    for sizes in ({"tensor": 3, "data": -1}, {"tensor": -1, "data": -1}, {"tensor": -2}, {"tensor": 0, "data": -1}):
-        with pytest.raises(ValueError, match=r"of the world \(expected 4\): change the sizes, or set one"):
+def check_sizes_that_do_not_match(_):
+    rank, world = dist.get_rank(), r"of the world \(expected 4\): change the sizes, or set one"
+    for sizes, message in (
+        ({"tensor": 3}, r"tensor 3 \* data 1 \* pipeline 1 = 3 does not match .* \(expected 4\)"),
+        ({"tensor": 3, "data": -1}, world),
+        ({"tensor": -1, "data": -1}, world),
+        ({"tensor": -2}, world),
+        ({"tensor": 0, "data": -1}, world),
+        ({"tensor": 2, "ranks": [rank]}, rf"pipeline 1 = 2 does not match .* in ranks=\[{rank}\] \(expected 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
             init_parallel(**sizes)
 
 
-def check_groups_are_destroyed(_):
+def check_groups_of_all_axes(_):
+    rank = dist.get_rank()
     for sizes in ({"tensor": 2, "data": -1}, {"tensor": -1, "data": 2}, {"tensor": -1, "pipeline": 2}):
         with parallel(**sizes) as groups:
-            found = {"tensor": groups.tensor.size, "data": groups.data.size, "pipeline": groups.pipeline.size}
-            assert found == {"tensor": 2, "data": 1, "pipeline": 1} | dict.fromkeys(sizes, 2)
-            assert (groups.rank, groups.size, groups.ranks) == (dist.get_rank(), 4, (0, 1, 2, 3))
+            assert groups is shardconv.distributed.current_groups()
+            assert groups.mesh.mesh_dim_names == ("pipeline", "data", "tensor")
+            assert (groups.rank, groups.size, groups.ranks) == (rank, 4, (0, 1, 2, 3))
+            assert (groups.tensor.rank, groups.tensor.ranks) == (rank % 2, ((0, 1), (2, 3))[rank // 2])
+            outer, alone = (groups.data, groups.pipeline) if "data" in sizes else (groups.pipeline, groups.data)
+            assert (outer.rank, outer.ranks) == (rank // 2, ((0, 2), (1, 3))[rank % 2])
+            assert (alone.rank, alone.size) == (0, 1)
+
+
+def check_as_axis(_):
+    rank, other = dist.get_rank(), dist.new_group([0, 1])
+    with parallel(tensor=2, data=2) as groups:
+        assert as_axis() is groups.tensor
+        assert as_axis(groups.mesh["data"]).ranks == groups.data.ranks
+        assert as_axis(groups.data.group).rank == groups.data.rank
+        with pytest.raises(ValueError, match="mesh has 3 dimensions, expected 1"):
+            as_axis(groups.mesh)
+    if rank > 1:
+        with pytest.raises(ValueError, match=f"global rank {rank} is not in the group"):
+            as_axis(other)
 
 
 def check_cpu_groups(axis):
@@ -160,8 +180,8 @@ def check_groups_are_cached(_):
     "check",
     [
         check_two_sets, check_order_is_kept, check_part_of_the_world, check_different_earlier_groups,
-        check_invalid_ranks, check_sizes_that_do_not_match_ranks, check_sizes_that_do_not_match_the_world,
-        check_groups_are_destroyed, check_groups_are_cached,
+        check_invalid_ranks, check_sizes_that_do_not_match, check_groups_of_all_axes, check_as_axis,
+        check_groups_are_cached,
     ],
 )  # fmt: skip
 def test_groups(ranks, check):
@@ -181,21 +201,17 @@ def one_process():
 
 
 def test_groups_of_one_process_have_one_rank(one_process):
-    groups = one_process
+    groups, axis = one_process, one_process.tensor
     assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
+    assert (axis.has_cpu_group, axis.cpu_group, axis.with_cpu_group() is axis) == (True, None, True)
+    for wrong, message in (({"ranks": [1]}, "each from 0 to 0"), ({"tensor": 2}, r"of the world \(expected 1\)")):
+        with pytest.raises(ValueError, match=message):
+            init_parallel(**wrong)
 
 
-def test_axis_of_one_process_is_its_own_cpu_group(one_process):
-    axis = one_process.tensor
-    assert axis.has_cpu_group
-    assert axis.cpu_group is None
-    assert axis.with_cpu_group() is axis
-
-
-@pytest.mark.usefixtures("one_process")
-def test_rank_outside_the_world_is_refused():
-    with pytest.raises(ValueError, match="each from 0 to 0"):
-        init_parallel(ranks=[1])
+def test_current_groups_without_init_are_an_error():
+    with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
+        shardconv.distributed.current_groups()
 
 
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)
