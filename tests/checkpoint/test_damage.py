@@ -188,7 +188,7 @@ def test_against_the_source_names_tensor_and_byte(made, tmp_path):
 
 @pytest.mark.parametrize("name", ["split", "unsummed"])
 def test_against_a_source(made, name):
-    """Differences from the source alone are no damage."""
+    """Differences from the source alone are not damage."""
     assert call("verify", made / name, "--against", made / "source").out.endswith("correct\n")
     report = verify(made / name, against=made / "other-source")
     assert report.differences

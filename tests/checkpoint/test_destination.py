@@ -106,7 +106,7 @@ def test_destination_in_a_file(job, target):
     ids=["error", "interrupted", "other files"],
 )
 def test_created_parent_folders_are_removed_after_a_failure(job, target, monkeypatch, error, name, code):
-    """Those that did not exist, and have no other files."""
+    """Those that the run created, unless they have other files."""
 
     def fail(*_: object) -> None:
         if name is not None:
