@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.proof.plan_file import RuleTable, UnitTable
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule
 
 #: Names of the query, key, value and output projections.
 _QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj_layer", "linear_q", "q_head")
@@ -65,12 +65,12 @@ class Attention(NamedTuple):
     Attributes:
         rules: by the names of layers and tensors.
         units: by name.
-        attributes: overrides of its attributes, as expressions.
+        overrides: of its attributes.
     """
 
-    rules: dict[str, RuleTable]
-    units: dict[str, UnitTable]
-    attributes: dict[str, str]
+    rules: dict[str, Rule]
+    units: dict[str, UnitRule]
+    overrides: ModuleRule
 
 
 class _Projections(NamedTuple):
@@ -110,17 +110,18 @@ def find_attention(
     units = None if found is None else _units(name, found, config)
     if found is None or units is None or _reshapes_to_input_width(module):
         return None
-    rules: dict[str, RuleTable] = {
-        found.query: {"style": "colwise", "unit": "query_head"},
-        found.output: {"style": "rowwise", "unit": "query_head"},
-        found.key: {"style": "colwise", "unit": "kv_head"},
-        found.value: {"style": "colwise", "unit": "kv_head"},
-    }
-    rules |= dict(_norms(name, modules, found))
-    rules |= dict(_gates(name, modules, found, {*rules}))
-    if any(rule.get("unit") == "query_row" for rule in rules.values()):
-        units["query_row"] = {"count": units["query_head"]["count"]}
-    return Attention(rules, units, _attributes(module, found.width, units["query_head"]["size"]))
+    rules = [
+        Rule(found.query, "colwise", "query_head"),
+        Rule(found.output, "rowwise", "query_head"),
+        Rule(found.key, "colwise", "kv_head"),
+        Rule(found.value, "colwise", "kv_head"),
+    ]
+    rules += _norms(name, modules, found)
+    rules += _gates(name, modules, found, {rule.pattern for rule in rules})
+    if any(rule.unit == "query_row" for rule in rules):
+        units["query_row"] = UnitRule(units["query_head"].count)
+    overrides = ModuleRule(name, _attributes(module, found.width, units["query_head"].size))
+    return Attention({rule.pattern: rule for rule in rules}, units, overrides)
 
 
 def _find_projections(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> _Projections | None:
@@ -168,7 +169,7 @@ def _width(layer: nn.Module) -> int:
     return layer.get_parameter("weight").shape[0]
 
 
-def _units(name: str, found: _Projections, config: Mapping[str, object]) -> dict[str, UnitTable] | None:
+def _units(name: str, found: _Projections, config: Mapping[str, object]) -> dict[str, UnitRule] | None:
     """The units of query and KV heads in terms of config fields; None if the config does not have their numbers."""
     heads, kv_heads = found.width // found.size, found.kv_width // found.size
     fields = sorted(_HEAD_FIELDS, key=lambda one: not one.startswith(("encoder", "decoder")) or one[:7] not in name)
@@ -181,23 +182,21 @@ def _units(name: str, found: _Projections, config: Mapping[str, object]) -> dict
         return None
     size = size_field or f"{width_field} // {count}"
     return {
-        "query_head": {"count": count, "size": size},
-        "kv_head": {"count": kv_count, "size": size, "replicate": True},
+        "query_head": UnitRule(count, size),
+        "kv_head": UnitRule(kv_count, size, replicate=True),
     }
 
 
-def _gates(
-    name: str, modules: Mapping[str, nn.Module], found: _Projections, known: set[str]
-) -> Iterator[tuple[str, RuleTable]]:
+def _gates(name: str, modules: Mapping[str, nn.Module], found: _Projections, known: set[str]) -> Iterator[Rule]:
     """Rules for gates of the attention output: linear layers or parameters, with an output per feature or per head."""
     heads = found.width // found.size
     units = {found.width: "query_head", heads: "query_row"}
     for child, module in modules[name].named_children():
         if "gate" in child and f"{name}.{child}" not in known and type(module) is nn.Linear and _width(module) in units:
-            yield f"{name}.{child}", {"style": "colwise", "unit": units[_width(module)]}
+            yield Rule(f"{name}.{child}", "colwise", units[_width(module)])
     for own, parameter in modules[name].named_parameters(recurse=False):
         if parameter.shape == (heads,):
-            yield f"{name}.{own}", {"style": "by_rows", "unit": "query_row"}
+            yield Rule(f"{name}.{own}", "by_rows", "query_row")
 
 
 def _reshapes_to_input_width(module: nn.Module) -> bool:
@@ -207,13 +206,13 @@ def _reshapes_to_input_width(module: nn.Module) -> bool:
     return any(re.search(rf"\.(?:view|reshape)\([^()]*\b{width}\)", code) for width in widths)
 
 
-def _norms(name: str, modules: Mapping[str, nn.Module], found: _Projections) -> Iterator[tuple[str, RuleTable]]:
+def _norms(name: str, modules: Mapping[str, nn.Module], found: _Projections) -> Iterator[Rule]:
     """Rules for norms inside attention: over one head, or over all heads."""
     for child, module in modules.items():
         weight = getattr(module, "weight", None)
         if not child.startswith(f"{name}.") or not isinstance(weight, Tensor) or weight.dim() != 1:
             continue
         if weight.numel() == found.size:
-            yield child, {"style": "replicated_with_grad_allreduce"}
+            yield Rule(child, "replicated_with_grad_allreduce")
         elif weight.numel() in (found.width, found.kv_width):
-            yield child, {"style": "colwise", "unit": "query_head" if weight.numel() == found.width else "kv_head"}
+            yield Rule(child, "colwise", "query_head" if weight.numel() == found.width else "kv_head")

@@ -7,15 +7,16 @@ another one and nowhere else, both are sharded along these features. A proposal 
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain, count
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.proof.attention import Attention, find_attention
+from shardconv.plan.families.family import PLAN_FILE, Family
+from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule
+from shardconv.proof.attention import find_attention
 from shardconv.proof.layer_graph import Features, LayerGraph, trace_layers
-from shardconv.proof.plan_file import MountTable, OverrideTable, RuleTable, UnitTable, merge_rules
 
 #: A linear layer with fewer outputs is replicated.
 _FEW_OUTPUTS = 16
@@ -24,30 +25,8 @@ _SMALL_FRACTION = 0.08
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """The tables of a plan file.
-
-    Attributes:
-        units: by name.
-        rules: by pattern.
-        overrides: the module overrides of attention, by pattern.
-        blocks: by the path at which they are mounted.
-    """
-
-    units: dict[str, UnitTable]
-    rules: dict[str, RuleTable]
-    overrides: dict[str, OverrideTable]
-    blocks: dict[str, list[str | MountTable]] = field(default_factory=dict)
-
-    def tables(self) -> dict[str, object]:
-        """The content of the plan file."""
-        blocks = {path: blocks[0] if len(blocks) == 1 else blocks for path, blocks in self.blocks.items()}
-        return {"blocks": blocks, "units": self.units, "rules": merge_rules(self.rules), "modules": self.overrides}
-
-
-def propose_rules(model: PretrainedModel, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Proposal:
-    """Propose rules for a model.
+def propose_rules(model: PretrainedModel, inputs: Mapping[str, Tensor], *, by_heads: bool = True) -> Family:
+    """Propose rules, units and module overrides for a model.
 
     Args:
         model: a small model, with values in memory.
@@ -56,54 +35,34 @@ def propose_rules(model: PretrainedModel, inputs: Mapping[str, Tensor], *, by_he
     """
     graph = trace_layers(model, inputs, _is_linear)
     units, by_heads_rules, overrides = _attention(model) if by_heads else ({}, {}, {})
-    of_modules = {**_pairs(graph), **by_heads_rules}
-    total = sum(parameter.numel() for parameter in model.parameters())
-    proposer = _ModuleRules(model, of_modules, total, graph.called)
-    rules: dict[str, RuleTable] = {}
-    for name, module in model.named_modules():
-        for pattern, rule in proposer.propose(name, module):
-            known = rules.setdefault(pattern, rule)
-            if known != rule:
-                rules[pattern] = min(known, rule, key=lambda one: _CAUTION.index(one["style"]))
-    if any("segments" in rule for rule in rules.values()):
-        units["element"] = {}
-    return Proposal(units, rules, overrides)
+    proposer = _ModuleRules(model, {**_pairs(graph), **by_heads_rules}, graph.called)
+    rules: dict[str, Rule] = {}
+    for rule in (rule for name, module in model.named_modules() for rule in proposer.propose(name, module)):
+        known = rules.setdefault(rule.pattern, rule)
+        rules[rule.pattern] = min(known, rule, key=lambda one: _CAUTION.index(one.style))
+    if any(rule.segments for rule in rules.values()):
+        units["element"] = UnitRule()
+    return Family("proposal", units=units, rules=(*rules.values(),), modules=(*overrides.values(),), origin=PLAN_FILE)
 
 
-def _attention(model: PretrainedModel) -> tuple[dict[str, UnitTable], dict[str, RuleTable], dict[str, OverrideTable]]:
+def _attention(model: PretrainedModel) -> tuple[dict[str, UnitRule], dict[str, Rule], dict[str, ModuleRule]]:
     """Units, rules by module, and module overrides by pattern, of attention that is sharded by heads."""
     modules, config = dict(model.named_modules()), model.config.to_dict()
-    units: dict[str, UnitTable] = {}
-    rules: dict[str, RuleTable] = {}
-    overrides: dict[str, OverrideTable] = {}
+    units: dict[str, UnitRule] = {}
+    rules: dict[str, Rule] = {}
+    overrides: dict[str, ModuleRule] = {}
     names: dict[str, str] = {}
     for name, module in modules.items():
         if (found := find_attention(name, module, modules, config)) is None:
             continue
-        for unit, fields in found.units.items():
+        for unit, of_module in found.units.items():
             candidates = chain([unit], (f"{unit}_{number}" for number in count(2)))
-            names[unit] = next(one for one in candidates if units.get(one, fields) == fields)
-            units[names[unit]] = fields
-        rules |= {child: _with_units(rule, names) for child, rule in found.rules.items()}
-        if table := _overrides(found, names):
-            overrides[_pattern(name)] = table
+            names[unit] = next(one for one in candidates if units.get(one, of_module) == of_module)
+            units[names[unit]] = of_module
+        rules |= {child: rule.mounted({}, names) for child, rule in found.rules.items()}
+        if found.overrides.attributes:
+            overrides[_pattern(name)] = replace(found.overrides.mounted({}, names), pattern=_pattern(name))
     return units, rules, overrides
-
-
-def _with_units(rule: RuleTable, names: Mapping[str, str]) -> RuleTable:
-    """A rule with the names of its units replaced."""
-    return {**rule, "unit": names[rule["unit"]]} if "unit" in rule else rule
-
-
-def _overrides(attention: Attention, names: Mapping[str, str]) -> OverrideTable:
-    """The module overrides of attention, with the names of units replaced."""
-    unit = re.compile(r"(query|kv)_head|query_row")
-    table: OverrideTable = {}
-    if attention.attributes:
-        table["attributes"] = {
-            key: unit.sub(lambda match: names[match[0]], value) for key, value in attention.attributes.items()
-        }
-    return table
 
 
 #: If modules of one pattern get different styles, the first of these, which is right for all of them, is used.
@@ -122,7 +81,7 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _pairs(graph: LayerGraph) -> dict[str, RuleTable]:
+def _pairs(graph: LayerGraph) -> dict[str, Rule]:
     """Rules of the linear layers that are sharded along the features between them.
 
     All layers of one pattern have the same rule, so one layer that cannot be sharded so excludes the others.
@@ -142,14 +101,10 @@ def _pairs(graph: LayerGraph) -> dict[str, RuleTable]:
             break
         refused |= more
         consumers -= gone
-    rules: dict[str, RuleTable] = {}
-    for consumer, inputs in found.items():
-        rules[consumer] = {"style": "rowwise"}
-        for one in inputs:
-            segments = ["element"] * one.segments
-            rules[one.layer] = (
-                {"style": "packed_colwise", "segments": segments} if one.segments > 1 else {"style": "colwise"}
-            )
+    rules = {consumer: Rule(consumer, "rowwise") for consumer in found}
+    for one in (one for inputs in found.values() for one in inputs):
+        segments = ("element",) * one.segments if one.segments > 1 else ()
+        rules[one.layer] = Rule(one.layer, "packed_colwise" if segments else "colwise", segments=segments)
     return rules
 
 
@@ -162,49 +117,50 @@ def _is_complete(features: frozenset[Features]) -> bool:
     )
 
 
-#: The rule of an embedding table, and of other parameters with a row per token of the vocabulary.
-_VOCABULARY: RuleTable = {"style": "embedding_rowwise", "pad": True}
-
-
 class _ModuleRules:
     """Proposes rules for the tensors of single modules.
 
     Args:
         model: the model.
         known: rules of modules that are known from attention and from pairs of layers.
-        total: number of elements of all parameters.
         called: names of the modules that were called.
     """
 
-    def __init__(self, model: PretrainedModel, known: Mapping[str, RuleTable], total: int, called: set[str]) -> None:
-        self._known, self._total, self._called = known, total, called
+    def __init__(self, model: PretrainedModel, known: Mapping[str, Rule], called: set[str]) -> None:
+        self._known, self._called = known, called
+        self._total = sum(parameter.numel() for parameter in model.parameters())
         self._vocab_size = getattr(model.config.get_text_config(), "vocab_size", None)
         self._stored = model.state_dict().keys()
         tables = [module for module in model.modules() if self._has_vocabulary(module)]
         self._tied = {id(parameter) for module in tables for parameter in module.parameters(recurse=False)}
 
-    def propose(self, name: str, module: nn.Module) -> Iterator[tuple[str, RuleTable]]:
-        """Patterns and rules for a module's own tensors."""
+    def propose(self, name: str, module: nn.Module) -> Iterator[Rule]:
+        """Rules for a module's own tensors."""
         own = self._own_tensors(name, module)
         if not own:
             return
         pattern, is_called, weight = _pattern(name), name in self._called, own.get("weight")
         limit = self._total * _SMALL_FRACTION if is_called else self._total
+        is_transposed = _is_conv1d(module)
         if name in self._known:
-            yield pattern, _transposed(self._known[name], module)
-        elif (packed := _packed_rules(own)) is not None:
-            yield from ((f"{pattern}.{key}", rule) for key, rule in packed.items())
+            yield replace(self._known[name], pattern=pattern, transposed=is_transposed)
+        elif packed := _packed_rules(pattern, own):
+            yield from packed
         elif weight is not None and self._has_vocabulary(module):
-            yield pattern, _VOCABULARY
+            yield _of_vocabulary(pattern)
         elif _is_linear(module) and is_called and _outputs(module) >= _FEW_OUTPUTS:
-            yield pattern, _transposed({"style": "colwise_gather_output", "pad": True}, module)
+            yield Rule(pattern, "colwise_gather_output", pad=True, transposed=is_transposed)
         elif set(own) <= {"weight", "bias"} and weight is not None:
-            yield pattern, _gathered(weight, limit)
+            yield _gathered(pattern, weight, limit)
         else:
             for key, tensor in own.items():
-                by_heads = self._known.get(f"{name}.{key}")
-                rule = _VOCABULARY if id(tensor) in self._tied else by_heads or _gathered(tensor, limit)
-                yield (f"{pattern}.{key}" if pattern else key), rule
+                of_tensor = f"{pattern}.{key}" if pattern else key
+                if id(tensor) in self._tied:
+                    yield _of_vocabulary(of_tensor)
+                elif (by_heads := self._known.get(f"{name}.{key}")) is not None:
+                    yield replace(by_heads, pattern=of_tensor)
+                else:
+                    yield _gathered(of_tensor, tensor, limit)
 
     def _own_tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
         """A module's own parameters, and its buffers that are saved."""
@@ -219,15 +175,15 @@ class _ModuleRules:
         return is_kind and isinstance(weight, Tensor) and weight.shape[0] == self._vocab_size
 
 
-def _transposed(rule: RuleTable, module: nn.Module) -> RuleTable:
-    """The rule, for the transposed weight of a Conv1D where the module is one."""
-    return {**rule, "transposed": True} if _is_conv1d(module) else rule
+def _of_vocabulary(pattern: str) -> Rule:
+    """The rule of an embedding table, and of other parameters with a row per token of the vocabulary."""
+    return Rule(pattern, "embedding_rowwise", pad=True)
 
 
-def _gathered(tensor: Tensor, limit: float) -> RuleTable:
+def _gathered(pattern: str, tensor: Tensor, limit: float) -> Rule:
     """Gather a parameter on use if it has at least ``limit`` elements; replicate smaller ones, vectors and buffers."""
     is_large = isinstance(tensor, nn.Parameter) and tensor.dim() > 1 and tensor.numel() >= limit
-    return {"style": "gathered", "pad": True} if is_large else {"style": "replicate"}
+    return Rule(pattern, "gathered", pad=True) if is_large else Rule(pattern, "replicate")
 
 
 def _outputs(module: nn.Module) -> int:
@@ -236,26 +192,25 @@ def _outputs(module: nn.Module) -> int:
     return weight.shape[1] if _is_conv1d(module) else weight.shape[0]
 
 
-#: Rules of the first tensor of packed experts, by its name.
-_PACKED: dict[str, RuleTable] = {
-    "gate_up_proj": {"style": "packed_colwise", "segments": ["element", "element"]},
-    "up_proj": {"style": "colwise"},
-}
+#: Number of segments of the first tensor of packed experts, by its name.
+_PACKED = {"gate_up_proj": 2, "up_proj": 1}
 
 
-def _packed_rules(own: Mapping[str, Tensor]) -> dict[str, RuleTable] | None:
+def _packed_rules(pattern: str, own: Mapping[str, Tensor]) -> list[Rule]:
     """Rules of packed experts, [experts, inner, hidden] and [experts, hidden, inner], or their transposes."""
     first = next((name for name in _PACKED if set(own) == {name, "down_proj"}), None)
     if first is None or {tensor.dim() for tensor in own.values()} != {3}:
-        return None
-    segments = len(_PACKED[first].get("segments", [""]))
+        return []
+    number = _PACKED[first]
     up, (outputs, inputs) = tuple(own[first].shape[1:]), own["down_proj"].shape[1:]
-    if up not in {(inputs * segments, outputs), (inputs, outputs * segments)}:
-        return None
-    rules: dict[str, RuleTable] = {first: _PACKED[first], "down_proj": {"style": "rowwise"}}
-    if up != (inputs * segments, outputs):
-        rules = {name: {**rule, "transposed": True} for name, rule in rules.items()}
-    return rules
+    is_transposed = up != (inputs * number, outputs)
+    if is_transposed and up != (inputs, outputs * number):
+        return []
+    segments, style = (("element",) * number, "packed_colwise") if number > 1 else ((), "colwise")
+    return [
+        Rule(f"{pattern}.{first}", style, segments=segments, transposed=is_transposed),
+        Rule(f"{pattern}.down_proj", "rowwise", transposed=is_transposed),
+    ]
 
 
 def _pattern(name: str) -> str:

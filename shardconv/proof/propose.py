@@ -1,29 +1,30 @@
 """Propose a plan file for a source: from a checkpoint to the text of the file."""
 
+import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.source import Source
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
-from shardconv.plan.families.family import NAMES_FAMILY, PLAN_FILE, Family, Mount
-from shardconv.plan.families.loading import expand_family, load_family, parse_entry, parse_family
-from shardconv.plan.families.matcher import Matcher
-from shardconv.plan.families.rule import ModuleRule, UnitRule
+from shardconv.plan.families.family import NAMES_FAMILY, Family, Mount, units_named
+from shardconv.plan.families.loading import expand_family, load_family
+from shardconv.plan.families.matcher import Matcher, name_regex
+from shardconv.plan.families.rule import ModuleRule, Rule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import family_of
 from shardconv.plan.rule_set import RuleSet, rules_for
-from shardconv.proof.plan_file import MountTable, UnitTable, to_toml
-from shardconv.proof.proposal import Proposal, propose_rules
+from shardconv.proof.proposal import propose_rules
 from shardconv.proof.prove import require_config, without_numbers
 from shardconv.support.errors import PlanError
 
@@ -50,7 +51,7 @@ class _Effect(NamedTuple):
     overrides: dict[str, dict[str, int]]
 
 
-def with_blocks(proposal: Proposal, model: PretrainedModel) -> Proposal:
+def with_blocks(proposal: Family, model: PretrainedModel) -> Family:
     """Replace rules by blocks that give the same plan: outer modules first, and blocks with more rules first.
 
     Args:
@@ -60,74 +61,65 @@ def with_blocks(proposal: Proposal, model: PretrainedModel) -> Proposal:
     specs = {name: TensorSpec(DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in model.state_dict().items()}
     expected = _effect(proposal, specs, model)
     for path in [] if expected is None else _paths(proposal):
-        for block in _candidates(proposal, path):
-            found = _with_block(proposal, path, block)
+        blocks = {name: _expanded(Family(name, blocks=(Mount(path, name),))) for name in _COMMON}
+        covered = {name: len(_covered(proposal, path, block)) for name, block in blocks.items()}
+        for name in sorted(blocks, key=lambda name: (-covered[name], len(blocks[name].rules))):
+            found = _with_block(proposal, Mount(path, name), blocks[name])
             if found is not None and _effect(found, specs, model) == expected:
                 proposal = found
-    return replace(proposal, units=_used_units(proposal))
+    used = units_named((*proposal.rules, *proposal.modules))
+    return replace(proposal, units={name: unit for name, unit in proposal.units.items() if name in used})
 
 
-def expanded(proposal: Proposal) -> Family:
+def _expanded(proposal: Family) -> Family:
     """The rules of a proposal, including those of its blocks."""
-    return expand_family(parse_family("proposal", proposal.tables(), PLAN_FILE), Family("proposal"))
+    return expand_family(proposal, Family(proposal.name))
 
 
-def _paths(proposal: Proposal) -> list[str]:
+def _paths(proposal: Family) -> list[str]:
     """The modules with rules and the modules around them, outer ones first."""
-    names = [pattern.split(".") for pattern in proposal.rules]
+    names = [rule.pattern.split(".") for rule in proposal.rules]
     return sorted(
         {".".join(path[:end]) for path in names for end in range(len(path))}, key=lambda path: path.count(".")
     )
 
 
-def _candidates(proposal: Proposal, path: str) -> list[str]:
-    """The blocks that cover rules below a module, by the number of these rules; of equal ones the smallest first."""
-    families = {block: _mounted(path, block) for block in _COMMON}
-    covered = {block: len(_covered(proposal, path, family)) for block, family in families.items()}
-    found = [block for block, count in covered.items() if count > 1]
-    return sorted(found, key=lambda block: (-covered[block], len(families[block].rules)))
-
-
-def _mounted(path: str, block: str) -> Family:
-    """A family that consists of one block."""
-    return expand_family(parse_family("block", {"blocks": {path: block}}, "block"), Family("block"))
-
-
-def _covered(proposal: Proposal, path: str, family: Family) -> set[str]:
-    """The patterns of rules below a module whose tensors have the same style in a family."""
-    (model_rules,) = rules_for(family, {}).models
-    matcher = Matcher([(rule.pattern, model_rules.regex(rule.pattern)) for rule in family.rules])
-    start = f"{path}." if path else ""
-    below = ((pattern, rule) for pattern, rule in proposal.rules.items() if pattern.startswith(start))
-    matches = ((pattern, rule, matcher.match(f"{pattern.replace('*', '0')}.weight")) for pattern, rule in below)
+def _covered(proposal: Family, path: str, block: Family) -> set[Rule]:
+    """The rules below a module whose tensors have the same style by the rules of a block."""
+    matcher = Matcher.of_patterns(rule.pattern for rule in block.rules)
+    below = (rule for rule in proposal.rules if not path or rule.pattern.startswith(f"{path}."))
+    matches = ((rule, matcher.match(f"{_example(rule.pattern)}.weight")) for rule in below)
     return {
-        pattern
-        for pattern, rule, match in matches
-        if match is not None and family.rules[match.pattern_index].style == rule["style"]
+        rule for rule, match in matches if match is not None and block.rules[match.pattern_index].style == rule.style
     }
 
 
-def _with_block(proposal: Proposal, path: str, block: str) -> Proposal | None:
+def _example(pattern: str) -> str:
+    """A name that matches a pattern of a proposal."""
+    return pattern.replace("*", "0")
+
+
+def _with_block(proposal: Family, mount: Mount, block: Family) -> Family | None:
     """The proposal with a block instead of the rules that it covers; None if these are fewer than two."""
-    family = _mounted(path, block)
-    (model_rules,) = rules_for(family, {}).models
-    covered = _covered(proposal, path, family)
+    covered = _covered(proposal, mount.pattern, block)
     if len(covered) < 2:
         return None
-    rules = {pattern: rule for pattern, rule in proposal.rules.items() if pattern not in covered}
-    overridden = [re.compile(model_rules.regex(module.pattern)) for module in family.modules]
-    overrides = {
-        pattern: one
-        for pattern, one in proposal.overrides.items()
-        if not any(regex.fullmatch(pattern.replace("*", "0")) for regex in overridden)
-    }
-    blocks = {**proposal.blocks, path: [*proposal.blocks.get(path, []), block]}
-    return Proposal(proposal.units, rules, overrides, blocks)
+    overridden = [re.compile(name_regex(module.pattern)) for module in block.modules]
+    return replace(
+        proposal,
+        rules=tuple(rule for rule in proposal.rules if rule not in covered),
+        modules=tuple(
+            module
+            for module in proposal.modules
+            if not any(regex.fullmatch(_example(module.pattern)) for regex in overridden)
+        ),
+        blocks=(*proposal.blocks, mount),
+    )
 
 
-def _effect(proposal: Proposal, specs: Mapping[str, TensorSpec], model: PretrainedModel) -> _Effect | None:
+def _effect(proposal: Family, specs: Mapping[str, TensorSpec], model: PretrainedModel) -> _Effect | None:
     """The plan of a proposal; None if there is none."""
-    rules = rules_for(expanded(proposal), model.config.to_dict())
+    rules = rules_for(_expanded(proposal), model.config.to_dict())
     try:
         plan = Planner(specs, rules).plan(_TP)
         tensors = {name: (one.style, one.placement) for name, one in plan.tensors.items()}
@@ -146,14 +138,6 @@ def _overrides(rules: RuleSet, model: PretrainedModel) -> Iterator[tuple[str, di
             key: model_rules.on_rank(value, _TP) for key, value in found.attributes.items() if hasattr(module, key)
         }
         yield name, {key: value for key, value in values.items() if getattr(module, key) != value}
-
-
-def _used_units(proposal: Proposal) -> dict[str, UnitTable]:
-    """The units that the rules and overrides of a proposal name."""
-    used = {unit for rule in proposal.rules.values() for unit in (rule.get("unit"), *rule.get("segments", ()))}
-    for pattern, overrides in proposal.overrides.items():
-        used |= parse_entry(ModuleRule, pattern, overrides, pattern=pattern).reads()
-    return {name: unit for name, unit in proposal.units.items() if name in used}
 
 
 def propose_plan(
@@ -192,9 +176,9 @@ def propose_plan(
     )
     model = small_model(require_config(source))
     proposal = with_blocks(propose_rules(model, example_inputs(model), by_heads=by_heads), model)
-    rules = expanded(proposal).rules
+    rules = _expanded(proposal).rules
+    used = [rules[index] for index in _first_matching(rules, source.specs)]
     matcher = Matcher.of_patterns(rule.pattern for rule in rules)
-    mounts = {rules[match.pattern_index].mount for match in map(matcher.match, source.specs) if match is not None}
     missing = without_numbers(name for name in source.specs if matcher.match(name) is None)
     head = [f"# Proposed for {type(model).__name__}. Prove it: shardconv plan SRC --rules THIS --prove"]
     head += [f"# No rule: on disk, but not in the model: {name}" for name in sorted(missing)]
@@ -204,46 +188,75 @@ def propose_plan(
     is_covered = all(covered.match(name) is not None for name in missing)
     base = by_name if is_covered else family_of(require_config(source))
     inherits = [f'inherits = "{NAMES_FAMILY}"', ""] if is_covered else []
-    return "\n".join([*head, "", *inherits, to_toml(_for_source(proposal, source, mounts, base).tables())])
+    return "\n".join([*head, "", *inherits, *to_toml(_for_source(proposal, source.specs, used, base))])
 
 
-def _for_source(proposal: Proposal, source: Source, mounts: Container[str], base: Family) -> Proposal:
+def _for_source(proposal: Family, names: Iterable[str], used: Sequence[Rule], base: Family) -> Family:
     """The proposal, with what matches no tensor of a source made optional, and with units that override a family's.
 
     Args:
         proposal: for the small model.
-        source: the checkpoint.
-        mounts: the blocks that match a tensor of the source.
+        names: of the tensors of the source.
+        used: the rules that match a tensor of the source, those of blocks included.
         base: the family that the plan file inherits.
     """
-    matched = _matching(proposal.rules, source.specs)
+    matched, mounts = _first_matching(proposal.rules, names), {rule.mount for rule in used}
     return replace(
         proposal,
-        units=_overriding(proposal.units, base),
-        rules={name: rule if name in matched else {**rule, "optional": True} for name, rule in proposal.rules.items()},
-        blocks={
-            path: [_mount(path, block, mounts) if isinstance(block, str) else block for block in blocks]
-            for path, blocks in proposal.blocks.items()
+        units={
+            name: replace(unit, override=base.units.get(name, unit) != unit) for name, unit in proposal.units.items()
         },
+        rules=tuple(replace(rule, optional=at not in matched) for at, rule in enumerate(proposal.rules)),
+        blocks=tuple(replace(mount, optional=mount.describe() not in mounts) for mount in proposal.blocks),
     )
 
 
-def _overriding(units: Mapping[str, UnitTable], family: Family) -> dict[str, UnitTable]:
-    """The units, with ``override`` for those that the family defines differently."""
-    known = family.units
-    return {
-        name: {**unit, "override": True} if known.get(name, own := parse_entry(UnitRule, name, unit)) != own else unit
-        for name, unit in units.items()
+def _first_matching(rules: Sequence[Rule], names: Iterable[str]) -> set[int]:
+    """The indices of the rules that are the first to match a name."""
+    matcher = Matcher.of_patterns(rule.pattern for rule in rules)
+    return {match.pattern_index for match in map(matcher.match, names) if match is not None}
+
+
+def to_toml(family: Family) -> Iterator[str]:
+    """The lines of a plan file with the blocks, units, rules and module overrides of a family."""
+    blocks: dict[str, list[object]] = {}
+    for mount in family.blocks:
+        entry = {"block": mount.block, "optional": True} if mount.optional else mount.block
+        blocks.setdefault(mount.pattern, []).append(entry)
+    sections = {
+        "blocks": {path: entries[0] if len(entries) == 1 else entries for path, entries in blocks.items()},
+        "units": to_builtins(family.units),
+        "rules": _merged({rule.pattern: _table(rule) for rule in family.rules}),
+        "modules": {rule.pattern: _table(rule) for rule in family.modules},
     }
+    for title, table in sections.items():
+        width = min(max((len(name) for name in table), default=0), 70) + 2
+        lines = [f"{_value(name):{width}} = {_value(row)}" for name, row in table.items()]
+        yield from [f"[{title}]", *lines, ""] if table else []
 
 
-def _mount(path: str, block: str, used: Container[str]) -> str | MountTable:
-    """An entry of ``[blocks]``, optional if no tensor on disk matches the block."""
-    return block if Mount(path, block).describe() in used else {"block": block, "optional": True}
+def _table(rule: Rule | ModuleRule) -> dict[str, object]:
+    """The fields of a rule that a plan file has."""
+    table: dict[str, object] = to_builtins(rule)
+    return {name: value for name, value in table.items() if name != "pattern"}
 
 
-def _matching(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
-    """The patterns that are the first to match a name."""
-    patterns = list(patterns)
-    matcher = Matcher.of_patterns(patterns)
-    return {patterns[match.pattern_index] for match in map(matcher.match, names) if match is not None}
+def _merged(rules: Mapping[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """Merge equal rules whose patterns differ in the last name only: ``a.b`` and ``a.c`` into ``a.{b,c}``."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for pattern, rule in rules.items():
+        parent, dot, last = pattern.rpartition(".")
+        groups.setdefault((parent + dot, repr(rule)), []).append(last)
+    merged: dict[str, dict[str, object]] = {}
+    for (start, _), names in groups.items():
+        is_choice = len(names) > 1 and "*" not in names
+        for name in [f"{{{','.join(names)}}}"] if is_choice else names:
+            merged[start + name] = rules[start + names[0]]
+    return merged
+
+
+def _value(value: object) -> str:
+    """A value in TOML."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{key} = {_value(one)}' for key, one in value.items())} }}" if value else "{}"
+    return json.dumps(value)
