@@ -68,7 +68,7 @@ def _attention(model: PretrainedModel) -> tuple[dict[str, UnitRule], dict[str, R
 #: If modules of one pattern get different styles, the first of these, which is right for all of them, is used.
 _CAUTION = [
     "replicate", "replicated_with_grad_allreduce", "gathered", "colwise_gather_output", "embedding_rowwise",
-    "packed_colwise", "rowwise", "colwise",
+    "packed_colwise", "by_rows", "rowwise", "colwise",
 ]  # fmt: skip
 
 

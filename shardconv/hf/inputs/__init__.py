@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.configs import is_type
-from shardconv.hf.inputs.media import audio_inputs, image_inputs
+from shardconv.hf.inputs.media import audio_inputs, image_inputs, is_type
 from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
 
@@ -26,17 +25,15 @@ def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     names = inspect.signature(model.forward).parameters
     kind = str(model.config.model_type)
-    given: dict[str, Tensor] = {}
-    if (special := special_inputs(model, generator)) is not None:
-        given = special
-        if not given.keys() & {"input_ids", "decoder_input_ids"}:
-            given |= text_inputs(model, names, given, generator)
-        return given
-    if is_type("text_only", kind):
-        return text_inputs(model, names, given, generator)
-    given |= image_inputs(model, names, generator)
-    given |= audio_inputs(model, names, generator)
-    return given | text_inputs(model, names, given, generator)
+    given = special_inputs(model, generator)
+    has_both, has_own = is_type("images_and_audio", kind), bool(given) or is_type("text_only", kind)
+    if not has_own and (has_both or "pixel_values" not in names):
+        given |= audio_inputs(model, names, generator)
+    if not has_own or has_both:
+        given |= image_inputs(model, names, generator)
+    if given.keys().isdisjoint({"input_ids", "decoder_input_ids"}):
+        given |= text_inputs(model, names, given, generator)
+    return given
 
 
 def can_generate_text(model: PretrainedModel) -> bool:

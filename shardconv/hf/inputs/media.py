@@ -1,22 +1,65 @@
-"""Images, audio and features of audio as inputs of small models."""
+"""Images, audio and features of audio as inputs of small models, and the fields of configs that determine them."""
 
 import math
-from collections.abc import Container
+import tomllib
+from collections.abc import Container, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
-from shardconv.hf.inputs.configs import (
-    BATCH,
-    GRID,
-    deep_field,
-    first_field,
-    is_type,
-    pair_of,
-    submodel_config,
-    type_number,
-)
+
+#: Sequences per batch, and tokens of text per sequence.
+BATCH, LENGTH = 2, 7
+
+#: Patches along each side of an image, for models that take patches.
+GRID = 4
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("types.toml").read_text("utf-8"))
+
+
+def is_type(entry: str, *model_types: str) -> bool:
+    """Whether an entry of ``types.toml`` has one of some model types."""
+    return any(model_type in _table()[entry] for model_type in model_types)
+
+
+def type_number(entry: str, model_type: str, default: int) -> int:
+    """The number of a model type in an entry of ``types.toml``."""
+    return int(_table()[entry].get(model_type, default))
+
+
+def submodel_config(config: ModelConfig, *names: str) -> ModelConfig:
+    """The first submodel's config that exists among some names; the config itself if there is none."""
+    thinker = getattr(config, "thinker_config", config)
+    found = (getattr(thinker, name, None) for name in names)
+    return next((one for one in found if one is not None and hasattr(one, "to_dict")), config)
+
+
+def first_field(config: ModelConfig, names: Iterable[str], default: Any) -> Any:
+    """The value of the first field among some names that is set, else the default."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
+
+
+def deep_field(config: ModelConfig, names: Iterable[str], default: Any) -> Any:
+    """As :func:`first_field`, nested configs included."""
+    if (found := first_field(config, names, None)) is not None:
+        return found
+    nested = (value for value in vars(config).values() if hasattr(value, "to_dict"))
+    return next((found for one in nested if (found := deep_field(one, names, None)) is not None), default)
+
+
+def pair_of(size: Any) -> tuple[int, int]:
+    """Height and width, from a number, a pair or a mapping."""
+    if isinstance(size, Mapping):
+        return int(size["height"]), int(size["width"])
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
 
 #: Inputs of ``forward`` that belong to images.
 IMAGE_INPUTS = {
@@ -91,9 +134,7 @@ AUDIO_INPUTS = {
 
 
 def audio_inputs(model: PretrainedModel, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
-    """One recording per sequence, for models that take audio and no images."""
-    if "pixel_values" in names:
-        return {}
+    """One recording per sequence, for models that take audio."""
     audio = submodel_config(model.config, "audio_config", "encoder_config", "encoder")
     both = "input_features" in names and "input_values" in names
     if (
@@ -101,7 +142,7 @@ def audio_inputs(model: PretrainedModel, names: Container[str], generator: torch
         and not (both and hasattr(audio, "conv_stride"))
         and not is_type("no_audio_features", model.config.model_type)
     ):
-        given = {"input_features": audio_features(model.config, audio, generator)}
+        given = {"input_features": _audio_features(model.config, audio, generator)}
         frames = given["input_features"].shape[1 if _frames_first(model.config, audio) else 2]
         has_mask = not is_type("no_audio_mask", model.config.model_type)
         masks = ("input_features_mask", "feature_attention_mask") if has_mask else ()
@@ -121,7 +162,7 @@ def audio_inputs(model: PretrainedModel, names: Container[str], generator: torch
     return {}
 
 
-def audio_features(config: ModelConfig, audio: ModelConfig, generator: torch.Generator) -> Tensor:
+def _audio_features(config: ModelConfig, audio: ModelConfig, generator: torch.Generator) -> Tensor:
     """Random audio features, (batch, frames, features) or (batch, features, frames)."""
     width = deep_field(
         audio, ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim"), 80

@@ -1,9 +1,8 @@
 """Inputs of single model types, which neither the signature of ``forward`` nor the config determines.
 
-``special.toml`` describes them. This module draws the values; functions here make the inputs that a table cannot hold.
+``special.toml`` describes them. This module draws the values.
 """
 
-import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -15,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
-from shardconv.hf.inputs.configs import BATCH, GRID, LENGTH, pair_of
-from shardconv.hf.inputs.media import audio_features, image_inputs
+from shardconv.hf.inputs.media import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
 
@@ -24,16 +22,13 @@ from shardconv.plan.families.config_fields import Fields, lookup
 _Table = Mapping[str, Any]
 
 
-def special_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor] | None:
-    """The inputs of a model type that has its own; None for all other types."""
-    name, kind = type(model).__name__, str(model.config.model_type)
-    for key in (name, kind):
-        if key in _FUNCTIONS:
-            return _FUNCTIONS[key](model, generator)
+def special_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor]:
+    """The inputs of a class or model type that has its own; none for all others."""
+    for key in (type(model).__name__, str(model.config.model_type)):
         if (table := _tables().get(_tables()["same_inputs"].get(key, key))) is not None:
             values = _Values(model, generator, table.get("defaults", {}))
             return {name: values.draw(row) for name, row in table.items() if name != "defaults"}
-    return None
+    return {}
 
 
 @cache
@@ -136,28 +131,3 @@ class _Values:
     def _positions(self, table: _Table) -> Tensor:
         side = torch.arange(self._fields.evaluate(table["positions"]))
         return torch.cartesian_prod(side, side).expand(BATCH, -1, -1)
-
-
-def _image_and_recording(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor]:
-    """An image and a recording per sequence, with a mask of the frames."""
-    names, audio = inspect.signature(model.forward).parameters, model.config.audio_config
-    recording = audio_features(model.config, audio, generator)
-    mask = torch.ones(BATCH, recording.shape[2], dtype=torch.int64)
-    return {**image_inputs(model, names, generator), "input_features": recording, "feature_attention_mask": mask}
-
-
-def _image_and_samples(model: PretrainedModel, generator: torch.Generator) -> dict[str, Tensor]:
-    """An image and a recording per sequence, with the number of samples of each recording."""
-    audio, frames = model.config.audio_config, 32
-    return {
-        **image_inputs(model, inspect.signature(model.forward).parameters, generator),
-        "input_features": torch.randn(BATCH, audio.feature_size, frames, generator=generator),
-        "chunk_sample_lengths": torch.full((BATCH,), frames * audio.hop_length),
-    }
-
-
-_FUNCTIONS: dict[str, Callable[[PretrainedModel, torch.Generator], dict[str, Tensor]]] = {
-    "Dots3NoteForConditionalGeneration": _image_and_samples,
-    "qwen2_5_omni_thinker": _image_and_recording,
-    "qwen3_omni_moe_thinker": _image_and_recording,
-}

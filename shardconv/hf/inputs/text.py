@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.configs import BATCH, LENGTH, is_type
-from shardconv.hf.inputs.media import AUDIO_INPUTS, IMAGE_INPUTS
+from shardconv.hf.inputs.media import AUDIO_INPUTS, BATCH, IMAGE_INPUTS, LENGTH, is_type
 
 
 def text_inputs(
