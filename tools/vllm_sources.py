@@ -118,7 +118,7 @@ def variants(model_type: str) -> dict[str, dict[str, Any]]:
 def small_config(kind: Any, fields: Mapping[str, Any]) -> Any:
     """A small config of a class of models."""
     default = default_config(kind.config_class)
-    own = _sized(real_heads(default), default)
+    own = _sized(real_heads(default, has_sizes=True), default)
     more = {**_TYPES.get(default["model_type"], {}), **fields}
     small = {**default, **small_fields(default, {**own, **more})}
     return kind.config_class(**{**_vllm_sizes(with_heads(small, 2 * HEADS), default), **more})

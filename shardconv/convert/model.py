@@ -30,9 +30,8 @@ from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.request import AUTO, PlanRequest, Rules, planner_for, request_of
 from shardconv.plan.rule_set import rules_for
-from shardconv.plan.rules import AUTO, Rules, request_of
 from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
 from shardconv.policies.gradients import check_first_gradients
@@ -73,8 +72,8 @@ def convert_model(
     Args:
         model: a model of transformers, with its values in memory, the same on every rank, or on the meta device; with
             policies or a plan file, any module.
-        rules: which rules to use, see :data:`~shardconv.plan.rules.Rules`: "auto", a family name, a plan file, a Plan,
-            or a class derived from :class:`~shardconv.Policy`, or several. Parameters that no policy names are
+        rules: which rules to use, see :data:`~shardconv.plan.request.Rules`: "auto", a family name, a plan file, a
+            Plan, or a class derived from :class:`~shardconv.Policy`, or several. Parameters that no policy names are
             replicated, and their first gradients are compared over the ranks.
         experts: "tensor" to shard each expert over all ranks, "expert" for whole experts on each rank.
         pad: pad heads and widths that do not divide.

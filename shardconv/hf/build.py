@@ -22,64 +22,44 @@ _COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_h
 _WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
-def real_heads(config: Mapping[str, object], *, is_submodel: bool = False) -> dict[str, object]:
-    """The fields that give a small model heads with as many features as the real model has.
+def real_heads(
+    config: Mapping[str, object], *, has_sizes: bool, has_counts: bool = False, is_submodel: bool = False
+) -> dict[str, object]:
+    """The fields that give a small model heads like those of the real model.
 
-    A rule can be right for small heads only, such as one with a number in it. If no field sets the size of heads, the
-    model gets wider. A submodel keeps its width, to fit the other submodels, so its heads stay small;
-    :func:`head_sizes` shows which.
-
-    Args:
-        config: of the real model.
-        is_submodel: whether it is the config of a submodel.
-    """
-    numbers = {name: value for name, value in config.items() if type(value) is int}
-    own: dict[str, object] = {}
-    if any(name in numbers for name in _HEAD_FIELDS):
-        kept = [name for name in numbers if _is_like(name, *_HEAD_FIELDS) and not name.startswith("mamba")]
-        own = {name: numbers[name] for name in kept}
-    elif not is_submodel and (size := _head_size(config)):
-        heads = _first(numbers, _COUNTS)
-        count = fields_of_type(config.get("model_type")).get(heads) or small_value(heads, numbers[heads])
-        own = {name: size * (count or numbers[heads]) for name in numbers if _is_like(name, "hidden_size")}
-        own |= {"head_dim": size} if "head_dim" in config else {}
-    nested = {name: real_heads(value, is_submodel=True) for name, value in submodels(config)}
-    return own | {name: fields for name, fields in nested.items() if fields}
-
-
-def real_counts(config: Mapping[str, object], head_size: int = 0, *, is_submodel: bool = False) -> dict[str, object]:
-    """The fields that give a small model as many query and KV heads as the real model has.
-
-    The numbers of heads determine which heads are padded. The model gets wider if its width has to be a multiple of the
-    number of heads. A submodel keeps its width, as in :func:`real_heads`, and its small numbers of heads if the width
-    is not a multiple of the real ones.
+    A rule can be right for small heads only, such as one with a number in it, and the numbers of heads determine which
+    heads are padded. Where the config determines the size of heads by the width of the model, the model gets wider. A
+    submodel keeps its width, to fit the other submodels, so its heads may stay small; :func:`head_sizes` shows which.
 
     Args:
         config: of the real model.
-        head_size: features per head if no field sets it; by default that of small models.
+        has_sizes: whether heads get as many features as in the real model.
+        has_counts: whether there are as many query and KV heads.
         is_submodel: whether it is the config of a submodel.
     """
     numbers = {name: value for name, value in config.items() if type(value) is int}
-    own: dict[str, object] = {name: numbers[name] for name in numbers if _is_like(name, *_HEADS)}
-    heads, width = numbers.get(_first(numbers, _COUNTS), 0), small_value("hidden_size", 0)
-    has_head_size = any(name in numbers for name in _HEAD_FIELDS)
-    if is_submodel and heads and width % heads and not has_head_size:
-        own = {}
-    elif not is_submodel and heads and (not has_head_size or width % heads):
-        size = small_value("head_dim", 0) if has_head_size or not head_size else head_size
-        own |= {name: size * heads for name in numbers if _is_like(name, "hidden_size")}
-    nested = {name: real_counts(value, is_submodel=True) for name, value in submodels(config)}
-    return own | {name: fields for name, fields in nested.items() if fields}
-
-
-def merge_fields(own: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:
-    """Merge two sets of fields, nested configs included; the second set wins."""
-    nested = {
-        name: merge_fields(fields, value)
-        for name, value in more.items()
-        if isinstance(value, Mapping) and isinstance(fields := own.get(name), Mapping)
-    }
-    return {**own, **more, **nested}
+    has_size_field, size = any(name in numbers for name in _HEAD_FIELDS), _head_size(config) if has_sizes else 0
+    field, width = _first(numbers, _COUNTS), small_value("hidden_size", 0)
+    heads, kept = numbers.get(field, 0), []
+    if has_counts and not (is_submodel and heads and width % heads and not has_size_field):
+        kept += [name for name in numbers if _is_like(name, *_HEADS)]
+    if has_sizes and has_size_field:
+        kept += [name for name in numbers if _is_like(name, *_HEAD_FIELDS) and not name.startswith("mamba")]
+    own: dict[str, object] = {name: numbers[name] for name in kept}
+    if size and not has_size_field and not is_submodel and "head_dim" in config:
+        own["head_dim"] = size
+    small_size = size if size and not has_size_field else small_value("head_dim", 0)
+    if has_counts:
+        is_wider = bool(heads) and (not has_size_field or width % heads)
+    else:
+        is_wider = bool(size) and not has_size_field
+        heads = fields_of_type(config.get("model_type")).get(field) or small_value(field, heads) or heads
+    if is_wider and not is_submodel:
+        own |= {name: small_size * heads for name in numbers if _is_like(name, "hidden_size")}
+    for name, value in submodels(config):
+        if fields := real_heads(value, has_sizes=has_sizes, has_counts=has_counts, is_submodel=True):
+            own[name] = fields
+    return own
 
 
 def with_heads(config: Mapping[str, object], heads: int) -> dict[str, object]:
@@ -167,9 +147,7 @@ def small_model(
     kind, full = model_class(config)
     try:
         fields = full.to_dict()
-        more = real_heads(fields) if has_real_heads else {}
-        if heads == SAME:
-            more = merge_fields(more, real_counts(fields, head_sizes(fields).get("", 0) if has_real_heads else 0))
+        more = real_heads(fields, has_sizes=has_real_heads, has_counts=heads == SAME)
         small = {**fields, **small_fields(fields, more)}
         return build_small(kind, type(full).from_dict(with_heads(small, heads) if heads and heads != SAME else small))
     except Exception as error:

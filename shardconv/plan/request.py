@@ -1,11 +1,12 @@
 """Plan requests: the options of a user, and the rules that follow from them.
 
 The rules are those of a family named by the user, else of the config's ``model_type``, else of the names of tensors.
-Without a config, head sizes are inferred from shapes. Reads no files: a plan file is passed as text.
+Without a config, head sizes are inferred from shapes.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Annotated
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 from msgspec.structs import force_setattr, replace
@@ -20,7 +21,7 @@ from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.model_rules import Multiple
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
 from shardconv.plan.rule_set import RuleSet, rules_for
@@ -65,6 +66,49 @@ class PlanRequest(Data, frozen=True):
                 f"{option(pad=True)} is not supported with the boundaries of {self.engine}, which reads sizes from "
                 "config.json: pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
+
+
+#: What ``rules`` accepts:
+#:
+#: - ``"auto"``: the family of the config's ``model_type``;
+#: - the name of a family;
+#: - the path of a plan file: a ``Path``, or a string that has a slash or a suffix of letters, such as ``.toml``;
+#: - a :class:`~shardconv.plan.plan.Plan`, whose rules are used;
+#: - classes derived from :class:`~shardconv.Policy`, for models in memory only, as they match modules by class.
+Rules: TypeAlias = str | Path | Plan | type | Sequence[type]
+
+#: The default: the family of the config's ``model_type``.
+AUTO = "auto"
+
+
+def plan_file_of(rules: Rules) -> Path | None:
+    """Return the path of the plan file that ``rules`` names; None for other rules."""
+    if isinstance(rules, str) and ("/" in rules or Path(rules).suffix[1:].isalpha()):
+        return Path(rules)
+    return rules if isinstance(rules, Path) else None
+
+
+def request_of(rules: Rules) -> PlanRequest:
+    """Return the request for a family or a plan file.
+
+    Raises:
+        PlanError: if the plan file cannot be read.
+        TypeError: if ``rules`` is a plan or policies.
+    """
+    if (path := plan_file_of(rules)) is not None:
+        return PlanRequest(plan_file=(path.name, _read(path)))
+    if not isinstance(rules, str):
+        raise TypeError(f"rules is {rules!r:.80} (expected a family name, the path of a plan file, or a Plan)")
+    return PlanRequest(family=None if rules == AUTO else rules)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: is not UTF-8") from error
 
 
 def planner_for(

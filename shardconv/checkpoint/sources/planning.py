@@ -18,8 +18,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
-from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.rules import AUTO, Rules, plan_file_of, request_of
+from shardconv.plan.request import AUTO, PlanRequest, Rules, plan_file_of, planner_for, request_of
 from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
 #: A path that a user passes.
@@ -30,7 +29,7 @@ class PlanOptions(TypedDict, total=False):
     """Options for reading and planning a source.
 
     Attributes:
-        rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.rules.Rules`.
+        rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.request.Rules`.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
         experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
