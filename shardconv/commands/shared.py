@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.operations.reshard import ReshardReport
     from shardconv.checkpoint.operations.split import SplitReport
     from shardconv.checkpoint.operations.unpad import UnpadReport
+    from shardconv.hf.names import ModelCheck
     from shardconv.plan.tp_sizes import PaddingReport
-    from shardconv.proof.model_check import ModelCheck
 
     WriteReport = SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport
 

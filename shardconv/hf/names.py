@@ -15,28 +15,54 @@ from torch import Tensor, nn
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.package import import_transformers, isolated
 from shardconv.layers.runtime_classes import new_class
+from shardconv.plan.unused import known_unused
 
-#: Name on disk to name in memory, and the converter if transformers makes the tensor from several.
-Rename = Callable[[str], tuple[str, object]]
+#: How many tensors of each kind a message names.
+_SHOWN = 3
 
 
-class NameMatch(NamedTuple):
-    """How the tensors of a checkpoint match those of a model class.
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """How a checkpoint differs from the model that its config names.
 
     Attributes:
-        unused: names on disk of tensors that the model does not use.
-        ignored: names on disk of tensors that the model does not have and its class ignores.
+        model: the class of the model.
+        unused: names on disk of tensors that the model does not have.
         missing: names in memory of tensors that the model has and the checkpoint does not.
         mismatched: names in memory of tensors of another shape, each with its shape in the checkpoint and in the model.
         failed: names in memory of tensors that transformers cannot make of those in the checkpoint, each with the
             reason.
+        ignored: names on disk of tensors that the model does not have and does not need: MTP layers, constants that old
+            versions stored, and those that its class ignores.
     """
 
-    unused: frozenset[str]
-    ignored: frozenset[str]
-    missing: frozenset[str]
+    model: str
+    unused: tuple[str, ...]
+    missing: tuple[str, ...]
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    failed: Mapping[str, str]
+    failed: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether names and shapes are those of the model, except for tensors that it does not need."""
+        return not (self.unused or self.missing or self.mismatched or self.failed)
+
+    def differences(self) -> str:
+        """The differences as text: a count and the first tensors of each kind."""
+        shapes = (f"{name} (got {list(got)}, expected {list(expected)})" for name, got, expected in self.mismatched)
+        kinds = {
+            "unused": self.unused,
+            "missing": self.missing,
+            "of another shape": tuple(shapes),
+            "not loadable": tuple(f"{name} ({reason})" for name, reason in self.failed),
+        }
+        return "; ".join(_listed(kind, found) for kind, found in kinds.items() if found)
+
+
+def _listed(kind: str, found: tuple[str, ...]) -> str:
+    more = ", ..." if len(found) > _SHOWN else ""
+    return f"{len(found)} {kind}: {', '.join(found[:_SHOWN])}{more}"
 
 
 class DiskTensors(NamedTuple):
@@ -74,7 +100,7 @@ def _is_matrix(model: PretrainedModel, name: str, tensor: Tensor, skipped: Colle
     return path.endswith(".experts") and tensor.dim() > 2
 
 
-def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> NameMatch:
+def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelCheck:
     """Load tensors without values into a model class, and report the names and shapes that do not match.
 
     Args:
@@ -92,30 +118,7 @@ def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mappin
         _recording(kind, loaded).from_pretrained(
             None, config=config, state_dict=tensors, dtype=torch.float32, ignore_mismatched_sizes=True
         )
-    return _match(loaded, shapes)
-
-
-@dataclass
-class _Loaded:
-    """The result of a load by transformers, filled by :func:`_recording`.
-
-    Attributes:
-        info: transformers' ``LoadStateDictInfo``.
-        failed: its conversion errors.
-        unexpected: names in memory of tensors that the model does not have, those that its class ignores included.
-        rename: maps names.
-    """
-
-    info: Any = None
-    failed: Mapping[str, str] | None = None
-    unexpected: frozenset[str] = frozenset()
-    rename: Rename | None = None
-
-
-def _match(loaded: _Loaded, names: Iterable[str]) -> NameMatch:
-    assert loaded.rename is not None
-    assert loaded.failed is not None
-    in_memory = {name: loaded.rename(name) for name in names}
+    in_memory = {name: loaded.rename(name) for name in shapes}
     sources: dict[str, list[str]] = {}
     for name, (target, _) in in_memory.items():
         sources.setdefault(target, []).append(name)
@@ -127,15 +130,33 @@ def _match(loaded: _Loaded, names: Iterable[str]) -> NameMatch:
         if len(found) > 1 and target not in converted | loaded.unexpected
     }
     unused = _on_disk(loaded.info.unexpected_keys, sources)
-    return NameMatch(
-        unused=unused,
-        ignored=_on_disk(loaded.unexpected, sources) - unused,
-        missing=frozenset(loaded.info.missing_keys - failed.keys()),
+    needless = known_unused(shapes)
+    return ModelCheck(
+        model=kind.__name__,
+        unused=tuple(sorted(unused - needless)),
+        missing=tuple(sorted(loaded.info.missing_keys - failed.keys())),
         mismatched=tuple(
             sorted((name, tuple(got), tuple(expected)) for name, got, expected in loaded.info.mismatched_keys)
         ),
-        failed=failed,
+        failed=tuple(sorted(failed.items())),
+        ignored=tuple(sorted((unused | _on_disk(loaded.unexpected, sources)) - (unused - needless))),
     )
+
+
+class _Loaded:
+    """The result of a load by transformers, set by :func:`_recording`.
+
+    Attributes:
+        info: transformers' ``LoadStateDictInfo``.
+        failed: its conversion errors.
+        unexpected: names in memory of tensors that the model does not have, those that its class ignores included.
+        rename: name on disk to name in memory, and the converter if transformers makes the tensor from several.
+    """
+
+    info: Any
+    failed: Mapping[str, str]
+    unexpected: frozenset[str]
+    rename: Callable[[str], tuple[str, object]]
 
 
 def _on_disk(names: Iterable[str], sources: Mapping[str, list[str]]) -> frozenset[str]:

@@ -18,36 +18,16 @@ _QUERIES = ("q_proj", "query", "q", "q_lin", "wq", "to_q", "query_proj", "q_proj
 _KEYS = ("k_proj", "key", "k", "k_lin", "wk", "to_k", "key_proj", "linear_k", "k_head")
 _VALUES = ("v_proj", "value", "v", "v_lin", "wv", "to_v", "value_proj", "linear_v", "v_head")
 _OUTPUTS = (
-    "o_proj",
-    "out_proj",
-    "dense",
-    "out_lin",
-    "out",
-    "o",
-    "c_proj",
-    "wo",
-    "proj",
-    "projection_layer",
-    "projection",
-    "post_proj",
-    "to_out",
-    "linear_out",
-)
+    "o_proj", "out_proj", "dense", "out_lin", "out", "o", "c_proj", "wo", "proj", "projection_layer", "projection",
+    "post_proj", "to_out", "linear_out",
+)  # fmt: skip
 
 #: Names of attributes with the number of heads, the number of KV heads, the features of all heads, and those per head.
 _HEADS = ("num_heads", "num_attn_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = (
-    "all_head_size",
-    "inner_dim",
-    "embed_dim",
-    "attn_dim",
-    "split_size",
-    "hidden_size",
-    "d_model",
-    "dim",
-    "embed_size",
-)
+    "all_head_size", "inner_dim", "embed_dim", "attn_dim", "split_size", "hidden_size", "d_model", "dim", "embed_size",
+)  # fmt: skip
 _SIZES = ("head_dim", "attention_head_size", "d_kv", "key_value_proj_dim", "head_size", "d_head", "dim_head")
 
 #: Names of config fields with the number of heads, the number of KV heads, and the width of the model.

@@ -4,7 +4,6 @@ Owns the comparison and its messages. Reads headers and config only, and allocat
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
@@ -14,59 +13,11 @@ from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
 from shardconv.hf.inputs import example_inputs
-from shardconv.hf.names import match_names
+from shardconv.hf.names import ModelCheck, match_names
 from shardconv.hf.package import isolated
 from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
-from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, RunError, SourceError, option
-
-#: How many tensors of each kind a message names.
-_SHOWN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCheck:
-    """How a checkpoint differs from the model that its config names.
-
-    Attributes:
-        model: the class of the model.
-        unused: names on disk of tensors that the model does not have.
-        missing: names in memory of tensors that the model has and the checkpoint does not.
-        mismatched: names in memory of tensors of another shape, each with its shape in the checkpoint and in the model.
-        failed: names in memory of tensors that transformers cannot make of those in the checkpoint, each with the
-            reason.
-        ignored: names on disk of tensors that the model does not have and does not need: MTP layers, constants that old
-            versions stored, and those that its class ignores.
-    """
-
-    model: str
-    unused: tuple[str, ...]
-    missing: tuple[str, ...]
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    failed: tuple[tuple[str, str], ...]
-    ignored: tuple[str, ...]
-
-    @property
-    def is_right(self) -> bool:
-        """Whether names and shapes are those of the model, except for tensors that it does not need."""
-        return not (self.unused or self.missing or self.mismatched or self.failed)
-
-    def differences(self) -> str:
-        """The differences as text: a count and the first tensors of each kind."""
-        shapes = (f"{name} (got {list(got)}, expected {list(expected)})" for name, got, expected in self.mismatched)
-        kinds = {
-            "unused": self.unused,
-            "missing": self.missing,
-            "of another shape": tuple(shapes),
-            "not loadable": tuple(f"{name} ({reason})" for name, reason in self.failed),
-        }
-        return "; ".join(_listed(kind, found) for kind, found in kinds.items() if found)
-
-
-def _listed(kind: str, found: tuple[str, ...]) -> str:
-    more = ", ..." if len(found) > _SHOWN else ""
-    return f"{len(found)} {kind}: {', '.join(found[:_SHOWN])}{more}"
 
 
 def check_source(
@@ -171,18 +122,9 @@ def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -
     """
     kind, full_config = model_class(config)
     try:
-        match = match_names(kind, full_config, {name: spec.shape for name, spec in specs.items()})
+        return match_names(kind, full_config, {name: spec.shape for name, spec in specs.items()})
     except Exception as error:
         raise RunError(
             f"transformers cannot build {kind.__name__} by this config, so its tensors cannot be compared with it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    unused = match.unused - known_unused(specs)
-    return ModelCheck(
-        model=kind.__name__,
-        unused=tuple(sorted(unused)),
-        missing=tuple(sorted(match.missing)),
-        mismatched=match.mismatched,
-        failed=tuple(sorted(match.failed.items())),
-        ignored=tuple(sorted((match.unused | match.ignored) - unused)),
-    )
