@@ -7,7 +7,7 @@ trusts it, from code in the checkpoint's folder.
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import CONFIG_NAME
@@ -43,35 +43,20 @@ def model_class(config: Mapping[str, object], folder: AnyPath | None = None, *, 
         RunError: if transformers is not installed, does not have the class or refuses the config, or if the class is
             code in the folder and not trusted.
     """
-    name, code = _architecture(config), _code(config)
-    if folder is None or not code:
-        return _class_of_transformers(config, folder)
-    if is_trusted:
-        made = _read_config(config, folder, is_trusted=True)
-        own = next((ref for ref in code if ref.rpartition(".")[2] == name), None)
-        return ModelClass(_named_class(config, folder) if own is None else _class_in_folder(own, folder), made)
-    if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
+    transformers, name = import_transformers(), _architecture(config)
+    code = [] if folder is None else _code(config)
+    trusts, is_known = bool(code) and is_trusted, config.get("model_type") in transformers.CONFIG_MAPPING
+    if code and not trusts and not is_known:
         raise RunError(
             f"{folder}: its model is code in the checkpoint ({', '.join(code)}): read the code, and if you trust it, "
             f"use {option(trust_remote_code=True)}"
         )
-    return _class_of_transformers(config, folder)
-
-
-def _class_of_transformers(config: Mapping[str, object], folder: AnyPath | None) -> ModelClass:
-    """A class and config class of transformers itself."""
-    kind = _named_class(config, folder)
-    if config.get("model_type") not in import_transformers().CONFIG_MAPPING:
+    own = next((ref for ref in code if trusts and ref.rpartition(".")[2] == name), None)
+    kind: Any = getattr(transformers, name or "", None)
+    if own is None and not (hasattr(kind, "config_class") and (trusts or is_known)):
         raise _unknown(config, folder)
-    return ModelClass(kind, _read_config(config, folder, is_trusted=False))
-
-
-def _named_class(config: Mapping[str, object], folder: AnyPath | None) -> "type[PretrainedModel]":
-    """The class of transformers with the name in ``architectures``."""
-    kind: type[PretrainedModel] | None = getattr(import_transformers(), _architecture(config) or "", None)
-    if kind is None or not hasattr(kind, "config_class"):
-        raise _unknown(config, folder)
-    return kind
+    made = _read_config(config, folder, is_trusted=trusts)
+    return ModelClass(kind if own is None or folder is None else _class_in_folder(own, folder), made)
 
 
 def _unknown(config: Mapping[str, object], folder: AnyPath | None) -> RunError:

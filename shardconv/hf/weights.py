@@ -25,6 +25,8 @@ from shardconv.support.errors import RunError, one_line, option
 GENERATION_CONFIG_NAME = "generation_config.json"
 #: transformers applies an adapter in the folder of a model if PEFT is installed; it does not search this subfolder.
 _NO_ADAPTER = {"subfolder": ".no-adapter"}
+#: Return a report with the tensors of another shape, which :func:`check_report` refuses by name.
+_REPORTING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 def load_shards(
@@ -61,12 +63,7 @@ def load_shards(
     try:
         with permute_local_heads():
             model, report = converted.from_pretrained(
-                None,
-                config=model_class.config,
-                state_dict=tensors,
-                dtype=dtype or "auto",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # which check_report refuses, by name
+                None, config=model_class.config, state_dict=tensors, dtype=dtype or "auto", **_REPORTING
             )
     except (AttributeError, KeyError, TypeError) as error:
         raise RunError(f"{folder}: a {kind.__name__} cannot be built from config.json: {one_line(error)}") from error
@@ -115,9 +112,8 @@ def load_unsharded(
             **({} if dequantized is None else {"config": dequantized[0], "state_dict": dequantized[1]}),
             dtype=torch.float32,
             trust_remote_code=is_trusted,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which check_report refuses, by name
             adapter_kwargs=_NO_ADAPTER,
+            **_REPORTING,
         )
     except Exception as error:
         raise RunError(f"--check {folder}: cannot be loaded as a {kind.__name__}: {one_line(error)}") from error

@@ -6,7 +6,7 @@ A family file has one or more families, each a table. docs/plan-files.md describ
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -41,47 +41,43 @@ class FamilyList:
     similar: tuple[str, ...] = ()
 
 
-def search_families(of_type: Mapping[str, str], names: list[str], word: str) -> FamilyList:
+def list_families(word: str = "") -> FamilyList:
     """The families with a name that contains a word, and those that serve a model type that contains it.
 
     Args:
-        of_type: model type to family.
-        names: of all families.
         word: the word, in any case and with any separators; "" for all families.
 
     Returns:
         The families; with only the model types that contain the word if the name of the family does not.
     """
-    letters = _squeeze(word)
-    served = {name: tuple(kind for kind, family in of_type.items() if family == name) for name in names}
-    matching = {
-        name: kinds if letters in _squeeze(name) else tuple(kind for kind in kinds if letters in _squeeze(kind))
-        for name, kinds in served.items()
-    }
-    found = {name: kinds for name, kinds in matching.items() if kinds or letters in _squeeze(name)}
-    return FamilyList(found, () if found else _nearest([*names, *of_type], word))
+    found, letters = dict[str, tuple[str, ...]](), _squeeze(word)
+    for name in family_names():
+        is_named = letters in _squeeze(name)
+        served = (kind for kind, family in _index().of_type.items() if family == name)
+        kinds = tuple(kind for kind in served if is_named or letters in _squeeze(kind))
+        if kinds or is_named:
+            found[name] = kinds
+    return FamilyList(found, () if found else _nearest(word))
 
 
-def suggest(of_type: Mapping[str, str], names: list[str], unknown: str) -> str:
+def _similar(unknown: str) -> str:
     """Families for a name that is not one: that which serves a model type of this name, else the most similar ones."""
+    of_type = _index().of_type
     if (family := of_type.get(unknown)) is not None:
         return f"{family}, which serves the model type {unknown}"
-    nearest = _nearest([*names, *of_type], unknown)
-    return ", ".join(dict.fromkeys(of_type.get(name, name) for name in nearest)) or "none"
+    return ", ".join(dict.fromkeys(of_type.get(name, name) for name in _nearest(unknown))) or "none"
 
 
-def _nearest(names: Iterable[str], unknown: str) -> tuple[str, ...]:
-    """The names that are most similar to an unknown one.
+def _nearest(unknown: str) -> tuple[str, ...]:
+    """The names of families and model types that are most similar to an unknown one.
 
     Those that begin with the same letters, the name of a series of models, come before all others: ``qwen2`` for
     ``qwen25``, and ``llama`` for ``LlamaForCausalLM``.
     """
-    by_letters = {_squeeze(name): name for name in reversed([*names])}
+    by_letters = {_squeeze(name): name for name in reversed([*family_names(), *_index().of_type])}
     letters = _squeeze(unknown)
-    same_series = [name for name in by_letters if _share_stem(name, letters)]
-    nearest = get_close_matches(
-        letters, same_series or [*by_letters], _MAX_SUGGESTIONS, 0.0 if same_series else _CUTOFF
-    )
+    series = [name for name in by_letters if _share_stem(name, letters)]
+    nearest = get_close_matches(letters, series or [*by_letters], _MAX_SUGGESTIONS, 0.0 if series else _CUTOFF)
     return tuple(by_letters[name] for name in nearest)
 
 
@@ -92,14 +88,8 @@ def _squeeze(name: str) -> str:
 
 def _share_stem(name: str, other: str) -> bool:
     """Whether the letters at the beginning of one name are those of the other, or begin with them."""
-    short, long = sorted((_stem(name), _stem(other)), key=len)
+    short, long = sorted((re.split("[^a-z]", text)[0] for text in (name, other)), key=len)
     return len(short) >= _MIN_STEM and long.startswith(short)
-
-
-def _stem(name: str) -> str:
-    """The letters at the beginning of a name."""
-    letters = re.match("[a-z]*", name)
-    return letters[0] if letters else ""
 
 
 FOLDER = Path(__file__).parent
@@ -111,11 +101,6 @@ def family_names() -> list[str]:
     return sorted(_index().tables)
 
 
-def list_families(word: str = "") -> FamilyList:
-    """The families whose names contain a word, and those that serve a model type that contains it."""
-    return search_families(_index().of_type, family_names(), word)
-
-
 @cache
 def load_family(name: str) -> Family:
     """The family of this name, with expanded blocks and what it inherits.
@@ -125,9 +110,8 @@ def load_family(name: str) -> Family:
     """
     table = _index().tables.get(name)
     if table is None:
-        similar = suggest(_index().of_type, family_names(), name)
         raise UsageError(
-            f"family {name!r} is unknown (similar: {similar}): shardconv plan --list-families [WORD] lists them"
+            f"family {name!r} is unknown (similar: {_similar(name)}): shardconv plan --list-families [WORD] lists them"
         )
     family = parse_family(name, table, f"family {name}")
     return expand_family(family, load_family(family.inherits) if family.inherits else Family(name))

@@ -6,7 +6,8 @@ that the plan does not name are replicated, as in transformers.
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -91,22 +92,19 @@ def _config_texts(model_type: str) -> Iterator[str]:
 def _plan_in(text: str, model_type: str) -> dict[str, str] | None:
     """The plan of the config class of a model type in a source text; None if there is none."""
     for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef):
-            fields = dict(_literals(node))
-            if fields.get("model_type") == model_type and isinstance(plan := fields.get("base_model_tp_plan"), dict):
-                return {str(name): str(style) for name, style in plan.items()}
+        fields = dict(_literals(node.body)) if isinstance(node, ast.ClassDef) else {}
+        if fields.get("model_type") == model_type and isinstance(plan := fields.get("base_model_tp_plan"), dict):
+            return {str(name): str(style) for name, style in plan.items()}
     return None
 
 
-def _literals(node: ast.ClassDef) -> Iterator[tuple[str, object]]:
-    """The names to which a class assigns literals, with the values."""
-    for statement in node.body:
+def _literals(statements: Iterable[ast.stmt]) -> Iterator[tuple[str, object]]:
+    """The names to which statements assign literals, with the values."""
+    for statement in statements:
         match statement:
             case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                try:
-                    yield name, ast.literal_eval(value) if value is not None else None
-                except ValueError:
-                    continue
+                with suppress(ValueError):  # not a literal
+                    yield name, ast.literal_eval(value)
