@@ -4,11 +4,13 @@ Nothing is executed except reads of attributes. Both branches are read where a c
 """
 
 import ast
+import builtins
 import inspect
 import operator
 import sys
 import textwrap
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,7 +25,7 @@ from shardconv.convert.code_values import (
     item_of,
     items_of,
     joined,
-    subscript,
+    negated,
     unpacked,
 )
 
@@ -38,34 +40,34 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 @dataclass
 class Names:
-    """The values of names in a function."""
+    """The values of names in a function, and those that it returns."""
 
-    values: dict[str, Value]
+    values: ChainMap[str, Value]
     globals: Mapping[str, object]
-    outer: "Names | None" = None
-    kind: type | None = None
     returns: list[Value] = field(default_factory=list)
 
-    def find(self, name: str) -> Value:
+    def __getitem__(self, name: str) -> Value:
         """Return the value of a name, also of a global name or a builtin."""
-        if name in self.values:
-            return self.values[name]
-        if self.outer is not None:
-            return self.outer.find(name)
-        builtins = self.globals.get("__builtins__", {})
-        builtins = builtins if isinstance(builtins, dict) else vars(builtins)
-        return Value(self.globals.get(name, builtins.get(name, UNKNOWN)))
+        return (
+            self.values[name]
+            if name in self.values
+            else Value(self.globals.get(name, vars(builtins).get(name, UNKNOWN)))
+        )
 
-    def copy(self) -> "Names":
+    def inner(self) -> "Names":
+        """The names of a function or comprehension in the function."""
+        return Names(self.values.new_child(), self.globals)
+
+    def branch(self) -> "Names":
         """Copy the names of the function, for one of several branches."""
-        return replace(self, values=dict(self.values))
+        return replace(self, values=self.values.copy())
 
 
 class CodeReader(ABC):
     """Evaluates functions; derived classes evaluate calls and attributes."""
 
     def __init__(self) -> None:
-        self._active: list[object] = []
+        self._active: list[ast.AST] = []
         self._calls = 0
 
     @property
@@ -78,8 +80,16 @@ class CodeReader(ABC):
         """Evaluate an attribute of a value."""
 
     @abstractmethod
-    def _call(self, node: ast.Call, names: Names) -> Value:
+    def _on_call(self, node: ast.Call, names: Names) -> Value:
         """Evaluate a call."""
+
+    @abstractmethod
+    def _on_binop(self, node: ast.BinOp, names: Names) -> Value:
+        """Evaluate an operator."""
+
+    @abstractmethod
+    def _on_subscript(self, node: ast.Subscript, names: Names) -> Value:
+        """Evaluate an index or a slice."""
 
     def _call_function(self, function: Any, inputs: Sequence[Value], options: Mapping[str, Value]) -> Value:
         """Read a function or method of Python."""
@@ -91,17 +101,17 @@ class CodeReader(ABC):
         if code is None or code in self._active or len(self._active) > _MAX_DEPTH or self.is_exhausted:
             return joined((*inputs, *options.values()))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        outer = Names({name: Value(_content(cell)) for name, cell in cells}, function.__globals__)
-        kind = outer.values["__class__"].object if "__class__" in outer.values else None
-        return self._call_code(code, inputs, options, Names({}, function.__globals__, outer, kind))
+        enclosing = ChainMap({name: Value(_content(cell)) for name, cell in cells})
+        return self._call_code(code, inputs, options, Names(enclosing, function.__globals__))
 
     def _call_code(
         self,
         code: ast.Lambda | ast.FunctionDef,
         inputs: Sequence[Value],
         options: Mapping[str, Value],
-        names: Names,
+        enclosing: Names,
     ) -> Value:
+        names = enclosing.inner()
         names.values.update(_bound(code.args, inputs, options))
         self._active.append(code)
         try:
@@ -128,39 +138,42 @@ class CodeReader(ABC):
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._assign(target, self._value(value, names), names)
             case ast.AugAssign(target=target, value=value, op=op):
-                before = self._value(ast.copy_location(_as_load(target), target), names)
+                before = names[target.id] if isinstance(target, ast.Name) else Value()
                 self._assign(target, calculated(op, before, self._value(value, names)), names)
-            case ast.FunctionDef() | ast.ImportFrom():
-                names.values.update(_defined(statement, names))
             case ast.If(test=test, body=body, orelse=orelse):
                 return self._branch(test, body, orelse, names)
-            case ast.For():
-                self._repeat(statement, names)
             case ast.Raise():
                 return True
+            case _:
+                return self._leaves_inside(statement, names)
+        return False
+
+    def _leaves_inside(self, statement: ast.stmt, names: Names) -> bool:
+        match statement:
+            case ast.FunctionDef(name=name):
+                names.values[name] = Value(function=(statement, names))
+            case ast.ImportFrom(module=module, names=imported, level=0):
+                found = sys.modules.get(module or "")
+                names.values.update(
+                    (one.asname or one.name, Value(getattr(found, one.name, UNKNOWN))) for one in imported
+                )
+            case ast.For(target=target, iter=items, body=body, orelse=orelse):
+                for item in items_of(self._value(items, names)):
+                    self._assign(target, item, names)
+                    self._run(body, names)
+                self._run(orelse, names)
             case _:
                 return self._run_parts(statement, names)
         return False
 
-    def _repeat(self, loop: ast.For, names: Names) -> None:
-        for item in items_of(self._value(loop.iter, names)):
-            self._assign(loop.target, item, names)
-            self._run(loop.body, names)
-        self._run(loop.orelse, names)
-
     def _branch(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt], names: Names) -> bool:
         if (is_true := self._truth(test, names)) is not None:
             return self._run(body if is_true else orelse, names)
-        before, other = names.copy(), names.copy()
-        leaves, other_leaves = self._run(body, before), self._run(orelse, other)
-        if leaves and other_leaves:
-            return True
-        going = [one.values for one, left in ((before, leaves), (other, other_leaves)) if not left]
-        names.values.update({
-            name: either([values[name] for values in going if name in values])
-            for name in dict.fromkeys(name for values in going for name in values)
-        })  # fmt: skip
-        return False
+        branches = [(names.branch(), body), (names.branch(), orelse)]
+        going = [one.values.maps[0] for one, statements in branches if not self._run(statements, one)]
+        for name in dict.fromkeys(name for values in going for name in values):
+            names.values[name] = either([values[name] for values in going if name in values])
+        return not going
 
     def _truth(self, test: ast.expr, names: Names) -> bool | None:
         """The value of a test of attributes, which keep it; None for all other tests."""
@@ -178,7 +191,8 @@ class CodeReader(ABC):
                 found = self._truth(operand, names)
                 return None if found is None else not found
             case ast.BoolOp(op=op, values=values):
-                return _combined([self._truth(one, names) for one in values], is_or=isinstance(op, ast.Or))
+                truths, decides = [self._truth(one, names) for one in values], isinstance(op, ast.Or)
+                return decides if decides in truths else None if None in truths else not decides
         return value.object if _is_kept(test) and type(value.object) is bool else None
 
     def _run_parts(self, statement: ast.AST, names: Names) -> bool:
@@ -188,9 +202,7 @@ class CodeReader(ABC):
                 case ast.expr():
                     self._value(part, names)
                 case ast.withitem(context_expr=value, optional_vars=target):
-                    found = self._value(value, names)
-                    if target is not None:
-                        self._assign(target, found, names)
+                    self._assign(target, self._value(value, names), names)
                 case ast.stmt():
                     if self._leaves(part, names) and isinstance(statement, ast.With):
                         return True
@@ -198,7 +210,7 @@ class CodeReader(ABC):
                     self._run_parts(part, names)
         return False
 
-    def _assign(self, target: ast.expr, value: Value, names: Names) -> None:
+    def _assign(self, target: ast.expr | None, value: Value, names: Names) -> None:
         match target:
             case ast.Name(id=name):
                 names.values[name] = value
@@ -210,100 +222,63 @@ class CodeReader(ABC):
 
     def _value(self, node: ast.expr, names: Names) -> Value:
         """Evaluate an expression."""
-        evaluate: Callable[[ast.expr, Names], Value] = getattr(
-            self, f"_on_{type(node).__name__.lower()}", self._joined_parts
-        )
-        return evaluate(node, names)
+        match node:
+            case ast.Constant(value=value):
+                found = Value(value)
+            case ast.Name(id=name):
+                found = names[name]
+            case ast.Attribute(value=base, attr=name):
+                found = self._attribute(self._value(base, names), name)
+            case ast.Tuple(elts=items) | ast.List(elts=items):
+                found = Value(items=tuple(self._spread(items, names)))
+            case ast.Lambda():
+                found = Value(function=(node, names))
+            case ast.NamedExpr(target=target, value=assigned):
+                self._assign(target, found := self._value(assigned, names), names)
+            case ast.Call():
+                found = self._on_call(node, names)
+            case ast.BinOp():
+                found = self._on_binop(node, names)
+            case ast.Subscript():
+                found = self._on_subscript(node, names)
+            case _:
+                found = self._combined(node, names)
+        return found
 
-    def _joined_parts(self, node: ast.expr, names: Names) -> Value:
-        return joined([self._value(one, names) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)])
+    def _combined(self, node: ast.expr, names: Names) -> Value:
+        """Evaluate an expression of one or several values."""
+        match node:
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return negated(self._value(operand, names))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                is_true = self._truth(test, names)
+                taken = [one for one, skipped in ((body, False), (orelse, True)) if is_true is not skipped]
+                return either([self._value(one, names) for one in taken])
+            case ast.BoolOp(values=values):
+                return either([self._value(one, names) for one in values])
+            case ast.ListComp(elt=item, generators=loops) | ast.GeneratorExp(elt=item, generators=loops):
+                return self._items(item, loops, names.inner())
+        parts = [self._value(one, names) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+        return Value() if isinstance(node, ast.Compare) else joined(parts)
 
-    def _on_constant(self, node: ast.Constant, _: Names) -> Value:
-        return Value(node.value)
-
-    def _on_name(self, node: ast.Name, names: Names) -> Value:
-        return names.find(node.id)
-
-    def _on_attribute(self, node: ast.Attribute, names: Names) -> Value:
-        return self._attribute(self._value(node.value, names), node.attr)
-
-    def _on_tuple(self, node: ast.Tuple | ast.List, names: Names) -> Value:
-        return Value(items=tuple(self._spread(node.elts, names)))
-
-    _on_list = _on_tuple
-
-    def _on_unaryop(self, node: ast.UnaryOp, names: Names) -> Value:
-        value = self._value(node.operand, names)
-        is_negative = isinstance(node.op, ast.USub) and value.number is not None
-        return replace(value, object=-value.object) if is_negative else value
-
-    def _on_binop(self, node: ast.BinOp, names: Names) -> Value:
-        return calculated(node.op, self._value(node.left, names), self._value(node.right, names))
-
-    def _on_compare(self, node: ast.Compare, names: Names) -> Value:
-        self._joined_parts(node, names)
-        return Value()
-
-    def _on_subscript(self, node: ast.Subscript, names: Names) -> Value:
-        return subscript(self._value(node.value, names), node.slice, self._value(node.slice, names))
-
-    def _on_call(self, node: ast.Call, names: Names) -> Value:
-        return self._call(node, names)
-
-    def _on_lambda(self, node: ast.Lambda, names: Names) -> Value:
-        return Value(function=(node, names))
-
-    def _on_namedexpr(self, node: ast.NamedExpr, names: Names) -> Value:
-        value = self._value(node.value, names)
-        self._assign(node.target, value, names)
-        return value
-
-    def _on_ifexp(self, node: ast.IfExp, names: Names) -> Value:
-        if (is_true := self._truth(node.test, names)) is not None:
-            return self._value(node.body if is_true else node.orelse, names)
-        return either([self._value(node.body, names), self._value(node.orelse, names)])
-
-    def _on_boolop(self, node: ast.BoolOp, names: Names) -> Value:
-        return either([self._value(one, names) for one in node.values])
-
-    def _on_listcomp(self, node: ast.ListComp | ast.GeneratorExp, names: Names) -> Value:
-        inner = Names({}, names.globals, names, names.kind)
-        first, *others = node.generators
+    def _items(self, item: ast.expr, loops: Sequence[ast.comprehension], names: Names) -> Value:
+        """The items of a comprehension."""
+        first, *others = loops
         found = []
-        for item in (items := items_of(self._value(first.iter, names))):
-            self._assign(first.target, item, inner)
-            for one in others:
-                self._assign(one.target, item_of(self._value(one.iter, inner)), inner)
-            found.append(self._value(node.elt, inner))
+        for one in (items := items_of(self._value(first.iter, names))):
+            self._assign(first.target, one, names)
+            for other in others:
+                self._assign(other.target, item_of(self._value(other.iter, names)), names)
+            found.append(self._value(item, names))
         return found[0] if len(items) == 1 else Value(items=tuple(found))
-
-    _on_generatorexp = _on_listcomp
 
     def _spread(self, nodes: Iterable[ast.expr], names: Names) -> Iterator[Value]:
         for node in nodes:
+            value = self._value(node.value if isinstance(node, ast.Starred) else node, names)
             if not isinstance(node, ast.Starred):
-                yield self._value(node, names)
-            elif (value := self._value(node.value, names)).items is not None:
-                yield from value.items
+                yield value
             else:
-                yield replace(value, is_many=True)
-
-
-def _defined(statement: ast.FunctionDef | ast.ImportFrom, names: Names) -> Iterator[tuple[str, Value]]:
-    """The names that a statement defines."""
-    if isinstance(statement, ast.FunctionDef):
-        yield statement.name, Value(function=(statement, names))
-        return
-    module = None if statement.level else sys.modules.get(statement.module or "")
-    for one in statement.names:
-        yield one.asname or one.name, Value(getattr(module, one.name, UNKNOWN))
-
-
-def _combined(found: Sequence[bool | None], *, is_or: bool) -> bool | None:
-    """The value of tests that ``or``, or else ``and``, combines; None if it is not known."""
-    if is_or in found:
-        return is_or
-    return None if None in found else not is_or
+                yield from (replace(value, is_many=True),) if value.items is None else value.items
 
 
 def _is_kept(node: ast.expr) -> bool:
@@ -340,11 +315,3 @@ def _bound(
     if arguments.kwarg is not None:
         yield arguments.kwarg.arg, Value()
     yield from options.items()
-
-
-def _as_load(target: ast.expr) -> ast.expr:
-    """An expression that reads what a target writes."""
-    match target:
-        case ast.Name(id=name):
-            return ast.Name(name, ast.Load())
-    return ast.Constant(None)

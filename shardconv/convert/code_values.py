@@ -1,6 +1,7 @@
 """Values in the code of a module, as far as they are known without running it.
 
-Owns what operators, indices and branches make of numbers, shapes, and tensors with local features.
+Owns what operators, indices and branches make of numbers, shapes, and tensors with local features. A number is a pair:
+its value in the unsharded model, and its value on this rank.
 """
 
 import ast
@@ -14,8 +15,6 @@ from torch import nn
 UNKNOWN: Any = object()
 #: The last dim of a tensor with a batch and tokens.
 LAST_DIMS = (-1, 2)
-#: The kind of the last size in a shape, by the kind of the shape.
-_LAST_SIZES = {"shape": "size", "input shape": "width"}
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.FloorDiv: int.__floordiv__,
     ast.Div: int.__floordiv__, ast.Mod: int.__mod__,
@@ -57,12 +56,13 @@ class Value:
     """A value in the code.
 
     Attributes:
-        object: the object, if it is known.
+        object: the object on this rank, if it is known.
+        full: the number in the unsharded model, where it differs from the number on this rank.
         counts: the attributes that a number is computed from.
         is_local: whether it is computed from an attribute that has its local value.
-        shard: the features of a tensor, of its shape, or of the size of its last dim.
-        kind: which of these: "tensor", "shape" or "size"; "weight" for a parameter of a parallel layer; "input",
-            "input shape" and "width" for an input of the forward, its shape, and the size of its last dim.
+        kind: "tensor", or "shape" or "width" for its shape and the size of its last dim; "weight" for a parameter of a
+            parallel layer; "" for other objects, and sizes that are known.
+        shard: the features of a tensor, or of its shape; None for an input of the forward.
         is_split: whether the tensor was divided already.
         is_moved: whether the features are in another dim than the last.
         items: the items of a tuple or list.
@@ -71,10 +71,11 @@ class Value:
     """
 
     object: Any = UNKNOWN
+    full: int | None = None
     counts: tuple[Count, ...] = ()
     is_local: bool = False
-    shard: LocalFeatures | None = None
     kind: str = ""
+    shard: LocalFeatures | None = None
     is_split: bool = False
     is_moved: bool = False
     items: "tuple[Value, ...] | None" = None
@@ -83,23 +84,28 @@ class Value:
 
     @property
     def number(self) -> int | None:
-        """The number, if it is known."""
+        """The number on this rank, if it is known."""
         return self.object if type(self.object) is int else None
 
     @property
-    def is_tensor(self) -> bool:
+    def pair(self) -> tuple[int, int] | None:
+        """The number in the unsharded model and on this rank, if they are known."""
+        return None if self.number is None else (self.number if self.full is None else self.full, self.number)
+
+    @property
+    def is_sharded(self) -> bool:
         """Whether it is a tensor that is computed from local features."""
-        return self.kind == "tensor"
+        return self.kind == "tensor" and self.shard is not None
 
     @property
     def is_last(self) -> bool:
         """Whether its last dim are all local features of a layer."""
-        return self.is_tensor and not (self.is_split or self.is_moved)
+        return self.is_sharded and not (self.is_split or self.is_moved)
 
     @property
     def is_raw(self) -> bool:
         """Whether one dim are all local features of a layer."""
-        return (self.is_tensor and not self.is_split) or any(one.is_raw for one in self.items or ())
+        return (self.is_sharded and not self.is_split) or any(one.is_raw for one in self.items or ())
 
 
 def flat(values: Iterable[Value]) -> list[Value]:
@@ -109,7 +115,7 @@ def flat(values: Iterable[Value]) -> list[Value]:
 
 def item_of(value: Value) -> Value:
     """Any item of a sequence; of tensors, the tensors in it have the same features."""
-    return joined(value.items) if value.items is not None else value if value.is_tensor else Value()
+    return joined(value.items or (value,))
 
 
 def items_of(value: Value) -> Sequence[Value]:
@@ -121,28 +127,27 @@ def unpacked(value: Value, number: int) -> list[Value]:
     """The items of a value that is assigned to so many targets."""
     if value.items is not None and len(value.items) == number:
         return list(value.items)
-    if value.kind in _LAST_SIZES:
-        return [*[Value()] * (number - 1), _last_size(value)]
+    if value.kind == "shape":
+        return [*[Value()] * (number - 1), last_size(value.shard)]
     return [item_of(value)] * number
 
 
-def _last_size(shape: Value) -> Value:
-    known = UNKNOWN if shape.shard is None else shape.shard.local
-    return replace(shape, kind=_LAST_SIZES[shape.kind], object=known)
+def last_size(shard: LocalFeatures | None) -> Value:
+    """The size of the last dim of a tensor."""
+    return Value(kind="width") if shard is None else Value(shard.local, full=shard.full)
 
 
-def subscript(base: Value, index: ast.expr | None, value: Value) -> Value:
+def subscript(base: Value, index: Value, *, is_slice: bool = False) -> Value:
     """An item, or a slice, of a value."""
-    if base.kind in _LAST_SIZES:
-        is_last = value.number in LAST_DIMS
-        return _last_size(base) if is_last else Value(is_many=isinstance(index, ast.Slice))
-    if base.is_tensor:
+    if base.kind == "shape":
+        return last_size(base.shard) if index.number in LAST_DIMS else Value(is_many=is_slice)
+    if base.is_sharded:
         return base
     try:
         if base.items is not None:
-            return base.items[value.number] if value.number is not None else joined(base.items)
+            return base.items[index.number] if index.number is not None else joined(base.items)
         known = isinstance(base.object, nn.ModuleList | nn.ModuleDict | nn.Sequential | Mapping | list | tuple)
-        return Value(base.object[value.object]) if known and value.object is not UNKNOWN else Value()
+        return Value(base.object[index.object]) if known and index.object is not UNKNOWN else Value()
     except (LookupError, TypeError):
         return Value()
 
@@ -152,23 +157,25 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
     if isinstance(operator, ast.Add) and (left.items is not None or right.items is not None):
         sides = (one.items if one.items is not None else (replace(one, is_many=True),) for one in (left, right))
         return Value(items=tuple(item for side in sides for item in side))
-    if left.is_tensor or right.is_tensor:
+    if left.is_sharded or right.is_sharded:
         return joined([left, right])
-    counts, is_local = left.counts + right.counts, left.is_local or right.is_local
-    size = next((one for one in (left, right) if one.kind == "size"), None)
     calculate = _OPERATORS.get(type(operator))
-    number = calculate(left.number, right.number) if calculate and left.number is not None and right.number else UNKNOWN
-    if size is not None and not is_local:
-        return replace(size, counts=counts, object=number)
-    return Value(number, counts=counts, is_local=is_local)
+    full, number = UNKNOWN, UNKNOWN
+    if calculate and left.pair and right.pair and all(right.pair):
+        full, number = map(calculate, left.pair, right.pair)
+    counts, is_local = left.counts + right.counts, left.is_local or right.is_local
+    return Value(number, full=None if full == number else full, counts=counts, is_local=is_local)
+
+
+def negated(value: Value) -> Value:
+    """The negative of a number; another value as it is."""
+    return replace(value, object=-value.pair[1], full=-value.pair[0]) if value.pair else value
 
 
 def joined(values: Iterable[Value]) -> Value:
     """The result of an operation on values: a tensor, if one of them is a tensor."""
-    tensors = [one for value in values for one in (value.items or (value,)) if one.is_tensor]
-    if not tensors:
-        return Value()
-    return replace(tensors[0], is_split=any(one.is_split for one in tensors))
+    tensors = [one for value in values for one in (value.items or (value,)) if one.is_sharded]
+    return replace(tensors[0], is_split=any(one.is_split for one in tensors)) if tensors else Value()
 
 
 def either(values: Sequence[Value]) -> Value:
@@ -181,6 +188,6 @@ def either(values: Sequence[Value]) -> Value:
     lengths = {None if one.items is None else len(one.items) for one in values}
     if len(lengths) == 1 and None not in lengths:
         return Value(items=tuple(map(either, zip(*[one.items or () for one in values], strict=True))))
-    if any(one.is_tensor for one in values):
+    if any(one.is_sharded for one in values):
         return joined(values)
     return next((one for one in values if one.counts or one.is_local or one.object is not UNKNOWN), first)

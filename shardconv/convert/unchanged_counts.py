@@ -125,18 +125,19 @@ def _output(name: str, parallel: nn.Module) -> LocalFeatures | None:
     return LocalFeatures(name, placement.size, local, is_fused) if local != placement.size else None
 
 
-def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], object]]:
+def _changed(overrides: Iterable[Overrides]) -> Iterator[tuple[tuple[int, str], tuple[object, object]]]:
+    """The attributes that overrides change, with their values in the unsharded model and on this rank."""
     for one in overrides:
-        yield from (((id(one.module), name), value) for name, value in one.attributes.items())
-        yield from (((id(one.module), name), None) for name in one.limits)
-        config = getattr(one.module, "config", None)
-        yield from (((id(config), name), value) for name, value in one.config_fields.items())
+        local = {**dict.fromkeys(one.limits), **one.attributes}
+        for owner, values in ((one.module, local), (getattr(one.module, "config", None), one.config_fields)):
+            yield from (((id(owner), name), (getattr(owner, name, None), value)) for name, value in values.items())
 
 
-def _recorded(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[int, str], object]]:
+def _recorded(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[int, str], tuple[object, object]]]:
     """The counts that earlier conversions divided."""
     for module in modules:
-        yield from (((id(module), name), getattr(module, name)) for name in vars(module).get(_FULL_COUNTS, ()))
+        full = vars(module).get(_FULL_COUNTS, {})
+        yield from (((id(module), name), (value, getattr(module, name))) for name, value in full.items())
 
 
 def _is_unread_attention(
