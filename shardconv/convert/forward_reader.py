@@ -160,7 +160,7 @@ class ForwardReader(CodeReader):
         lower, upper = (self._value(one, names) if one else Value() for one in (index.lower, index.upper))
         known = [one for one in (lower, upper) if one.number not in (None, 0, shard.local)]
         start, stop = lower.pair or (0, 0), upper.pair or (shard.full, shard.local)
-        return self._segment(base, shard, (stop[0] - start[0], stop[1] - start[1]), known[0]) if known else base
+        return self._segment(base, shard, (stop[0] - start[0], stop[1] - start[1]), known) if known else base
 
     def _on_call(self, node: ast.Call, names: Names) -> Value:
         inputs = list(self._spread(node.args, names))
@@ -310,29 +310,31 @@ class ForwardReader(CodeReader):
             return base
         size, parts = given[0], given[0].items
         if parts is not None:
-            found = [self._segment(base, shard, one.pair or (0, 0), one) for one in parts if one.number != shard.local]
+            found = [
+                self._segment(base, shard, one.pair or (0, 0), [one]) for one in parts if one.number != shard.local
+            ]
             return Value(items=tuple(found)) if len(found) == len(parts) else joined([base, *found])
         full, local = size.pair or (0, 0)
         is_split = name == "split"
         if not (0 < local < shard.full and local != shard.local if is_split else local > 1):
             return base
         if is_split and (full != local or shard.local % local):
-            return self._segment(base, shard, (full, local), size)
+            return self._segment(base, shard, (full, local), [size])
         if not is_split and full == local and shard.is_fused and not size.counts:
-            return self._segment(base, shard, (shard.full // full, shard.local // local), size)
+            return self._segment(base, shard, (shard.full // full, shard.local // local))
         if is_split or full != local:
             self.is_understood = True
         else:
             self._found(shard, _attribute_in(size), local)
         return replace(base, is_split=True)
 
-    def _segment(self, base: Value, shard: LocalFeatures, size: tuple[int, int], given: Value) -> Value:
+    def _segment(self, base: Value, shard: LocalFeatures, size: tuple[int, int], bounds: Sequence[Value] = ()) -> Value:
         """Read a part of the features, with its size in the unsharded model and on one rank."""
         full, local = size
-        if shard.is_fused and full * shard.local == local * shard.full and 0 < local <= shard.local:
+        if shard.is_fused and all(one.is_local or one.full for one in bounds) and 0 < local <= shard.local:
             self.is_understood = True
             return replace(base, shard=shard._replace(full=full, local=local, is_fused=local > shard.local // 2))
-        self._found(shard, given.counts[:1] if shard.is_fused else (), f"takes a part of {local} features")
+        self._found(shard, bounds[0].counts[:1] if shard.is_fused else (), f"takes a part of {local} features")
         return replace(base, is_split=True)
 
     def _found(self, shard: LocalFeatures, counts: Sequence[Count], number: int | str) -> None:

@@ -6,7 +6,7 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -33,7 +33,7 @@ from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import AUTO, PlanRequest, Rules, planner_for, request_of
 from shardconv.plan.rule_set import rules_for
 from shardconv.plan.tensor_groups import SCALAR
-from shardconv.policies.compiler import CompiledPolicies, ModuleChange, as_policies, compile_policies
+from shardconv.policies.compiler import CompiledPolicies, as_policies, compile_policies
 from shardconv.policies.gradients import check_first_gradients
 from shardconv.policies.policy import Policy
 from shardconv.support.errors import ConfigError, PlanError, RunError, option
@@ -219,7 +219,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
         for model_rules in planner.rules.models
         for override in module_overrides(model, model_rules, axis, replacements)
     ]
-    overrides += [] if policies is None else map(_overrides_of, policies.changes)
+    overrides += [] if policies is None else _policy_overrides(policies)
     check_partial_products(prepared.conversions, overrides)
     if policies is not None:
         examined = (one._replace(is_unknown=False) for one in examine_forwards(model, replacements, overrides))
@@ -231,9 +231,11 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     return prepared._replace(overrides=overrides, description=repr((sort_keys(config), rules)))
 
 
-def _overrides_of(change: ModuleChange) -> Overrides:
-    fields, attributes = split_config_fields(change.attributes)
-    return Overrides(change.module, new_class=change.new_class, config_fields=fields, attributes=attributes)
+def _policy_overrides(policies: CompiledPolicies) -> Iterator[Overrides]:
+    for module in {**policies.new_classes, **policies.attributes}:
+        fields, attributes = split_config_fields(policies.attributes.get(module, {}))
+        new_class = policies.new_classes.get(module)
+        yield Overrides(module, new_class=new_class, config_fields=fields, attributes=attributes)
 
 
 def _remedy(policies: str, _: Examined, problem: Problem | None) -> str:

@@ -1,34 +1,24 @@
-"""Compilation of policies to rules for a model's tensors and to changes of modules.
+"""Compilation of policies to rules for a model's tensors and to changes of its modules. Does not change the model.
 
-Owns the checks that policies fit the model. Does not change the model.
+Owns how the paths of a policy, such as ``attention.layers[0].weight``, are found in the modules that it matches, and
+the checks that policies fit the model.
 """
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardconv.layers import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from shardconv.layers import ColumnParallelLinear, ParallelLinear, ParallelModule, RowParallelLinear
 from shardconv.layers.runtime_classes import combined_class
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.rule import Rule, UnitRule
-from shardconv.policies.paths import MatchedModule, ParameterTarget
-from shardconv.policies.policy import REPLICATE, Layer, Policy
+from shardconv.policies.policy import REPLICATE, STYLE_OF, Layer, Policy
 from shardconv.support.errors import PlanError
 
-
-class ModuleChange(NamedTuple):
-    """The changes of policies to one module, beside its layers.
-
-    Attributes:
-        module: the module.
-        new_class: the class that takes the place of its own; None to keep that.
-        attributes: attributes, or ``config.`` and fields of its config, with their values on each rank.
-    """
-
-    module: nn.Module
-    new_class: type[nn.Module] | None
-    attributes: dict[str, object]
+_STEP = re.compile(r"([^.\[\]]+)|\[(-?\d+)\]")
+_PATH = re.compile(rf"(?:{_STEP.pattern})(?:\.[^.\[\]]+|\[-?\d+\])*")
 
 
 class CompiledPolicies(NamedTuple):
@@ -37,12 +27,14 @@ class CompiledPolicies(NamedTuple):
     Attributes:
         family: the rules: one for each tensor that a policy names, and one for all others.
         layer_classes: the parallel classes of linear layers for which a policy names one.
-        changes: the changes to modules.
+        new_classes: the classes that take the place of those of modules.
+        attributes: attributes of modules, or ``config.`` and fields of their config, with their values on each rank.
     """
 
     family: Family
     layer_classes: dict[nn.Module, type[ParallelLinear]]
-    changes: list[ModuleChange]
+    new_classes: dict[nn.Module, type[nn.Module]]
+    attributes: dict[nn.Module, dict[str, object]]
 
 
 def as_policies(policy: object) -> tuple[type[Policy], ...]:
@@ -74,21 +66,19 @@ def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int
 
 
 class _Compiler:
-    """Collects the rules and overrides of policies on one model."""
+    """Collects the rules and changes of policies on one model."""
 
     def __init__(self, model: nn.Module, tp: int) -> None:
         self._model, self._tp = model, tp
         self._rules: dict[str, Rule] = {}
         self._owners: dict[nn.Module, str] = {}
-        self._layer_classes: dict[nn.Module, type[ParallelLinear]] = {}
-        self._new_classes: dict[nn.Module, type[nn.Module]] = {}
-        self._attributes: dict[tuple[nn.Module, str], object] = {}
+        self._found = CompiledPolicies(Family(""), {}, {}, {})
 
     def add(self, policy: type[Policy]) -> None:
-        """Add the rules and overrides of one policy, for all modules of its class."""
+        """Add the rules and changes of one policy, for all modules of its class."""
         kind = policy.original_layer_class()
         named = self._model.named_modules(remove_duplicate=False)
-        found = [MatchedModule(policy, name, module) for name, module in named if _is_of_class(module, kind)]
+        found = [_MatchedModule(policy, name, module) for name, module in named if _is_of_class(module, kind)]
         if not found:
             raise PlanError(
                 f"{policy.__name__}: {type(self._model).__name__} does not have a module of exactly the class "
@@ -100,26 +90,18 @@ class _Compiler:
         self._add_classes(found[0])  # they apply to the whole model, so once is enough
 
     def result(self, name: str) -> CompiledPolicies:
-        """Return the rules and overrides of all policies that were added."""
+        """Return the rules and changes of all policies that were added."""
         _check_biases(self._owners, self._rules)
         _check_ties(self._model, self._rules)
-        for module in self._new_classes:
-            if module in self._owners:
-                raise PlanError(
-                    f"{name}: replace_modules gives {self._owners[module]} another class, and a layer names it: use "
-                    f"the layer's replace instead"
-                )
+        if both := [self._owners[module] for module in self._found.new_classes if module in self._owners]:
+            raise PlanError(
+                f"{name}: replace_modules gives {both[0]} another class, and a layer names it: use the layer's replace "
+                f"instead"
+            )
         units = {unit: UnitRule(int(unit)) for rule in self._rules.values() for unit in rule.segments}
-        family = Family(name, units=units, rules=(*self._rules.values(), REPLICATE))
-        return CompiledPolicies(family, self._layer_classes, self._changes())
+        return self._found._replace(family=Family(name, units=units, rules=(*self._rules.values(), REPLICATE)))
 
-    def _changes(self) -> list[ModuleChange]:
-        values: dict[nn.Module, dict[str, object]] = {module: {} for module in self._new_classes}
-        for (module, name), value in self._attributes.items():
-            values.setdefault(module, {})[name] = value
-        return [ModuleChange(module, self._new_classes.get(module), own) for module, own in values.items()]
-
-    def _add_layers(self, matched: MatchedModule) -> None:
+    def _add_layers(self, matched: "_MatchedModule") -> None:
         for style, layer in matched.layers:
             for leaf in layer.paths:
                 found = matched.tensor(layer, leaf)
@@ -133,20 +115,21 @@ class _Compiler:
                 )
                 self._owners[found.owner] = found.name
                 if layer.replace is not None:
-                    self._layer_classes[found.owner] = _replacement_class(matched, layer.replace, style, found)
+                    kind = _replacement_class(matched, layer.replace, style, found)
+                    self._found.layer_classes[found.owner] = kind
 
-    def _add_attributes(self, matched: MatchedModule) -> None:
+    def _add_attributes(self, matched: "_MatchedModule") -> None:
         arguments = matched.policy.replace_arguments(getattr(self._model, "config", None), self._tp)
         for path, value in arguments.items():
             found = matched.attribute(path)
             if found is None:
                 continue
             _check_divides(matched, path, found.value, value, self._tp)
-            key = (found.module, found.name)
-            if self._attributes.setdefault(key, value) != value:
-                raise matched.error(f"attribute {path!r} is set twice, to {self._attributes[key]!r} and {value!r}")
+            known = self._found.attributes.setdefault(found.owner, {}).setdefault(found.key, value)
+            if known != value:
+                raise matched.error(f"attribute {path!r} is set twice, to {known!r} and {value!r}")
 
-    def _add_classes(self, matched: MatchedModule) -> None:
+    def _add_classes(self, matched: "_MatchedModule") -> None:
         for old, new in matched.policy.replace_modules().items():
             if not (isinstance(new, type) and issubclass(new, nn.Module)):
                 raise matched.error(f"replace_modules: {new!r:.80} is not a class of modules")
@@ -154,8 +137,103 @@ class _Compiler:
             if not modules:
                 raise matched.error(f"replace_modules: the model does not have a module of the class {old!r:.80}")
             for module in modules:
-                if self._new_classes.setdefault(module, new) is not new:
+                if self._found.new_classes.setdefault(module, new) is not new:
                     raise matched.error(f"replace_modules: another policy gives {old!r:.80} another class")
+
+
+class _Target(NamedTuple):
+    """The value at the end of a path.
+
+    Attributes:
+        owner: the module, other object or list that holds it.
+        key: its attribute name or index there; ``config.FIELD`` for a field of the module's config.
+        name: its name in the model.
+        value: the value.
+    """
+
+    owner: Any
+    key: str
+    name: str
+    value: Any
+
+
+class _MatchedModule:
+    """A module that a policy matches, and the lookup of its layers and attributes."""
+
+    def __init__(self, policy: type[Policy], name: str, module: nn.Module) -> None:
+        self.name, self.module, self.policy = name, module, policy(module)
+        self.policy_name = policy.__name__
+        self.layers = [(style, layer) for role, style in STYLE_OF.items() for layer in getattr(self.policy, role)()]
+        if wrong := next((layer for _, layer in self.layers if not isinstance(layer, Layer)), None):
+            raise self.error(f"{wrong!r:.80} is not a shardconv.Layer")
+
+    def error(self, problem: str) -> PlanError:
+        """Make an error that names the policy and the module."""
+        return PlanError(f"{self.policy_name}, {type(self.module).__name__} {self.name or '(the model)'}: {problem}")
+
+    def tensor(self, layer: Layer, leaf: str) -> _Target | None:
+        """Find the weight or the bias of a layer; None if it is missing and the policy allows that.
+
+        Raises:
+            PlanError: if it is missing, or is not a parameter of an unsharded module.
+        """
+        path = layer.paths[leaf]
+        found = self._find(path)
+        if found is None or found.value is None:
+            if layer.ignore_checker:
+                return None
+            raise self.error(f"{leaf} {path!r} does not exist: correct the path, or pass ignore_checker=True")
+        if not isinstance(found.value, nn.Parameter) or not isinstance(found.owner, nn.Module):
+            raise self.error(f"{path!r} is a {type(found.value).__name__}, not a parameter of a module")
+        if isinstance(found.owner, ParallelModule):
+            raise self.error(f"{path!r} is already sharded: load the unsharded model to shard it otherwise")
+        return found
+
+    def attribute(self, path: str) -> _Target | None:
+        """Find an attribute to set; None if its module is missing and the policy allows that.
+
+        Raises:
+            PlanError: if it is missing, or belongs to an object that several modules may share.
+        """
+        found = self._find(path)
+        if found is None:
+            if self._is_optional(path.rpartition(".")[0]):
+                return None
+            raise self.error(f"attribute {path!r}, which replace_arguments sets, does not exist")
+        if isinstance(found.value, (Tensor, nn.Module)):
+            raise self.error(f"attribute {path!r}: replace_arguments cannot set a {type(found.value).__name__}")
+        if isinstance(found.owner, nn.Module):
+            return found
+        own = f"config.{found.key}"
+        above = path.removesuffix(own)
+        holder = self._find(above.removesuffix(".")) if above else None
+        module = self.module if holder is None else holder.value
+        if above == path or not isinstance(module, nn.Module):
+            raise self.error(f"attribute {path!r} is one of a {type(found.owner).__name__}, which others may share")
+        return found._replace(owner=module, key=own)
+
+    def _is_optional(self, module_path: str) -> bool:
+        """Whether a module is missing that a policy names in optional layers only."""
+        paths = [path for _, layer in self.layers if layer.ignore_checker for path in layer.paths.values()]
+        is_named = any(path.startswith(f"{module_path}.") for path in paths)
+        return is_named and self._find(module_path) is None
+
+    def _find(self, path: str) -> _Target | None:
+        """Find the value at the end of a path; None if there is none."""
+        if not isinstance(path, str) or not _PATH.fullmatch(path):
+            raise self.error(f"{path!r:.80} is not a path (expected names separated by dots, and [number] for lists)")
+        names = [self.name] if self.name else []
+        owner: object = None
+        found: Any = self.module  # an object of the model, of any type
+        for attribute, index in _STEP.findall(path):
+            owner = found
+            try:
+                last = attribute or str(range(len(found))[int(index)])
+                found = getattr(found, attribute) if attribute else found[int(last)]
+            except (AttributeError, IndexError, TypeError):
+                return None
+            names.append(last)
+        return _Target(owner, names[-1], ".".join(names), found)
 
 
 def _is_of_class(module: nn.Module, kind: object) -> bool:
@@ -163,7 +241,7 @@ def _is_of_class(module: nn.Module, kind: object) -> bool:
     return type(module) is kind
 
 
-def _check_fits(matched: MatchedModule, layer: Layer, leaf: str, style: str, found: ParameterTarget) -> None:
+def _check_fits(matched: _MatchedModule, layer: Layer, leaf: str, style: str, found: _Target) -> None:
     """Refuse a layer whose class is not supported, or whose shape does not fit its style."""
     kind, shape = type(found.owner).__name__, list(found.value.shape)
     if leaf == "bias" or style not in ("colwise", "rowwise"):
@@ -203,7 +281,7 @@ def _check_ties(model: nn.Module, rules: dict[str, Rule]) -> None:
             )
 
 
-def _check_divides(matched: MatchedModule, path: str, old: object, new: object, tp: int) -> None:
+def _check_divides(matched: _MatchedModule, path: str, old: object, new: object, tp: int) -> None:
     """Refuse a quotient that ``old // tp`` rounded down: the ranks would hold fewer heads than the model has."""
     if type(old) is int and type(new) is int and old % tp and new == old // tp:
         supported = ", ".join(str(size) for size in range(1, min(old, 256) + 1) if old % size == 0)
@@ -212,9 +290,7 @@ def _check_divides(matched: MatchedModule, path: str, old: object, new: object, 
         )
 
 
-def _replacement_class(
-    matched: MatchedModule, kind: object, style: str, found: ParameterTarget
-) -> type[ParallelLinear]:
+def _replacement_class(matched: _MatchedModule, kind: object, style: str, found: _Target) -> type[ParallelLinear]:
     """Return the parallel class that the policy's ``replace`` gives a layer.
 
     Args:
