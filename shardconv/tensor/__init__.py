@@ -4,9 +4,8 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from shardconv.tensor.comm import CommSpec, Cost
 from shardconv.tensor.cost import Link, LinkReport, Timing, collective_time, fit_link, measure_link
-from shardconv.tensor.hooks import use_param_hooks
+from shardconv.tensor.hooks import ParamHook, use_param_hooks
 from shardconv.tensor.interop import as_dtensor
-from shardconv.tensor.operation import ParamHook
 from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import (
     from_global,

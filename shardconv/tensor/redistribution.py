@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from shardconv.tensor.comm import CommSpec, Cost, Links, links_by_axis
 from shardconv.tensor.cost import Link
-from shardconv.tensor.spec import MeshLike, Placements, check_placements, local_shape, mesh_sizes
+from shardconv.tensor.spec import MeshAxis, MeshLike, Placements, check_placements, local_shape, mesh_sizes
 
 #: Fixed overhead of a collective in seconds: the call into torch and the kernel launch. Without it, the alpha-beta
 #: model prefers two collectives to one that sends slightly more messages.
@@ -100,11 +100,6 @@ def gradient_placements(placements: Sequence[Placement]) -> Placements:
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
-def layout_after(layout: Sequence[Placement], step: CommSpec) -> Placements:
-    """Return the placements after a collective whose axes are numbers."""
-    return _layout_after(layout, step.collective, [int(axis) for axis in step.axes], step.shard_dims)
-
-
 @dataclass(frozen=True)
 class _Problem:
     shape: tuple[int, ...]
@@ -159,13 +154,12 @@ def _plan(problem: _Problem) -> tuple[CommSpec, ...]:
         for step, after in _steps(layout, problem):
             if after not in done:
                 path = (*steps, step)
-                heapq.heappush(heap, (seconds + _cost(step, problem).forward, len(path), next(order), after, path))
+                heapq.heappush(heap, (seconds + _seconds(step, problem), len(path), next(order), after, path))
 
 
-def _cost(step: CommSpec, problem: _Problem) -> Cost:
-    cost = step.cost(problem.sizes, dict(problem.links))
-    starts = [START_SECONDS if sends else 0.0 for sends in step.communicates(problem.sizes)]
-    return Cost(cost.forward + starts[0], cost.backward + starts[1], cost.total + sum(starts))
+def _seconds(step: CommSpec, problem: _Problem) -> float:
+    start = START_SECONDS if step.communicates(problem.sizes)[0] else 0.0
+    return step.cost(problem.sizes, dict(problem.links)).forward + start
 
 
 def _steps(layout: Placements, problem: _Problem) -> Iterator[tuple[CommSpec, Placements]]:
@@ -176,7 +170,7 @@ def _steps(layout: Placements, problem: _Problem) -> Iterator[tuple[CommSpec, Pl
             continue
         gather_dims = _dims(layout, axes)
         for collective, shard_dims in _collectives(layout, axes, problem):
-            after = _layout_after(layout, collective, axes, shard_dims)
+            after = layout_after(layout, collective, axes, shard_dims)
             if after != layout and _are_innermost(axes, after):
                 num_bytes = _num_bytes(collective, axes, layout, after, problem)
                 step = CommSpec(collective, axes, gather_dims=gather_dims, shard_dims=shard_dims, num_bytes=num_bytes)
@@ -203,13 +197,14 @@ def _collectives(layout: Placements, axes: tuple[int, ...], problem: _Problem) -
         yield to_partial, ()
 
 
-def _layout_after(
-    layout: Sequence[Placement], collective: str, axes: Sequence[int], shard_dims: Sequence[int]
+def layout_after(
+    layout: Sequence[Placement], collective: str, axes: Sequence[MeshAxis], shard_dims: Sequence[int]
 ) -> Placements:
+    """Return the placements after a collective over axes that are numbers."""
     placements = list(layout)
     unsharded = Partial() if collective in ("to_partial", "shard_to_partial") else Replicate()
     for position, axis in enumerate(axes):
-        placements[axis] = Shard(shard_dims[position]) if shard_dims else unsharded
+        placements[int(axis)] = Shard(shard_dims[position]) if shard_dims else unsharded
     return tuple(placements)
 
 

@@ -141,7 +141,7 @@ def _redistribute_local(
     for step in plan_redistribution(shape, local.dtype, mesh, layout, target, links):
         gathered = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(layout)]
         local = step.apply(local, mesh, shape=local_shape(shape, mesh_sizes(mesh), gathered, coordinate))
-        layout = layout_after(layout, step)
+        layout = layout_after(layout, step.collective, step.axes, step.shard_dims)
     return local.contiguous()
 
 
