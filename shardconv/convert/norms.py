@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.sharding import take_shard
-from shardconv.plan.placement import Interval, Placement, intervals
+from shardconv.layers.sharding import local_intervals, take_shard
+from shardconv.plan.placement import Placement, intervals
 
 
 class GlobalRMSNorm(Sharded):
@@ -36,9 +36,7 @@ class GlobalRMSNorm(Sharded):
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         eps = torch.finfo(dtype).eps if eps is None else eps  # as torch, which computes in this dtype
         squares = hidden_states.to(dtype).pow(2).sum(-1, keepdim=True)
-        held = sum(
-            entry.size for entries in placement.ranks for entry in intervals(entries)
-        )  # with replicas, without padding
+        held = sum(one.size for entries in placement.ranks for one in intervals(entries))  # replicas, and no padding
         total = copy_to_tp(reduce_from_tp(squares, group=self.axis), group=self.axis)
         own, full = squares / hidden_states.shape[-1], total / held
         normed: Tensor = super().forward(hidden_states)
@@ -75,11 +73,7 @@ class GlobalLayerNorm(Sharded):
 
 def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tensor:
     """Remove padding from the features of a rank, [..., local features]."""
-    held, position = [], 0
-    for entry in placement.ranks[rank]:
-        if isinstance(entry, Interval):
-            held.append(features.narrow(-1, position, entry.size))
-        position += entry.size
+    held = [features.narrow(-1, start, interval.size) for interval, start in local_intervals(placement, rank)]
     return torch.cat(held, -1) if held else features[..., :0]
 
 

@@ -1,6 +1,5 @@
 """Low-rank adaptation of parallel layers (LoRA; Hu et al., 2021), also of direction only (DoRA; Liu et al., 2024)."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +66,34 @@ class LoRALayer(ParallelModule):
         factor = self.magnitude / norms.where(norms > 0, 1).to(self.magnitude.dtype)  # norms of padding are 0
         self._factor = factor if is_constant else None
         return factor
+
+    def _add_product(
+        self,
+        layer: Any,  # a linear layer or an embedding
+        rank: int,
+        alpha: float | None,
+        sizes: tuple[int, int],
+        device: torch.device | str | None,
+        **used: bool,
+    ) -> None:
+        """Set all attributes, and add the parameters for an input and an output of these sizes, uninitialized."""
+        self.layer, self.rank, self.scale = layer, rank, 1.0 if alpha is None else alpha / rank
+        self.axis, self.dim, self.placements, self._factor = layer.axis, layer.dim, {}, None
+        if (placement := layer.placements.get("weight")) is not None:
+            sharded = {"lora_a": 1} if layer.dim == 0 else {"lora_b": 0, "magnitude": 0, "lora_bias": 0}
+            self.placements = {name: replace(placement, dim=dim) for name, dim in sharded.items()}
+        shapes = {
+            "lora_a": (rank, sizes[0]),
+            "lora_b": (sizes[1], rank),
+            "magnitude": sizes[1:],
+            "lora_bias": sizes[1:],
+        }
+        for name, shape in shapes.items():
+            if used.get(name, True):
+                self.register_shard(name, shape, device=device or layer.weight.device, dtype=layer.weight.dtype)
+            else:
+                self.register_parameter(name, None)
+        self.describe_parameters()
 
     def _squares(self) -> Tensor:
         """The squared norm of each output feature of this rank, over all ranks."""
@@ -137,21 +164,8 @@ class LoRALinear(LoRALayer):
         super().__init__()
         if rank < 1:
             raise ValueError(f"rank is not supported (got {rank}, expected at least 1)")
-        self.layer, self.rank, self.scale = layer, rank, 1.0 if alpha is None else alpha / rank
-        self.axis, self.dim, self.placements = layer.axis, layer.dim, {}
-        if (placement := layer.placements.get("weight")) is not None:
-            sharded = {"lora_a": 1} if layer.dim == 0 else {"lora_b": 0, "magnitude": 0, "lora_bias": 0}
-            self.placements = {name: replace(placement, dim=dim) for name, dim in sharded.items()}
-        register = partial(self.register_shard, device=device or layer.weight.device, dtype=layer.weight.dtype)
-        register("lora_a", (rank, layer.in_features))
-        register("lora_b", (layer.out_features, rank))
-        for name, is_used in (("magnitude", has_magnitude), ("lora_bias", has_bias)):
-            if is_used:
-                register(name, (layer.out_features,))
-            else:
-                self.register_parameter(name, None)
-        self._factor = None
-        self.describe_parameters()
+        sizes = layer.in_features, layer.out_features
+        self._add_product(layer, rank, alpha, sizes, device, magnitude=has_magnitude, lora_bias=has_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -235,20 +249,8 @@ class LoRAEmbedding(LoRALayer):
         super().__init__()
         if rank < 1 or layer.max_norm is not None:
             raise ValueError(f"got rank {rank} and max_norm {layer.max_norm} (expected at least 1, and None)")
-        self.layer, self.rank, self.scale = layer, rank, 1.0 if alpha is None else alpha / rank
-        self.axis, self.dim, self.placements = layer.axis, layer.dim, {}
-        if (placement := layer.placements.get("weight")) is not None:
-            sharded = {"lora_a": 1} if placement.dim == 0 else {"lora_b": 0, "magnitude": 0}
-            self.placements = {name: replace(placement, dim=dim) for name, dim in sharded.items()}
-        register = partial(self.register_shard, device=device or layer.weight.device, dtype=layer.weight.dtype)
-        register("lora_a", (rank, layer.num_embeddings))
-        register("lora_b", (layer.embedding_dim, rank))
-        if has_magnitude:
-            register("magnitude", (layer.embedding_dim,))
-        else:
-            self.register_parameter("magnitude", None)
-        self._factor = None
-        self.describe_parameters()
+        sizes = layer.num_embeddings, layer.embedding_dim
+        self._add_product(layer, rank, alpha, sizes, device, magnitude=has_magnitude, lora_bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up the rows of ids, [*]; for the shape of the output see the layer."""

@@ -3,6 +3,7 @@
 The same placements (:mod:`shardconv.plan.placement`) describe rank files.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -131,14 +132,22 @@ def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Te
     return with_gradient(shard, identity, partial(_without_padding, placement=placement, rank=axis.rank))
 
 
+def local_intervals(placement: Placement, rank: int) -> Iterator[tuple[Interval, int]]:
+    """Yield each interval of a rank, and its start in the rank's shard."""
+    position = 0
+    for entry in placement.ranks[rank]:
+        if isinstance(entry, Interval):
+            yield entry, position
+        position += entry.size
+
+
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     """Copy a rank's shard, with zeros in the padding."""
     assert placement.dim is not None
-    copied, position = shard.clone(), 0
-    for entry in placement.ranks[rank]:
-        if not isinstance(entry, Interval):
-            copied.narrow(placement.dim, position, entry.size).zero_()
-        position += entry.size
+    copied = torch.zeros_like(shard)
+    for interval, position in local_intervals(placement, rank):
+        values = shard.narrow(placement.dim, position, interval.size)
+        copied.narrow(placement.dim, position, interval.size).copy_(values)
     return copied
 
 
@@ -156,25 +165,21 @@ def _add_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     """Return a full tensor that has the rank's shard at its intervals, and zeros elsewhere."""
     assert placement.dim is not None
-    dim, position = placement.dim, 0
+    dim = placement.dim
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
-    for entry in placement.ranks[rank]:
-        if isinstance(entry, Interval):
-            full.narrow(dim, entry.start, entry.size).copy_(shard.narrow(dim, position, entry.size))
-        position += entry.size
+    for interval, position in local_intervals(placement, rank):
+        values = shard.narrow(dim, position, interval.size)
+        full.narrow(dim, interval.start, interval.size).copy_(values)
     return full
 
 
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
     """Return the slices (start, size) of the concatenated shards that form the full dim in its original order."""
-    located = []
-    position = 0
-    for entries in placement.ranks:
-        for entry in entries:
-            if isinstance(entry, Interval):
-                located.append((entry.start, position, entry.size))
-            position += entry.size
+    located, start = [], 0
+    for rank in range(placement.tp):
+        located += [(one.start, start + position, one.size) for one, position in local_intervals(placement, rank)]
+        start += placement.local_size(rank)
     runs: list[tuple[int, int]] = []
     end = 0
     for start, at, size in sorted(located):

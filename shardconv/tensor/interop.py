@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
+from shardconv.layers.sharding import local_intervals
+from shardconv.plan.placement import Interval, Placement, intervals
 
 
 class Chunk(NamedTuple):
@@ -200,7 +201,7 @@ def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTen
     make = partial(DTensor.from_local, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     if chunks is None:
         return make(ChunkedShard(value, _chunks(value, placement, rank)), _mesh(axis, value), [Shard(dim)])
-    interval, position = next(_local_intervals(placement.ranks[rank]), (Interval(0, 0), 0))
+    interval, position = next(local_intervals(placement, rank), (Interval(0, 0), 0))
     local = value.narrow(dim, position, interval.size)
     if chunks == axis.size:
         return make(local, _mesh(axis, value), [Shard(dim)])
@@ -225,21 +226,12 @@ def num_chunks(placement: Placement) -> int | None:
     return None
 
 
-def _local_intervals(entries: tuple[IntervalOrPadding, ...]) -> Iterator[tuple[Interval, int]]:
-    """Yield each interval of a rank, and its start in the local shard."""
-    position = 0
-    for entry in entries:
-        if isinstance(entry, Interval):
-            yield entry, position
-        position += entry.size
-
-
 def _chunks(shard: Tensor, placement: Placement, rank: int) -> Iterator[Chunk]:
     """Yield the chunks of a rank, split at the boundaries of all ranks: any two chunks are equal or disjoint."""
     dim = placement.dim
     assert dim is not None
     boundaries = sorted({bound for entries in placement.ranks for interval in intervals(entries) for bound in interval})
-    for interval, position in _local_intervals(placement.ranks[rank]):
+    for interval, position in local_intervals(placement, rank):
         inside = [bound for bound in boundaries if interval.start <= bound <= interval.stop]
         for start, stop in pairwise(inside):
             offsets = tuple(start if other == dim else 0 for other in range(shard.ndim))
