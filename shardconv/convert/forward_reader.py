@@ -261,9 +261,7 @@ class ForwardReader(CodeReader):
         if base.is_last and name in _OVER_DIM and _is_over_last(name, inputs, options):
             return self._found_over(base, name)
         if not base.is_split and name in _RESHAPING:
-            return self._divide(
-                base, base.shard, _sizes(name, inputs, options), is_exact=name not in ("view", "reshape")
-            )
+            return self._divide(base, shard, _sizes(name, inputs, options), is_exact=name not in ("view", "reshape"))
         if not base.is_split and (name in _CUTTING or (name == "glu" and base.is_last)):
             return self._cut(name, base, shard, inputs, options)
         return Value() if name in ("dim", "numel", "item") else joined([base, *inputs, *options.values()])
@@ -284,7 +282,9 @@ class ForwardReader(CodeReader):
         differing = [place for place, (full, local) in enumerate(pairs) if full != local]
         is_whole = math.prod(local for _, local in pairs) == shard.local
         is_segment = shard.is_fused and differing == [1] and (not found[0].counts or found[1].is_local)
-        if is_whole and (differing in ([], [0]) or is_segment):
+        is_right = is_whole and (differing in ([], [0]) or is_segment)
+        is_set = found[differing[-1] - 1].is_local if is_whole and differing else any(one.is_local for one in found)
+        if is_right or is_set:  # by the user, whatever the number is
             self.is_understood = True
         elif known or is_exact or len(sizes) > 3 or any(one.is_many for one in sizes) or _is_literal(found[0]):
             self._found_sizes(shard, found, differing[-1] if is_whole else None)
