@@ -25,6 +25,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.functional import parallel_linear
 from tests.support.matrix import cases
+from tests.support.ranks import on_ranks
 
 LAYOUTS = ["pairs", "four"]
 
@@ -210,51 +211,6 @@ def near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def check_odd_vocabulary(axis, tied, bias):
-    """Check outputs, gradients and state of a padded vocabulary against the unsharded model."""
-    torch.manual_seed(2)
-    unsharded = Tied(tied=tied, bias=bias).double()
-    expected = unsharded(IDS)
-    F.cross_entropy(expected.flatten(0, 1), TARGET).backward()
-
-    def check(model, head, loss):
-        logits = model(IDS)
-        near(logits, expected)
-        loss(logits.flatten(0, 1), TARGET).backward()
-        assert (type(model.embedding), type(model.head)) == (ParallelEmbedding, head)
-        assert (model.head.weight is model.embedding.weight) is tied
-        for layer, same in ((model.embedding, unsharded.embedding), (model.head, unsharded.head)):
-            assert isinstance(layer, nn.Linear | nn.Embedding)
-            for name, parameter in same.named_parameters():
-                own = getattr(layer, name)
-                grad = own.grad if own.shape == parameter.shape else gathered(own.grad, len(parameter), axis)
-                near(grad, parameter.grad)
-
-    model = copy.deepcopy(unsharded)
-    convert_parallel_embedding(model, 0, group=axis)
-    check(model, VocabParallelClassifier if tied else nn.Linear, F.cross_entropy)
-    if not tied:
-        model = copy.deepcopy(unsharded)
-        convert_parallel_embedding(model, 0, group=axis)
-    convert_parallel_linear(model, -1, gather_output=True, group=axis)
-    model.zero_grad()
-    check(model, VocabParallelClassifier, F.cross_entropy)
-    if not tied:  # sharded logits, for the parallel loss
-        model = copy.deepcopy(unsharded)
-        convert_parallel_embedding(model, 0, group=axis)
-        VocabParallelClassifier.convert_parallel_linear(nn.ModuleList([model.head]), group=axis)
-        logits = model(IDS)
-        width = -(-21 // axis.size)
-        assert logits.shape[-1] == width
-        full = F.pad(expected, (0, width * axis.size - 21), value=float("-inf"))
-        near(logits, full[..., axis.rank * width : axis.rank * width + width])
-        found = ParallelCrossEntropyLoss(num_classes=21, group=axis)(logits.flatten(0, 1), TARGET)
-        near(found, F.cross_entropy(expected.flatten(0, 1), TARGET))
-        found.backward()
-        near(gathered(model.head.weight.grad, 21, axis), unsharded.head.weight.grad)
-        near(gathered(model.embedding.weight.grad, 21, axis), unsharded.embedding.weight.grad)
-
-
 def gathered(shard, size, axis):
     """Gather a full tensor from shards of dim 0 with padding at the end, by torch alone."""
     shards = [torch.empty_like(shard) for _ in range(axis.size)]
@@ -305,5 +261,47 @@ def test_checks(ranks, layout, check):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_odd_vocabulary(ranks, layout, tied, bias):
-    ranks(layout, check_odd_vocabulary, tied, bias)
+@on_ranks()
+def test_odd_vocabulary(axis, tied, bias):
+    """Check outputs, gradients and state of a padded vocabulary against the unsharded model."""
+    torch.manual_seed(2)
+    unsharded = Tied(tied=tied, bias=bias).double()
+    expected = unsharded(IDS)
+    F.cross_entropy(expected.flatten(0, 1), TARGET).backward()
+
+    def check(model, head, loss):
+        logits = model(IDS)
+        near(logits, expected)
+        loss(logits.flatten(0, 1), TARGET).backward()
+        assert (type(model.embedding), type(model.head)) == (ParallelEmbedding, head)
+        assert (model.head.weight is model.embedding.weight) is tied
+        for layer, same in ((model.embedding, unsharded.embedding), (model.head, unsharded.head)):
+            assert isinstance(layer, nn.Linear | nn.Embedding)
+            for name, parameter in same.named_parameters():
+                own = getattr(layer, name)
+                grad = own.grad if own.shape == parameter.shape else gathered(own.grad, len(parameter), axis)
+                near(grad, parameter.grad)
+
+    model = copy.deepcopy(unsharded)
+    convert_parallel_embedding(model, 0, group=axis)
+    check(model, VocabParallelClassifier if tied else nn.Linear, F.cross_entropy)
+    if not tied:
+        model = copy.deepcopy(unsharded)
+        convert_parallel_embedding(model, 0, group=axis)
+    convert_parallel_linear(model, -1, gather_output=True, group=axis)
+    model.zero_grad()
+    check(model, VocabParallelClassifier, F.cross_entropy)
+    if not tied:  # sharded logits, for the parallel loss
+        model = copy.deepcopy(unsharded)
+        convert_parallel_embedding(model, 0, group=axis)
+        VocabParallelClassifier.convert_parallel_linear(nn.ModuleList([model.head]), group=axis)
+        logits = model(IDS)
+        width = -(-21 // axis.size)
+        assert logits.shape[-1] == width
+        full = F.pad(expected, (0, width * axis.size - 21), value=float("-inf"))
+        near(logits, full[..., axis.rank * width : axis.rank * width + width])
+        found = ParallelCrossEntropyLoss(num_classes=21, group=axis)(logits.flatten(0, 1), TARGET)
+        near(found, F.cross_entropy(expected.flatten(0, 1), TARGET))
+        found.backward()
+        near(gathered(model.head.weight.grad, 21, axis), unsharded.head.weight.grad)
+        near(gathered(model.embedding.weight.grad, 21, axis), unsharded.embedding.weight.grad)

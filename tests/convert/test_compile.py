@@ -24,6 +24,7 @@ from shardconv.layers import ParallelEmbedding
 from shardconv.layers.sharding import even_placement, take_shard
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import model_class
+from tests.support.ranks import on_ranks
 from tools.model_matrix.trial import small
 
 #: Model types that use each mechanism of a conversion.
@@ -86,7 +87,9 @@ def test_fullgraph_of_forward(ranks):
     ranks("pair", check_type, "llama", "eager")
 
 
-def check_dropout(axis):
+@MATRIX
+@on_ranks("pair")
+def test_dropout(axis):
     """Check that each pass of a graph compares the seeds of ranks."""
     model = small(model_class("fill-mask", "bert"))
     inputs = example_inputs(model)
@@ -99,11 +102,6 @@ def check_dropout(axis):
     torch.manual_seed(axis.rank)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         call(**inputs)
-
-
-@MATRIX
-def test_dropout(ranks):
-    ranks("pair", check_dropout)
 
 
 def numbers(*shape):
@@ -139,7 +137,8 @@ def gathered(module, axis):
     return module
 
 
-def check_graph_breaks(axis):
+@on_ranks("pair")
+def test_graph_breaks(axis):
     """Check two modules of one class, which share Dynamo's resume functions."""
     unsharded = nn.Sequential(Breaking(), nn.Linear(6, 4), Breaking())
     model = copy.deepcopy(unsharded)
@@ -159,10 +158,6 @@ def check_graph_breaks(axis):
             for parameter in (*unsharded.parameters(), *model.parameters()):
                 parameter.mul_(2)
     assert torch._dynamo.utils.counters["graph_break"]
-
-
-def test_graph_breaks(ranks):
-    ranks("pair", check_graph_breaks)
 
 
 class Head(nn.Module):
@@ -188,7 +183,8 @@ def head(axis):
     return Head(unsharded), model
 
 
-def check_own_forward(axis):
+@on_ranks("pair")
+def test_own_forward(axis):
     """Check that a layer computes with its shard although another module reads its full table."""
     unsharded, model = head(axis)
     ids = torch.tensor([0, 3, 5])
@@ -206,10 +202,6 @@ def check_own_forward(axis):
     (expected.square()).sum().backward()
     full = take_shard(unsharded.table.weight.grad, model.table.placements["weight"], axis.rank)
     assert torch.equal(model.table.weight.grad, full)
-
-
-def test_own_forward(ranks):
-    ranks("pair", check_own_forward)
 
 
 def run_within(call, inner):

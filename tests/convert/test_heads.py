@@ -14,6 +14,7 @@ from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
 from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import PlanError
+from tests.support.ranks import on_ranks
 
 HEADS, SIZE = 4, 3
 WIDTH = HEADS * SIZE
@@ -55,7 +56,8 @@ class Slopes(nn.Module):
         return self.slopes
 
 
-def check_slices_of_unexpected_sizes(axis):
+@on_ranks("pairs")
+def test_slices_of_unexpected_sizes(axis):
     """Check the error if a dim does not have one element per unit; its first elements are not used."""
     layer, halves = nn.Linear(3, 8).double(), shard_dim(0, [Unit(4)], 2)
     extend_class(layer, SlicedOutput, axis, item=None, output_dim=-1, output_units=halves)
@@ -69,50 +71,6 @@ def check_slices_of_unexpected_sizes(axis):
         extend_class(other, SlicedTensors, axis, slices={"slopes": shard_dim(dim, [Unit(units)], 2)})
         with pytest.raises(PlanError, match=rf"slopes of shape \[1, 8\] .* {units} elements along dim {dim}"):
             other()
-
-
-def test_slices_of_unexpected_sizes(ranks):
-    ranks("pairs", check_slices_of_unexpected_sizes)
-
-
-def check_attention(axis, batch_first, mask):
-    unsharded = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
-    inputs = [fixed(2, 5, WIDTH, seed=seed) for seed in (7, 8, 8)]
-    inputs = inputs if batch_first else [one.transpose(0, 1) for one in inputs]
-    masks = {"none": None, "tokens": fixed(5, 5) > 1, "heads": fixed(2 * HEADS, 5, 5)}
-    expected = unsharded(*inputs, attn_mask=masks[mask])[0]
-    (expected * fixed(*expected.shape)).sum().backward()
-    grads = {name: parameter.grad for name, parameter in unsharded.named_parameters()}
-
-    module = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
-    out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    out.load_state_dict(module.out_proj.state_dict())
-    module.out_proj = ParallelLinear.convert_parallel_linear(out, 0, group=axis)
-    placement = even_placement(0, (WIDTH,) * 3, 2, what="in_proj")
-    extend_class(module, ParallelMultiheadAttention, axis)
-    module.placements, module.styles = {"in_proj_weight": placement, "in_proj_bias": placement}, {}
-    for name in module.placements:
-        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
-    own = masks[mask]
-    if mask == "heads":
-        own = own.unflatten(0, (2, HEADS))[:, axis.rank * 2 :][:, :2].flatten(0, 1)
-    found = module(*inputs, attn_mask=own)[0]
-    near(found, expected)
-    (found * fixed(*found.shape)).sum().backward()
-    for name in module.placements:
-        near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
-    padded = torch.tensor([[False] * 4 + [True]] * 2)
-    near(module(*inputs, padded, attn_mask=own)[0], unsharded(*inputs, padded, attn_mask=masks[mask])[0])
-    with pytest.raises(ValueError, match="need_weights: each rank has the attention weights of its local heads only"):
-        module(*inputs, attn_mask=own, need_weights=True)
-    with pytest.raises(ValueError, match="is_causal without attn_mask"):
-        module(*inputs, is_causal=True)
-    with pytest.raises(ValueError, match=r"query has shape .* \(expected 3 dims\): add a batch dim"):
-        module(*(one[0] for one in inputs))
-    for options in ({"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}):
-        refused = nn.MultiheadAttention(WIDTH, HEADS, **options)
-        with pytest.raises(ValueError, match="pool: a MultiheadAttention with kdim, vdim, add_bias_kv or"):
-            Conversion.prepare("pool", refused, LayerSpec(ParallelMultiheadAttention, {}), axis)
 
 
 def check_layer_norm(axis):
@@ -170,5 +128,42 @@ def test_modules(ranks, check):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", ["none", "tokens", "heads"])
-def test_attention(ranks, batch_first, mask):
-    ranks("pair", check_attention, batch_first, mask)
+@on_ranks("pair")
+def test_attention(axis, batch_first, mask):
+    unsharded = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
+    inputs = [fixed(2, 5, WIDTH, seed=seed) for seed in (7, 8, 8)]
+    inputs = inputs if batch_first else [one.transpose(0, 1) for one in inputs]
+    masks = {"none": None, "tokens": fixed(5, 5) > 1, "heads": fixed(2 * HEADS, 5, 5)}
+    expected = unsharded(*inputs, attn_mask=masks[mask])[0]
+    (expected * fixed(*expected.shape)).sum().backward()
+    grads = {name: parameter.grad for name, parameter in unsharded.named_parameters()}
+
+    module = with_values(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first))
+    out = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    out.load_state_dict(module.out_proj.state_dict())
+    module.out_proj = ParallelLinear.convert_parallel_linear(out, 0, group=axis)
+    placement = even_placement(0, (WIDTH,) * 3, 2, what="in_proj")
+    extend_class(module, ParallelMultiheadAttention, axis)
+    module.placements, module.styles = {"in_proj_weight": placement, "in_proj_bias": placement}, {}
+    for name in module.placements:
+        setattr(module, name, nn.Parameter(take_shard(getattr(module, name).data, placement, axis.rank)))
+    own = masks[mask]
+    if mask == "heads":
+        own = own.unflatten(0, (2, HEADS))[:, axis.rank * 2 :][:, :2].flatten(0, 1)
+    found = module(*inputs, attn_mask=own)[0]
+    near(found, expected)
+    (found * fixed(*found.shape)).sum().backward()
+    for name in module.placements:
+        near(getattr(module, name).grad, take_shard(grads[name], placement, axis.rank))
+    padded = torch.tensor([[False] * 4 + [True]] * 2)
+    near(module(*inputs, padded, attn_mask=own)[0], unsharded(*inputs, padded, attn_mask=masks[mask])[0])
+    with pytest.raises(ValueError, match="need_weights: each rank has the attention weights of its local heads only"):
+        module(*inputs, attn_mask=own, need_weights=True)
+    with pytest.raises(ValueError, match="is_causal without attn_mask"):
+        module(*inputs, is_causal=True)
+    with pytest.raises(ValueError, match=r"query has shape .* \(expected 3 dims\): add a batch dim"):
+        module(*(one[0] for one in inputs))
+    for options in ({"kdim": 6}, {"add_bias_kv": True}, {"add_zero_attn": True}):
+        refused = nn.MultiheadAttention(WIDTH, HEADS, **options)
+        with pytest.raises(ValueError, match="pool: a MultiheadAttention with kdim, vdim, add_bias_kv or"):
+            Conversion.prepare("pool", refused, LayerSpec(ParallelMultiheadAttention, {}), axis)

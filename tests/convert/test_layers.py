@@ -24,6 +24,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.init import shard_init_
 from shardconv.layers.parallel_module import description
+from tests.support.ranks import on_ranks
 
 VOCAB, WIDTH = 21, 16
 
@@ -55,7 +56,9 @@ def net(**options):
     return Net(**options).double()
 
 
-def check_model(axis):
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+@on_ranks()
+def test_model(axis):
     """Check forward and backward of a model that is converted in steps, and that nothing else changes."""
     unsharded, model = net(), net()
     calls = []
@@ -104,12 +107,8 @@ def check_model(axis):
     torch.testing.assert_close(copied.eval()(IDS), model.eval()(IDS))
 
 
-@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
-def test_model(ranks, layout):
-    ranks(layout, check_model)
-
-
-def check_tied_by_linear(axis):
+@on_ranks("four")
+def test_tied_layers_are_converted_together(axis):
     """Check that converting linear layers also converts an embedding tied to one of them."""
     unsharded = net(vocab=24)
     model = net(vocab=24)
@@ -123,10 +122,6 @@ def check_tied_by_linear(axis):
     convert_parallel_embedding(both, -1, group=axis)
     assert (model.head.dim, model.embedding.dim) == (0, -1)
     torch.testing.assert_close(model(IDS), unsharded(IDS))
-
-
-def test_tied_layers_are_converted_together(ranks):
-    ranks("four", check_tied_by_linear)
 
 
 class Odd(nn.Module):
@@ -186,25 +181,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-def check_refused(axis, name):
-    build, message, options = REFUSED[name]
-    model = build()
-    before = copy.deepcopy(model.state_dict())
-    kinds = [type(module) for module in model.modules()]
-    convert = options.get("convert", convert_parallel_linear)
-    with pytest.raises(ValueError, match=message):
-        convert(model, options.get("dim", -1), group=axis)
-    assert kinds == [type(module) for module in model.modules()]
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def check_converted_twice(axis):
-    done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
-    with pytest.raises(ValueError, match="0: is already parallel"):
-        convert_parallel_linear(done, -1, gather_output=True, group=axis)
-
-
-def check_ranks_that_differ(axis):
+@on_ranks("four")
+def test_ranks_that_differ(axis):
     """Check that all ranks raise, and none waits for another."""
 
     def fails(model, message, dim=-1):
@@ -220,11 +198,8 @@ def check_ranks_that_differ(axis):
     fails(nn.Sequential(nn.Linear(8, width)), "6 is not a multiple" if axis.rank == 1 else "or one cannot convert them")
 
 
-def test_ranks_that_differ(ranks):
-    ranks("four", check_ranks_that_differ)
-
-
-def check_descriptions(axis):
+@on_ranks("pairs")
+def test_descriptions(axis):
     """Check that new parameters of a parallel layer are its shards."""
     torch.manual_seed(0)
     expected = nn.init.normal_(torch.empty(16, 8)).chunk(axis.size)[axis.rank]
@@ -235,10 +210,6 @@ def check_descriptions(axis):
     assert description(layer.weight) == (layer.placements["weight"], axis)
     assert description(layer.double().weight) == (layer.placements["weight"], axis)
     assert description(torch.zeros(1)) is None
-
-
-def test_descriptions(ranks):
-    ranks("pairs", check_descriptions)
 
 
 def check_parameters_stored(axis, path):
@@ -254,15 +225,28 @@ def test_parameters_stored(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_model_stays_unchanged(ranks, name):
-    ranks("four", check_refused, name)
+@on_ranks("four")
+def test_refused_model_stays_unchanged(axis, name):
+    build, message, options = REFUSED[name]
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    kinds = [type(module) for module in model.modules()]
+    convert = options.get("convert", convert_parallel_linear)
+    with pytest.raises(ValueError, match=message):
+        convert(model, options.get("dim", -1), group=axis)
+    assert kinds == [type(module) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_parallel_layers_are_refused(ranks):
-    ranks("four", check_converted_twice)
+@on_ranks("four")
+def test_parallel_layers_are_refused(axis):
+    done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
+    with pytest.raises(ValueError, match="0: is already parallel"):
+        convert_parallel_linear(done, -1, gather_output=True, group=axis)
 
 
-def check_single(axis):
+@on_ranks("pairs")
+def test_single_layers(axis):
     linear = nn.Linear(8, 16, dtype=torch.bfloat16)
     linear.weight.requires_grad_(False)
     weight, values = linear.weight, linear.weight.clone()
@@ -288,10 +272,6 @@ def check_single(axis):
     kept = graded.weight.grad.clone()
     convert_parallel_linear(graded, 0, group=axis)
     assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
-
-
-def test_single_layers(ranks):
-    ranks("pairs", check_single)
 
 
 def check_stored(axis, path):
@@ -346,7 +326,9 @@ def test_state_dict_ties(ranks, layout, tmp_path):
     ranks(layout, check_state_dict_ties, str(tmp_path))
 
 
-def check_state_dict(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_state_dict(axis):
     unsharded, model = net(), net()
     convert_parallel_embedding(model, 0, group=axis)
     convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
@@ -373,8 +355,3 @@ def check_state_dict(axis):
     assert "size mismatch for embedding.weight: copying a param with shape torch.Size([3, 3])" in messages[0]
     found = load_full_state_dict(model, {"extra": torch.zeros(1)}, strict=False)
     assert found == unsharded.load_state_dict({"extra": torch.zeros(1)}, strict=False)
-
-
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_state_dict(ranks, layout):
-    ranks(layout, check_state_dict)

@@ -30,6 +30,7 @@ from shardconv.support.errors import PlanError
 from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, model_class
+from tests.support.ranks import on_ranks
 from tools.model_matrix.trial import small
 
 #: Models that can be built from their config and weights.
@@ -102,7 +103,9 @@ def check_named(axis, name):
     check_model(axis, MODELS[name])
 
 
-def check_generation(axis, name):
+@pytest.mark.parametrize(("layout", "name"), over_layouts(GENERATING, GENERATING_BY_DEFAULT))
+@on_ranks()
+def test_generation(axis, name):
     """Check greedy tokens with a cache, for a padded and an unpadded prompt."""
     model = MODELS[name]
     if name.startswith("t5"):
@@ -115,20 +118,12 @@ def check_generation(axis, name):
     assert torch.equal(after.generate(ids, **options), before.generate(ids, **options))
 
 
-@pytest.mark.parametrize(("layout", "name"), over_layouts(GENERATING, GENERATING_BY_DEFAULT))
-def test_generation(ranks, layout, name):
-    ranks(layout, check_generation, name)
-
-
-def check_tied(axis):
+@on_ranks("four")
+def test_tied_head(axis):
     """Check that a tied head stays tied, with a vocabulary that is padded."""
     model = replace(MODELS["llama"], config={**GQA, "tie_word_embeddings": True})
     _, after, *_ = check_forward(axis, model)
     assert after.lm_head.weight is after.model.embed_tokens.weight
-
-
-def test_tied_head(ranks):
-    ranks("four", check_tied)
 
 
 class _Doubled:
@@ -217,31 +212,27 @@ def check_stays_unchanged(axis, model, rules, error, message):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def check_refused(axis, name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks("four")
+def test_refused_model_stays_unchanged(axis, name):
     build, *others = REFUSED[name]
     check_stays_unchanged(axis, build(axis.rank), *others)
 
 
-def check_layer_of_one_rank(axis):
+@on_ranks("four")
+def test_layer_that_one_rank_refuses(axis):
     """Check that all ranks refuse if one of them has a layer of another class."""
     mine = axis.rank == 1
     message = "a Doubled may compute" if mine else "do not hold the same layers"
     check_stays_unchanged(axis, with_class(Doubled if mine else nn.Linear), "auto", ValueError, message)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_model_stays_unchanged(ranks, name):
-    ranks("four", check_refused, name)
-
-
-def test_layer_that_one_rank_refuses(ranks):
-    ranks("four", check_layer_of_one_rank)
-
-
 # --- converted models -----------------------------------------------------------------------------------------------
 
 
-def check_attention_switched(axis, name):
+@pytest.mark.parametrize("name", ["phi3", "llama"])
+@on_ranks("pair")
+def test_attention_switched(axis, name):
     """Check that later changes of the config apply to modules with overrides."""
     for first, second in (("eager", "sdpa"), ("sdpa", "eager")):
         model = replace(MODELS[name], config={**MODELS[name].config, "attn_implementation": first})
@@ -252,12 +243,8 @@ def check_attention_switched(axis, name):
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["phi3", "llama"])
-def test_attention_switched(ranks, name):
-    ranks("pair", check_attention_switched, name)
-
-
-def check_sampling(axis):
+@on_ranks("four")
+def test_sampling(axis):
     """Check that all ranks sample the tokens of the first rank, whatever their seeds are."""
     before, after = models_of(MODELS["llama"], axis)
     options = {"max_new_tokens": 8, "do_sample": True, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
@@ -266,26 +253,6 @@ def check_sampling(axis):
     expected = before.generate(ids, **options)
     torch.manual_seed(100 + axis.rank)
     assert torch.equal(after.generate(ids, **options), expected)
-
-
-def test_sampling(ranks):
-    ranks("four", check_sampling)
-
-
-def check_training(axis):
-    """Check that different seeds are refused with dropout, and permitted without."""
-    inputs = inputs_of(MODELS["gpt2"])
-    after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
-    torch.manual_seed(axis.rank)
-    with pytest.raises(RuntimeError, match="are seeded differently"):
-        after(**inputs)
-    torch.manual_seed(0)
-    hidden = after.transformer(**inputs).last_hidden_state
-    assert torch.equal(reduce_from_tp(hidden.detach(), op=dist.ReduceOp.MAX, group=axis), hidden)
-    after(**inputs)
-    after = models_of(MODELS["llama"], axis)[1].train()
-    torch.manual_seed(axis.rank)
-    after(**inputs)
 
 
 def check_dropout_of_a_submodel(axis):
@@ -313,7 +280,8 @@ def test_different_seeds_are_refused_in_training(ranks, check):
     ranks("pair", check)
 
 
-def check_unfused(axis):
+@on_ranks("pair")
+def test_unfused(axis):
     """Check that only modules with a fused kernel lose it; attention keeps its dropout."""
     after = shardconv.convert_model(small(model_class("text generation", "nemotron_h")), group=axis).train()
     mixers = [module for name, module in after.named_modules() if name.endswith(".mixer")]
@@ -321,12 +289,21 @@ def check_unfused(axis):
     assert all(layer.training for module in mixers for layer in module.children())
 
 
-def test_unfused(ranks):
-    ranks("pair", check_unfused)
-
-
-def test_training(ranks):
-    ranks("pair", check_training)
+@on_ranks("pair")
+def test_training(axis):
+    """Check that different seeds are refused with dropout, and permitted without."""
+    inputs = inputs_of(MODELS["gpt2"])
+    after = models_of(replace(MODELS["gpt2"], config={**MODELS["gpt2"].config, "resid_pdrop": 0.5}), axis)[1].train()
+    torch.manual_seed(axis.rank)
+    with pytest.raises(RuntimeError, match="are seeded differently"):
+        after(**inputs)
+    torch.manual_seed(0)
+    hidden = after.transformer(**inputs).last_hidden_state
+    assert torch.equal(reduce_from_tp(hidden.detach(), op=dist.ReduceOp.MAX, group=axis), hidden)
+    after(**inputs)
+    after = models_of(MODELS["llama"], axis)[1].train()
+    torch.manual_seed(axis.rank)
+    after(**inputs)
 
 
 def check_saved(axis, folder):
@@ -346,39 +323,30 @@ def test_saved(ranks, tmp_path):
     ranks("four", check_saved, tmp_path)
 
 
-def check_resized_embeddings(axis):
+@on_ranks("four")
+def test_embeddings_of_a_converted_model_are_not_resized(axis):
     after = models_of(MODELS["mixtral"], axis)[1]
     assert after.get_input_embeddings() is after.resize_token_embeddings()
     with pytest.raises(ValueError, match="resize the embeddings before the model is converted"):
         after.resize_token_embeddings(50)
 
 
-def test_embeddings_of_a_converted_model_are_not_resized(ranks):
-    ranks("four", check_resized_embeddings)
-
-
-def check_attentions(axis, is_copied):
+@pytest.mark.parametrize("is_copied", [False, True], ids=["", "copy"])
+@on_ranks("four")
+def test_attentions_of_a_converted_model_are_refused(axis, is_copied):
     after = models_of(MODELS["mixtral"], axis)[1]
     after = copy.deepcopy(after) if is_copied else after
     with pytest.raises(ValueError, match="output_attentions"):
         after(**inputs_of(MODELS["mixtral"]), output_attentions=True)
 
 
-@pytest.mark.parametrize("is_copied", [False, True], ids=["", "copy"])
-def test_attentions_of_a_converted_model_are_refused(ranks, is_copied):
-    ranks("four", check_attentions, is_copied)
-
-
-def check_attentions_by_the_config(axis):
+@on_ranks("four")
+def test_attentions_by_the_config_are_refused(axis):
     after = models_of(MODELS["mixtral"], axis)[1]
     after.set_attn_implementation("eager")
     after.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions"):
         after(**inputs_of(MODELS["mixtral"]), output_attentions=None)
-
-
-def test_attentions_by_the_config_are_refused(ranks):
-    ranks("four", check_attentions_by_the_config)
 
 
 #: Model types with each kind of class that is created at run time.
@@ -480,7 +448,10 @@ def test_output_that_cannot_be_gathered():
         convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
-def check_gathered_embedding(axis):
+@pytest.mark.parametrize("layout", ["pair", "four"])
+@on_ranks()
+def test_embedding_dim_parallel_with_gathered_output(axis):
+    """The output has all features on every rank."""
     before = MODELS["llama"].build(SCALE).eval()
     after = copy.deepcopy(before)
     style = '{ style = "embedding_colwise_gather_output" }'
@@ -498,12 +469,6 @@ def check_gathered_embedding(axis):
     assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * full.abs().max()
 
 
-@pytest.mark.parametrize("layout", ["pair", "four"])
-def test_embedding_dim_parallel_with_gathered_output(ranks, layout):
-    """The output has all features on every rank."""
-    ranks(layout, check_gathered_embedding)
-
-
 def test_embedding_style_refuses_a_linear_layer():
     model = MODELS["llama"].build()
     style = '{ style = "embedding_colwise_gather_output" }'
@@ -512,7 +477,8 @@ def test_embedding_style_refuses_a_linear_layer():
         convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
 
 
-def check_features(axis):
+@on_ranks("pair")
+def test_arguments_with_features_per_head(axis):
     values = torch.arange(24.0).view(1, 2, 12).requires_grad_()
     three = shard_dim(0, [Unit(3, 4, pad=True)], 2)
     local = slice_features(2, three, axis, values)
@@ -523,11 +489,8 @@ def check_features(axis):
     assert slice_features(2, three, axis, None) is None
 
 
-def test_arguments_with_features_per_head(ranks):
-    ranks("pair", check_features)
-
-
-def check_items(axis):
+@on_ranks("pair")
+def test_states_with_features(axis):
     """Check that two of three states are sharded once, and do not keep the full ones alive."""
     states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
     three = shard_dim(1, [Unit(3, 2, pad=True)], 2)
@@ -538,10 +501,6 @@ def check_items(axis):
         assert found[place].untyped_storage().nbytes() == found[place].nbytes
     assert all(one is other for one, other in zip(slice_items((1, 2), three, axis, found), found, strict=True))
     assert slice_items((1, 2), three, axis, None) is None
-
-
-def test_states_with_features(ranks):
-    ranks("pair", check_items)
 
 
 def test_config_keys_in_another_order_are_equal():

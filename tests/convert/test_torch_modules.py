@@ -28,6 +28,7 @@ from shardconv.convert.feature_checks import check_chains, is_elementwise
 from shardconv.distributed import Axis
 from shardconv.layers import ColumnParallelLinear, ParallelLinear
 from tests.support.matrix import each_once
+from tests.support.ranks import on_ranks
 
 CLASSES = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
 WIDTH = 8
@@ -186,7 +187,8 @@ class Renamed(nn.Tanh):
     pass
 
 
-def check_own_classes(axis):
+@on_ranks("pair")
+def test_own_classes_behind_a_column_parallel_layer(axis):
     """Check that a class with torch's forward is known, and any other is not."""
     convert_parallel_linear(nn.Sequential(nn.Linear(4, 8), Renamed()), -1, group=axis)
     patched = nn.Tanh()
@@ -198,21 +200,14 @@ def check_own_classes(axis):
         convert_parallel_linear(nn.AdaptiveLogSoftmaxWithLoss(8, 17, [5]), -1, group=axis)
 
 
-def test_own_classes_behind_a_column_parallel_layer(ranks):
-    ranks("pair", check_own_classes)
-
-
-def check_adaptive_softmax(axis):
+@on_ranks("pair")
+def test_adaptive_softmax_with_full_outputs_of_its_layers(axis):
     torch.manual_seed(0)
     before = nn.AdaptiveLogSoftmaxWithLoss(8, 17, [5]).double()
     x = torch.randn(4, 8, dtype=torch.float64)
     for dim, options in ((0, {}), (-1, {"gather_output": True})):
         after = convert_parallel_linear(copy.deepcopy(before), dim, group=axis, **options)
         near(after.log_prob(x), before.log_prob(x))
-
-
-def test_adaptive_softmax_with_full_outputs_of_its_layers(ranks):
-    ranks("pair", check_adaptive_softmax)
 
 
 @pytest.mark.parametrize("name", ACT2CLS)
@@ -530,16 +525,13 @@ def test_transformer_of_torch(ranks, tmp_path, kind, batch_first, norm_first, ac
     ranks("pair", check_stack, kind, options, how, tmp_path / "plan.toml")
 
 
-def check_nested(axis):
+@on_ranks("pair")
+def test_nested_tensor_is_refused(axis):
     """Check that a nested tensor of an encoder that is not converted as a whole is refused."""
     model = stack("TransformerEncoder", batch_first=True).eval()
     by_hand(model, axis)
     with torch.no_grad(), pytest.raises(ValueError, match=r"is a nested tensor .* set use_nested_tensor = False"):
         call(model, number(2, TOKENS, WIDTH), padding=PADDED)
-
-
-def test_nested_tensor_is_refused(ranks):
-    ranks("pair", check_nested)
 
 
 #: Parts of the plan file, what replaces them, and the error.

@@ -22,6 +22,7 @@ from shardconv.convert.forward_reader import ForwardReader
 from shardconv.convert.unchanged_counts import examine_forwards
 from shardconv.distributed import Axis
 from shardconv.layers import ColumnParallelLinear, RowParallelLinear
+from tests.support.ranks import on_ranks
 
 HEADS, SIZE, WIDTH = 8, 4, 32
 
@@ -190,7 +191,9 @@ def is_right(module, expected):
     return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)  # sums in another order
 
 
-def check_form(axis, kind):
+@pytest.mark.parametrize("kind", [*RIGHT, *WRONG])
+@on_ranks("pair")
+def test_forms_that_compute_something_else_are_refused(axis, kind):
     torch.manual_seed(0)
     module = kind()
     expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
@@ -204,12 +207,8 @@ def check_form(axis, kind):
         converted(module, axis)
 
 
-@pytest.mark.parametrize("kind", [*RIGHT, *WRONG])
-def test_forms_that_compute_something_else_are_refused(ranks, kind):
-    ranks("pair", check_form, kind)
-
-
-def check_counts(axis):
+@on_ranks("pair")
+def test_counts_are_divided_once(axis):
     torch.manual_seed(0)
     module, x = Processed(), torch.randn(1, 3, WIDTH)
     expected = module(x)
@@ -228,11 +227,19 @@ def check_counts(axis):
     assert copied.num_heads == HEADS // 2
 
 
-def test_counts_are_divided_once(ranks):
-    ranks("pair", check_counts)
+@on_ranks("pair")
+def test_counts_are_those_of_the_modules_that_have_them(axis):
+    """Check that a count of one module says nothing about another, and the remedy for a count of another object."""
+    both = nn.ModuleList([Counts(), WithCore()])
+    del both[1].num_heads
+    with pytest.raises(
+        ValueError, match=r"^1 \(WithCore\): .* by core.count = 8, .*: set it to 4 where only this module"
+    ):
+        convert_parallel_linear(both, -1, counts=["num_heads"], group=axis)
 
 
-def check_lone_layer(axis):
+@on_ranks("pair")
+def test_module_that_contains_a_lone_layer_is_examined(axis):
     """Check a layer that is passed alone: the module that contains it is examined, and no count is changed before."""
     module = Counts()
     with pytest.raises(ValueError, match=r"^Counts: .* num_heads"):
@@ -245,24 +252,6 @@ def check_lone_layer(axis):
     layer = convert_parallel_linear(module.q, -1, counts=["num_heads"], group=axis)
     assert layer is module.q
     assert (type(layer), module.num_heads) == (ColumnParallelLinear, HEADS // 2)
-
-
-def check_other_owner(axis):
-    """Check that a count of one module says nothing about another, and the remedy for a count of another object."""
-    both = nn.ModuleList([Counts(), WithCore()])
-    del both[1].num_heads
-    with pytest.raises(
-        ValueError, match=r"^1 \(WithCore\): .* by core.count = 8, .*: set it to 4 where only this module"
-    ):
-        convert_parallel_linear(both, -1, counts=["num_heads"], group=axis)
-
-
-def test_counts_are_those_of_the_modules_that_have_them(ranks):
-    ranks("pair", check_other_owner)
-
-
-def test_module_that_contains_a_lone_layer_is_examined(ranks):
-    ranks("pair", check_lone_layer)
 
 
 PLAN = """
@@ -334,16 +323,13 @@ def hidden():
     return type("Hidden", (Attention,), {"forward": names["forward"]})()
 
 
-def check_hidden(axis):
+@on_ranks("pair")
+def test_attention_without_source_is_refused_until_counts_are_named(axis):
     with pytest.raises(
         ValueError, match=r"^Hidden: has the sharded layers of an attention, and its code does not show"
     ):
         converted(hidden(), axis)
     converted(hidden(), axis, counts=["num_heads"])
-
-
-def test_attention_without_source_is_refused_until_counts_are_named(ranks):
-    ranks("pair", check_hidden)
 
 
 class Named(nn.Module):
@@ -387,18 +373,15 @@ class Gated(Named):
         return self.w2(functional.silu(self.w1(x)) * self.w3(x) + self.w4(x))
 
 
-def check_ordinary(axis, kind):
+@pytest.mark.parametrize("kind", [Experts, Looping, Gated])
+@on_ranks("pair")
+def test_modules_with_several_layers_are_not_taken_for_attentions(axis, kind):
     torch.manual_seed(0)
     module, x = kind(), torch.randn(1, 3, WIDTH)
     expected = module(x)
     for names, dim in ((kind.columns, -1), (kind.rows, 0)):
         convert_parallel_linear(nn.ModuleList(map(module.get_submodule, names)), dim, group=axis)
     torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
-
-
-@pytest.mark.parametrize("kind", [Experts, Looping, Gated])
-def test_modules_with_several_layers_are_not_taken_for_attentions(ranks, kind):
-    ranks("pair", check_ordinary, kind)
 
 
 GATED_PLAN = """
@@ -440,15 +423,12 @@ def unavailable(kind):
     return type("Unavailable", (kind,), {"forward": names["forward"]})()
 
 
-def check_unavailable(axis):
+@on_ranks("pair")
+def test_three_layers_without_source_could_be_an_attention(axis):
     module = unavailable(Gated)
     convert_parallel_linear(nn.ModuleList([module.w1, module.w3, module.w4]), -1, group=axis)
     with pytest.raises(ValueError, match=r"^Unavailable: has the sharded layers of an attention"):
         convert_parallel_linear(module.w2, 0, group=axis)
-
-
-def test_three_layers_without_source_could_be_an_attention(ranks):
-    ranks("pair", check_unavailable)
 
 
 class Property(Attention):
@@ -478,7 +458,8 @@ def test_properties_without_a_setter_are_refused_before_anything_changes(ranks, 
     ranks("pair", check_property, tmp_path / "net.toml")
 
 
-def check_remembered_layers(axis):
+@on_ranks("pair")
+def test_that_no_count_is_wrong_is_remembered_for_layers(axis):
     """Check that counts=() is remembered for its layers, and not for others of the same module."""
     module = Counts()
     convert_parallel_linear(module.q, -1, counts=(), group=axis)
@@ -486,10 +467,6 @@ def check_remembered_layers(axis):
         convert_parallel_linear(nn.ModuleList([module.k]), -1, group=axis)
     convert_parallel_linear(nn.ModuleList([module.k, module.v]), -1, counts=(), group=axis)
     convert_parallel_linear(module.to_out[0], 0, group=axis)
-
-
-def test_that_no_count_is_wrong_is_remembered_for_layers(ranks):
-    ranks("pair", check_remembered_layers)
 
 
 def test_counts_are_a_list():
@@ -710,7 +687,9 @@ def converted_mlp(module, axis, counts=None):
     return module
 
 
-def check_mlp(axis, kind):
+@pytest.mark.parametrize("kind", [*MLPS[True], *MLPS[False]])
+@on_ranks("pair")
+def test_layers_between_which_features_of_a_shard_are_computed_with(axis, kind):
     torch.manual_seed(0)
     module = kind()
     expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
@@ -721,11 +700,6 @@ def check_mlp(axis, kind):
         return
     with pytest.raises(ValueError, match=rf"^{kind.__name__}: its forward "):
         converted_mlp(module, axis)
-
-
-@pytest.mark.parametrize("kind", [*MLPS[True], *MLPS[False]])
-def test_layers_between_which_features_of_a_shard_are_computed_with(ranks, kind):
-    ranks("pair", check_mlp, kind)
 
 
 class FusedAttention(nn.Module):
@@ -771,7 +745,18 @@ class FullScale(Interleaved):
         return (x.shape[-1] // self.num_heads) ** -0.5
 
 
-def check_counted(axis, kind, counts, is_same):
+@pytest.mark.parametrize(
+    ("kind", "counts", "is_same"),
+    [
+        (FusedView, ["num_heads"], False),
+        (FusedSplit, ["num_heads", "width"], False),
+        (FusedSizes, ["width"], False),
+        (Interleaved, ["num_heads"], True),
+        (FullScale, ["num_heads"], False),
+    ],
+)
+@on_ranks("pair")
+def test_counts_that_only_make_it_run_are_refused(axis, kind, counts, is_same):
     """Convert with counts that make it run, and compare: the check refuses it if it computes something else."""
     torch.manual_seed(0)
     module, x = kind(), torch.ones(1, 3, WIDTH).cumsum(1)
@@ -786,20 +771,6 @@ def check_counted(axis, kind, counts, is_same):
         return
     with pytest.raises(ValueError, match=rf"^{kind.__name__}: .*: shard the segments of a fused layer by a plan file"):
         convert_parallel_linear(nn.ModuleList([module.qkv]), -1, counts=counts, group=axis)
-
-
-@pytest.mark.parametrize(
-    ("kind", "counts", "is_same"),
-    [
-        (FusedView, ["num_heads"], False),
-        (FusedSplit, ["num_heads", "width"], False),
-        (FusedSizes, ["width"], False),
-        (Interleaved, ["num_heads"], True),
-        (FullScale, ["num_heads"], False),
-    ],
-)
-def test_counts_that_only_make_it_run_are_refused(ranks, kind, counts, is_same):
-    ranks("pair", check_counted, kind, counts, is_same)
 
 
 class Flag(Sizes):
@@ -839,16 +810,13 @@ class OfWeight(Attention):
         return x.view(*x.shape[:2], self.count, -1)
 
 
-def check_accepted(axis, kind):
+@pytest.mark.parametrize("kind", [Flag, Flags, Checkpointed, OfWeight])
+@on_ranks("pair")
+def test_forms_that_are_followed_are_accepted(axis, kind):
     torch.manual_seed(0)
     module = kind()
     expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
     assert is_right(converted(module, axis), expected)
-
-
-@pytest.mark.parametrize("kind", [Flag, Flags, Checkpointed, OfWeight])
-def test_forms_that_are_followed_are_accepted(ranks, kind):
-    ranks("pair", check_accepted, kind)
 
 
 def check_released(axis):

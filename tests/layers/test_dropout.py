@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from shardconv.layers import ParallelDropout
+from tests.support.ranks import on_ranks
 
 
 def everyones(axis, tensor):
@@ -14,7 +15,9 @@ def everyones(axis, tensor):
     return parts
 
 
-def check_masks(axis):
+@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
+@on_ranks()
+def test_masks(axis):
     x = torch.ones(64, 64)
     for is_parallel in (False, True):
         dropout = ParallelDropout(0.25, input_is_parallel=is_parallel, group=axis)
@@ -37,12 +40,8 @@ def check_masks(axis):
     assert (ParallelDropout(1.0, input_is_parallel=True, group=axis)(x) == 0).all()
 
 
-@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
-def test_masks(ranks, layout):
-    ranks(layout, check_masks)
-
-
-def check_checkpointed(axis):
+@on_ranks("pairs")
+def test_activation_checkpointing(axis):
     for is_parallel in (False, True):
         dropout = ParallelDropout(0.5, input_is_parallel=is_parallel, group=axis)
         results = []
@@ -62,28 +61,18 @@ def check_checkpointed(axis):
         assert torch.equal(results[0][1] == 0, results[0][0] == 0)
 
 
-def test_activation_checkpointing(ranks):
-    ranks("pairs", check_checkpointed)
-
-
-def check_seeds(axis):
+@on_ranks("four")
+def test_different_seeds_are_an_error(axis):
     torch.manual_seed(axis.rank)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         ParallelDropout(0.5, group=axis)(torch.ones(2))
 
 
-def test_different_seeds_are_an_error(ranks):
-    ranks("four", check_seeds)
-
-
-def check_compiled(axis):
+@on_ranks("pairs")
+def test_compiled_dropout(axis):
     dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
     dropout(torch.ones(1))
     output = torch.compile(dropout, fullgraph=True, backend="aot_eager")(torch.ones(64, 64))
     assert set(output.unique().tolist()) == {0.0, 2.0}
     parts = everyones(axis, output)
     assert not torch.equal(parts[0], parts[1])
-
-
-def test_compiled_dropout(ranks):
-    ranks("pairs", check_compiled)

@@ -11,6 +11,7 @@ from torch import nn
 
 from shardconv.layers import ParallelEmbedding, VocabParallelEmbedding
 from shardconv.layers.embedding import parallel_embedding
+from tests.support.ranks import on_ranks
 
 LAYOUTS = ["pairs", "strided", "four"]
 VOCAB, WIDTH = 22, 8
@@ -47,7 +48,11 @@ def mine_of(axis, full, dim):
     return padded[axis.rank * rows : (axis.rank + 1) * rows]
 
 
-def check_options(axis, dim, options):
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "none")
+@pytest.mark.parametrize("dim", [0, -1, 1, None])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_every_option(axis, dim, options):
     ids, grad = torch.tensor(IDS), torch.randn(2, 5, WIDTH, dtype=torch.float64)
     unsharded = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
     layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
@@ -72,14 +77,10 @@ def check_options(axis, dim, options):
     torch.testing.assert_close(layer.master_weight, unsharded.weight, rtol=1e-14 if is_summed else 0, atol=0)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options) or "none")
-@pytest.mark.parametrize("dim", [0, -1, 1, None])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_option(ranks, layout, dim, options):
-    ranks(layout, check_options, dim, options)
-
-
-def check_range(axis, dim, options):
+@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("dim", [0, -1])
+@on_ranks("four")
+def test_ids_out_of_range(axis, dim, options):
     layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, group=axis, **options)
     for wrong in (-1, VOCAB, VOCAB + 1, 10**6):
         with pytest.raises(IndexError, match="out of range"):
@@ -89,13 +90,10 @@ def check_range(axis, dim, options):
     assert layer(torch.tensor([1, 2], dtype=torch.int32)).shape == (2, WIDTH)
 
 
-@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"max_norm": 1.0}])
-@pytest.mark.parametrize("dim", [0, -1])
-def test_ids_out_of_range(ranks, dim, options):
-    ranks("four", check_range, dim, options)
-
-
-def check_initial_values(axis, seeds_differ):
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "four"])
+@on_ranks()
+def test_initial_values(axis, seeds_differ):
     for dim in (0, -1):
         for options in ({}, {"padding_idx": 3}):
             torch.manual_seed(10)
@@ -110,13 +108,8 @@ def check_initial_values(axis, seeds_differ):
             assert torch.equal(layer.master_weight, unsharded.weight)
 
 
-@pytest.mark.parametrize("seeds_differ", [False, True])
-@pytest.mark.parametrize("layout", ["strided", "four"])
-def test_initial_values(ranks, layout, seeds_differ):
-    ranks(layout, check_initial_values, seeds_differ)
-
-
-def check_small_vocabulary(axis):
+@on_ranks("four")
+def test_vocabulary_smaller_than_the_number_of_ranks(axis):
     """Check a vocabulary smaller than the number of ranks; some ranks hold only padding."""
     layer = VocabParallelEmbedding(3, WIDTH, 1, group=axis, dtype=torch.float64)
     full = layer.master_weight
@@ -127,11 +120,8 @@ def check_small_vocabulary(axis):
     assert torch.equal(layer.weight.grad, mine_of(axis, torch.tensor([[1.0], [0], [1]]).expand(3, WIDTH).double(), 0))
 
 
-def test_vocabulary_smaller_than_the_number_of_ranks(ranks):
-    ranks("four", check_small_vocabulary)
-
-
-def check_half_norms(axis):
+@on_ranks("pairs")
+def test_half_norms(axis):
     """Check norms of large float16 values, whose squares overflow float16."""
     table = (torch.arange(1.0, 13 * WIDTH + 1).view(13, WIDTH)).half()
     for dim in (0, -1):
@@ -139,10 +129,6 @@ def check_half_norms(axis):
         layer = ParallelEmbedding(13, WIDTH, max_norm=1.0, _weight=table.clone(), dim=dim, group=axis)
         unsharded(torch.arange(13)), layer(torch.arange(13))
         torch.testing.assert_close(layer.master_weight, unsharded.weight)
-
-
-def test_half_norms(ranks):
-    ranks("pairs", check_half_norms)
 
 
 #: Message to a call that is refused on two ranks.
@@ -159,28 +145,19 @@ REFUSED = {
 }
 
 
-def check_refused(axis, message):
+@pytest.mark.parametrize("message", REFUSED)
+@on_ranks("pairs")
+def test_invalid_arguments_are_refused(axis, message):
     with pytest.raises(ValueError, match=message):
         REFUSED[message](axis)
 
 
-def check_meta_device(axis):
+@on_ranks("pairs")
+def test_device_and_dtype_of_the_weight(axis):
     meta = ParallelEmbedding(VOCAB, WIDTH, dim=0, device="meta", dtype=torch.bfloat16, group=axis)
     assert (meta.weight.is_meta, meta.weight.dtype) == (True, torch.bfloat16)
 
 
-def check_repr(axis):
+@on_ranks("pairs")
+def test_repr_has_the_dim_and_tp(axis):
     assert f"dim=0, tp={axis.size}" in repr(ParallelEmbedding(VOCAB, WIDTH, dim=0, group=axis))
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_invalid_arguments_are_refused(ranks, message):
-    ranks("pairs", check_refused, message)
-
-
-def test_device_and_dtype_of_the_weight(ranks):
-    ranks("pairs", check_meta_device)
-
-
-def test_repr_has_the_dim_and_tp(ranks):
-    ranks("pairs", check_repr)

@@ -25,6 +25,7 @@ from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
 from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from tests.support.matrix import each_once
+from tests.support.ranks import on_ranks
 
 LAYOUTS = ["pairs", "strided", "four"]
 BATCH, IN, OUT = 5, 24, 40
@@ -134,7 +135,8 @@ def test_row(ranks, layout, is_parallel, parts):
         ranks(layout, check_row, dtype, bias, is_parallel, parts)
 
 
-def check_functional(axis):
+@on_ranks("four")
+def test_functional(axis):
     unsharded, x = unsharded_layer(), fixed((BATCH, IN))
     mine, rows = columns_of(axis, (OUT,)), columns_of(axis, (IN,))
     column = parallel_linear(x, unsharded.weight[mine], unsharded.bias[mine], -1, gather_output=True, group=axis)
@@ -146,11 +148,9 @@ def check_functional(axis):
         parallel_linear(x, unsharded.weight, dim=2)
 
 
-def test_functional(ranks):
-    ranks("four", check_functional)
-
-
-def check_pair(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_pair_takes_one_collective_per_direction(axis):
     """Check a column and a row parallel layer, and their number of collectives."""
     first, second = unsharded_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
     column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
@@ -189,12 +189,9 @@ def check_pair(axis):
     assert_near(x.grad, full_x.grad)
 
 
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_pair_takes_one_collective_per_direction(ranks, layout):
-    ranks(layout, check_pair)
-
-
-def check_replicas(axis, gather):
+@pytest.mark.parametrize("gather", [False, True])
+@on_ranks("four")
+def test_replicated_rows(axis, gather):
     """Check output, gradients and an optimizer step with replicated rows, as of fewer KV heads than ranks."""
     heads, size = axis.size // 2, 3
     placement = shard_dim(0, [Unit(heads, size, replicate=True)], axis.size)
@@ -227,12 +224,8 @@ def check_replicas(axis, gather):
     assert_near(layer.weight.grad, 2 * unsharded.weight[own], "gradient through the full weight")
 
 
-@pytest.mark.parametrize("gather", [False, True])
-def test_replicated_rows(ranks, gather):
-    ranks("four", check_replicas, gather)
-
-
-def check_placements_refused(axis):
+@on_ranks("pairs")
+def test_invalid_placements_are_errors(axis):
     for dim, ranks, message in [
         (-1, ((Interval(0, 3),), (Interval(3, 4),)), "shards of different sizes"),
         (0, ((Interval(0, 2), Interval(3, 4)), (Interval(0, 3),)), "expected every row on the same number of ranks"),
@@ -241,10 +234,6 @@ def check_placements_refused(axis):
         placement = Placement(0 if dim else 1, size, ranks)
         with pytest.raises(ValueError, match=message):
             ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
-
-
-def test_invalid_placements_are_errors(ranks):
-    ranks("pairs", check_placements_refused)
 
 
 def unsharded_pair(dtype):
@@ -259,7 +248,8 @@ def split_pair(dtype, axis):
     return pair
 
 
-def check_autocast(axis):
+@on_ranks("pairs")
+def test_autocast(axis):
     """Check the dtypes, which are torch's: bfloat16 outputs, float32 gradients."""
     pair, x = split_pair(torch.float32, axis), fixed((BATCH, IN), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -271,10 +261,6 @@ def check_autocast(axis):
     assert {parameter.grad.dtype for parameter in pair.parameters()} == {torch.float32}
 
 
-def test_autocast(ranks):
-    ranks("pairs", check_autocast)
-
-
 def penalised(pair):
     """The gradient of a gradient penalty."""
     x = fixed((BATCH, IN)).requires_grad_()
@@ -283,7 +269,8 @@ def penalised(pair):
     return x.grad
 
 
-def check_second_gradients(axis):
+@on_ranks("four")
+def test_second_gradients(axis):
     gathers, scatters = unsharded_pair(torch.float64), unsharded_pair(torch.float64)
     gathers[0] = ParallelLinear.convert_parallel_linear(gathers[0], -1, gather_output=True, group=axis)
     scatters[0] = ParallelLinear.convert_parallel_linear(scatters[0], 0, group=axis)
@@ -291,11 +278,8 @@ def check_second_gradients(axis):
         assert_near(penalised(pair), penalised(unsharded_pair(torch.float64)))
 
 
-def test_second_gradients(ranks):
-    ranks("four", check_second_gradients)
-
-
-def check_shapes(axis):
+@on_ranks("pairs")
+def test_inputs_of_any_shape(axis):
     pair, unsharded = split_pair(torch.float64, axis), unsharded_pair(torch.float64)
     for x in (fixed((IN,)), fixed((0, IN)), fixed((3, 0, IN)), fixed((IN, BATCH)).t(), fixed((4, 3, IN))[:, ::2]):
         found, expected = pair(x), unsharded(x)
@@ -303,11 +287,10 @@ def check_shapes(axis):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)  # partial sums
 
 
-def test_inputs_of_any_shape(ranks):
-    ranks("pairs", check_shapes)
-
-
-def check_initial_values(axis, seeds_differ):
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", ["strided", "four"])
+@on_ranks()
+def test_initial_values(axis, seeds_differ):
     """Check that initial values and the generator's state are those of nn.Linear on the first rank."""
     for dim in (None, -1, 0):
         for options in ({}, {"split_sizes": (8, 8, 8)}):
@@ -328,13 +311,8 @@ def check_initial_values(axis, seeds_differ):
             assert torch.equal(layer.master_bias, unsharded.bias)
 
 
-@pytest.mark.parametrize("seeds_differ", [False, True])
-@pytest.mark.parametrize("layout", ["strided", "four"])
-def test_initial_values(ranks, layout, seeds_differ):
-    ranks(layout, check_initial_values, seeds_differ)
-
-
-def check_initialisers(axis):
+@on_ranks("pairs")
+def test_initialisers(axis):
     for name in sorted(set(INITIALIZERS) - {"dirac"}):
         torch.manual_seed(1)
         unsharded = torch.empty(OUT, IN)
@@ -362,11 +340,8 @@ def check_initialisers(axis):
         init_affine_weight_(torch.empty(3, IN), OUT, IN, 3, 0, group=axis)
 
 
-def test_initialisers(ranks):
-    ranks("pairs", check_initialisers)
-
-
-def check_options(axis):
+@on_ranks("pairs")
+def test_options(axis):
     column = ColumnParallelLinear(IN, OUT, skip_bias_add=True, gather_output=True, dtype=torch.float64, group=axis)
     x = fixed((BATCH, IN))
     output, bias = column(x)
@@ -400,11 +375,9 @@ def check_options(axis):
     assert f"tp={axis.size}" in repr(column)
 
 
-def test_options(ranks):
-    ranks("pairs", check_options)
-
-
-def check_low_rank(axis, dim):
+@pytest.mark.parametrize(("dim", "layout"), each_once([-1, 0], ["pairs", "four"]))
+@on_ranks()
+def test_low_rank(axis, dim):
     """Check a low-rank pair and all gradients against unsharded matrices."""
     options = {"gather_output": True} if dim == -1 else {}
     base = ParallelLinear(IN, OUT, dim=dim, dtype=torch.float64, group=axis, **options)
@@ -441,12 +414,9 @@ def check_low_rank(axis, dim):
         LoRALinear(base, 0)
 
 
-@pytest.mark.parametrize(("dim", "layout"), each_once([-1, 0], ["pairs", "four"]))
-def test_low_rank(ranks, layout, dim):
-    ranks(layout, check_low_rank, dim)
-
-
-def check_tied(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_tied_head(axis):
     """Check a head tied to an embedding with a vocabulary of 21: padded logits are -inf, and gradients are summed."""
     vocab = 21
     embedding = VocabParallelEmbedding(vocab, IN, dtype=torch.float64, group=axis)
@@ -472,12 +442,8 @@ def check_tied(axis):
     assert_near(embedding.weight.grad[: len(mine)], mine)
 
 
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_tied_head(ranks, layout):
-    ranks(layout, check_tied)
-
-
-def check_master_gradients(axis):
+@on_ranks("strided")
+def test_master_tensors_are_differentiable(axis):
     """Check the shards' gradients of a loss of the full tensors."""
     for dim, parts in ((-1, (8, 8, 24)), (0, None)):
         layer = ParallelLinear(IN, OUT, dim=dim, split_sizes=parts, dtype=torch.float64, group=axis)
@@ -487,7 +453,3 @@ def check_master_gradients(axis):
         assert torch.equal(layer.weight.grad, weights[mine] if dim == -1 else weights[:, mine])
         (layer.master_bias * weights[:, 0]).sum().backward()
         assert torch.equal(layer.bias.grad, weights[mine, 0] if dim == -1 else weights[:, 0])
-
-
-def test_master_tensors_are_differentiable(ranks):
-    ranks("strided", check_master_gradients)

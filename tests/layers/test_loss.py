@@ -22,6 +22,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.loss import parallel_cross_entropy
 from tests.support.matrix import cases
+from tests.support.ranks import on_ranks
 
 BATCH = 6
 SHAPES = [(BATCH,), (BATCH, 2, 2), None]
@@ -89,7 +90,13 @@ def test_class_indices_in_float32(ranks):
     ranks("four", check_indices, torch.float32, 10, (BATCH,))
 
 
-def check_probabilities(axis, num_classes, shape):
+@pytest.mark.parametrize(
+    ("num_classes", "shape"),
+    cases(itertools.product([12, 5], SHAPES), lambda num_classes, shape: (num_classes == 12) == (shape == SHAPES[1])),
+    ids=str,
+)
+@on_ranks("four")
+def test_probabilities(axis, num_classes, shape):
     for smoothing, reduction, weighted in itertools.product((0.0, 0.1), ("mean", "sum", "none"), (False, True)):
         torch.manual_seed(4)
         logits, _ = case(shape, num_classes, torch.float64)
@@ -100,16 +107,8 @@ def check_probabilities(axis, num_classes, shape):
         compare(axis, logits, target, target, num_classes, **options)
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "shape"),
-    cases(itertools.product([12, 5], SHAPES), lambda num_classes, shape: (num_classes == 12) == (shape == SHAPES[1])),
-    ids=str,
-)
-def test_probabilities(ranks, num_classes, shape):
-    ranks("four", check_probabilities, num_classes, shape)
-
-
-def check_collectives(axis):
+@on_ranks("four")
+def test_collectives(axis):
     counts = []
     original = dist.all_reduce
 
@@ -132,17 +131,16 @@ def check_collectives(axis):
         dist.all_reduce = original
 
 
-def test_collectives(ranks):
-    ranks("four", check_collectives)
-
-
-def check_large(axis):
+@on_ranks("pairs")
+def test_large_logits(axis):
     """Check values that could overflow: large logits, and -inf for masked classes."""
     logits = torch.tensor([[1e4, -1e4, 0, 1], [float("-inf"), 3, 2, 1]], dtype=torch.float64)
     compare(axis, logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 4)
 
 
-def check_half(axis, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks("pairs")
+def test_half_precision(axis, dtype):
     logits, target = case((BATCH,), 12, torch.float32)
     logits = logits.to(dtype)
     mine = split(axis, logits, 12).clone().requires_grad_()
@@ -153,16 +151,8 @@ def check_half(axis, dtype):
     torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)  # one rounding
 
 
-def test_large_logits(ranks):
-    ranks("pairs", check_large)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(ranks, dtype):
-    ranks("pairs", check_half, dtype)
-
-
-def check_autocast(axis):
+@on_ranks("pairs")
+def test_autocast(axis):
     """Check autocast, under which torch returns the loss in float32."""
     logits, target = case((BATCH,), 12, torch.float32)
     logits = logits.bfloat16()
@@ -172,11 +162,8 @@ def check_autocast(axis):
     torch.testing.assert_close(found, expected)  # also compares dtypes
 
 
-def test_autocast(ranks):
-    ranks("pairs", check_autocast)
-
-
-def check_no_rows(axis):
+@on_ranks("pairs")
+def test_no_rows(axis):
     """Check that the mean over no rows is nan, as in torch."""
     for target in (torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)):
         for reduction in ("mean", "sum", "none"):
@@ -186,11 +173,8 @@ def check_no_rows(axis):
             torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_no_rows(ranks):
-    ranks("pairs", check_no_rows)
-
-
-def check_second_gradient(axis):
+@on_ranks("four")
+def test_second_gradient(axis):
     """Check the gradient of a gradient penalty against torch's."""
     logits, target = case((BATCH,), 12, torch.float64)
     weight = torch.rand(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -206,11 +190,8 @@ def check_second_gradient(axis):
         torch.testing.assert_close(mine.grad, split(axis, full.grad, 12))
 
 
-def test_second_gradient(ranks):
-    ranks("four", check_second_gradient)
-
-
-def check_module(axis):
+@on_ranks("four")
+def test_module(axis):
     logits, target = case((BATCH,), 10, torch.float64)
     weight = torch.rand(10, dtype=torch.float64)
     loss = ParallelCrossEntropyLoss(weight, label_smoothing=0.2, num_classes=10, group=axis)
@@ -227,10 +208,6 @@ def check_module(axis):
         with pytest.warns(UserWarning, match="deprecated"):
             found = parallel_cross_entropy(split(axis, logits, 10), target, num_classes=10, group=axis, **old)
         torch.testing.assert_close(found, expected)
-
-
-def test_module(ranks):
-    ranks("four", check_module)
 
 
 TARGET = torch.zeros(BATCH, dtype=torch.int64)
@@ -254,15 +231,12 @@ REFUSED = {
 }
 
 
-def check_refused(axis, name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks("pairs")
+def test_invalid_arguments_are_refused(axis, name):
     arguments, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         parallel_cross_entropy(torch.zeros(BATCH, 4), **{"target": TARGET, "num_classes": 8, "group": axis} | arguments)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_arguments_are_refused(ranks, name):
-    ranks("pairs", check_refused, name)
 
 
 def check_full_or_sharded(axis):

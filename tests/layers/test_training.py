@@ -15,6 +15,7 @@ from shardconv.convert import gather_state_dict, load_full_state_dict
 from shardconv.distributed import init_parallel
 from tests.support.gpt import GPT, LAYERS, WIDTH, Block, batch
 from tests.support.matrix import MATRIX, cases
+from tests.support.ranks import on_ranks
 
 STEPS = 50
 
@@ -42,7 +43,9 @@ def loaded(axis, state):
     return model
 
 
-def check_split(axis):
+@pytest.mark.parametrize("layout", cases(["pairs", "strided", "four"], lambda layout: layout == "four"))
+@on_ranks()
+def test_tensor_parallel(axis):
     unsharded = GPT().double()
     unsharded.load_state_dict(unsharded_state())
     expected = train(unsharded, range(STEPS))
@@ -56,12 +59,8 @@ def check_split(axis):
         torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("layout", cases(["pairs", "strided", "four"], lambda layout: layout == "four"))
-def test_tensor_parallel(ranks, layout):
-    ranks(layout, check_split)
-
-
-def check_replicated(_):
+@on_ranks("four")
+def test_tensor_and_data_parallel(axis):
     """Check tp=2 with two replicas under torch's DistributedDataParallel, each with half of the batch."""
     groups = init_parallel(tensor=2, data=2)
     unsharded = GPT().double()
@@ -73,10 +72,6 @@ def check_replicated(_):
     dist.all_reduce(found, group=groups.data.group)
     shardconv.distributed.groups._current.groups = None
     torch.testing.assert_close(found / 2, expected, rtol=1e-9, atol=0)
-
-
-def test_tensor_and_data_parallel(ranks):
-    ranks("four", check_replicated)
 
 
 def train_some(axis, state, first, last):
@@ -96,7 +91,9 @@ def test_continued_at_another_tp(ranks):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
 
 
-def check_compiled(axis):
+@MATRIX
+@on_ranks("pairs")
+def test_compiled_block(axis):
     torch.manual_seed(2)
     block = Block(axis).double()
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
@@ -112,11 +109,6 @@ def check_compiled(axis):
     torch.testing.assert_close(compiled_x.grad, eager_x.grad, rtol=1e-11, atol=1e-12)
     for parameter, grad in zip(block.parameters(), grads, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-11, atol=1e-12)
-
-
-@MATRIX
-def test_compiled_block(ranks):
-    ranks("pairs", check_compiled)
 
 
 def test_parallel_and_unsharded_models_have_the_same_names():

@@ -27,6 +27,7 @@ from tests.support.comparison import SCALE, check_gradients, inputs_of, numbers
 from tests.support.gpt import GPT, Block, batch
 from tests.support.matrix import cases
 from tests.support.models import MODELS, Model
+from tests.support.ranks import on_ranks
 
 
 def both(path, **options):
@@ -296,20 +297,6 @@ def is_near(found, expected):
     return all((found[key] - value).abs().max() <= 1e-5 * value.abs().max() for key, value in expected.items())
 
 
-def check_case(axis, name):
-    model, policy = CASES[name]
-    before = model.build(SCALE).eval()
-    after = shardconv.convert_model(copy.deepcopy(before), rules=policy, group=axis)
-    expected, found = outputs_of(before, given(name)), outputs_of(after, given(name))
-    assert expected.keys() == found.keys()
-    assert is_near(found, expected)
-    check_gradients(before, after, axis)
-    state = gather_state_dict(after)
-    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
-    if name not in WITHOUT_FAMILY:
-        check_placements(axis, before, after)
-
-
 def check_placements(axis, before, after):
     """Check that a policy shards tensors as the family does, and replicates the others."""
     family = shardconv.convert_model(copy.deepcopy(before), group=axis)
@@ -330,8 +317,19 @@ MODELS_ON_RANKS = cases(
 
 
 @pytest.mark.parametrize(("layout", "name"), MODELS_ON_RANKS)
-def test_models(ranks, layout, name):
-    ranks(layout, check_case, name)
+@on_ranks()
+def test_models(axis, name):
+    model, policy = CASES[name]
+    before = model.build(SCALE).eval()
+    after = shardconv.convert_model(copy.deepcopy(before), rules=policy, group=axis)
+    expected, found = outputs_of(before, given(name)), outputs_of(after, given(name))
+    assert expected.keys() == found.keys()
+    assert is_near(found, expected)
+    check_gradients(before, after, axis)
+    state = gather_state_dict(after)
+    assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
+    if name not in WITHOUT_FAMILY:
+        check_placements(axis, before, after)
 
 
 def changed(policy, **roles):
@@ -366,7 +364,9 @@ WRONG = {
 }  # fmt: skip
 
 
-def check_wrong(axis, name):
+@pytest.mark.parametrize("name", WRONG)
+@on_ranks("pair")
+def test_wrong_policies_are_detected(axis, name):
     case, policy, message = WRONG[name]
     before = CASES[case][0].build(SCALE).eval()
     if message is None:
@@ -375,11 +375,6 @@ def check_wrong(axis, name):
         return
     with pytest.raises((RuntimeError, ValueError, shardconv.PlanError), match=message):
         outputs_of(shardconv.convert_model(copy.deepcopy(before), policy, group=axis), given(case))
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_policies_are_detected(ranks, name):
-    ranks("pair", check_wrong, name)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -459,7 +454,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-def check_refused(axis, name):
+@pytest.mark.parametrize("name", REFUSED)
+@on_ranks("four")
+def test_refused_policy_leaves_the_model_unchanged(axis, name):
     policy, message, *fields = REFUSED[name]
     model = Model("bert", dict(*fields), "BertForMaskedLM").build()
     before = copy.deepcopy(model.state_dict())
@@ -471,11 +468,6 @@ def check_refused(axis, name):
     assert {module.num_attention_heads for module in model.modules() if hasattr(module, "num_attention_heads")} == {
         model.config.num_attention_heads
     }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_policy_leaves_the_model_unchanged(ranks, name):
-    ranks("four", check_refused, name)
 
 
 def check_conv1d_without_reversed(axis):
@@ -559,7 +551,9 @@ class Counted(ParallelLinear):
         return super().forward(x)
 
 
-def check_classes(axis, name):
+@pytest.mark.parametrize("name", ["BertIntermediate", BertIntermediate])
+@on_ranks("pair")
+def test_classes(axis, name):
     """Check replaced classes of modules and of layers; other models do not change."""
     before, other = (Model("bert").build(SCALE).eval() for _ in range(2))
     attributes = [dict(vars(type(module))) for module in before.modules()]
@@ -578,19 +572,11 @@ def check_classes(axis, name):
     assert attributes == [dict(vars(type(module))) for module in other.modules()]
 
 
-@pytest.mark.parametrize("name", ["BertIntermediate", BertIntermediate])
-def test_classes(ranks, name):
-    ranks("pair", check_classes, name)
-
-
-def check_conv1d_class(axis):
+@on_ranks("pair")
+def test_conv1d_class(axis):
     after = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
     kinds = {type(block.mlp.c_proj) for block in after.transformer.h}
     assert kinds == {RowParallelLinear}
-
-
-def test_conv1d_class(ranks):
-    ranks("pair", check_conv1d_class)
 
 
 class BlockPolicy(Policy):
@@ -617,7 +603,9 @@ class BlockPolicy(Policy):
         return Block
 
 
-def check_own_model(axis):
+@pytest.mark.parametrize("layout", ["pair", "four"])
+@on_ranks()
+def test_custom_model(axis):
     before = GPT()
     after = shardconv.convert_model(copy.deepcopy(before), BlockPolicy, group=axis)
     assert after.blocks[0].qkv.weight.shape[0] == 96 // axis.size
@@ -630,12 +618,9 @@ def check_own_model(axis):
         shardconv.convert_model(copy.deepcopy(before), changed(BlockPolicy, attn_qkv=[both("qkv")]), group=axis)
 
 
-@pytest.mark.parametrize("layout", ["pair", "four"])
-def test_custom_model(ranks, layout):
-    ranks(layout, check_own_model)
-
-
-def check_fused_rows(axis, transposed):
+@pytest.mark.parametrize("transposed", [False, True])
+@on_ranks("pair")
+def test_fused_rows(axis, transposed):
     """Check a row parallel layer whose inputs are fused like the outputs of the preceding layer."""
     make = (lambda i, o: Conv1D(o, i)) if transposed else nn.Linear
     before = nn.Sequential(make(4, 24), nn.Tanh(), make(24, 4))
@@ -651,12 +636,8 @@ def check_fused_rows(axis, transposed):
         assert torch.allclose(after(x), before(x), atol=1e-6) is is_right
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_fused_rows(ranks, transposed):
-    ranks("pair", check_fused_rows, transposed)
-
-
-def check_frozen_and_trained(axis):
+@on_ranks("pair")
+def test_gradients_are_compared_once(axis):
     """Check that only the first gradients other than zero are compared between ranks."""
     model = CASES["qwen3"][0].build(SCALE)
     after = shardconv.convert_model(model, Qwen3Policy, group=axis)
@@ -666,7 +647,3 @@ def check_frozen_and_trained(axis):
     assert hooks() > 0
     outputs_of(after, given("qwen3"))
     assert hooks() == 0
-
-
-def test_gradients_are_compared_once(ranks):
-    ranks("pair", check_frozen_and_trained)

@@ -5,6 +5,7 @@ of neighbors, two strided pairs, all four, or, for slow checks, one pair. A worl
 """
 
 import importlib
+import inspect
 import multiprocessing
 import sys
 import time
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import update_wrapper
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ _IMPORTED = ["torch"] if find_spec("torchvision") else [
     "functorch.compile", "hypothesis", "pytest", "shardconv.checkpoint.operations.split", "shardconv.proof.compare",
     "shardconv.runtime.load", "shardconv.tensor", "torch._dynamo", "transformers.models.llama.modeling_llama",
 ]  # fmt: skip
+KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _PATIENCE, _NO_ANSWER = 150, "no answer"
 
 
@@ -100,6 +103,28 @@ def ranks_in(folder: Path, world: int = 4) -> Iterator[Callable[..., list[Any]]]
         ranks.stop()
 
 
+def on_ranks(layout: str = "") -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of a check, whose first parameter is the axis of a rank, and the others are those of the test.
+
+    Args:
+        layout: a key of :data:`LAYOUTS`; by default the parameter ``layout`` of the test.
+    """
+
+    def decorate(check: Callable[..., Any]) -> Callable[..., None]:
+        def test(ranks: Callable[..., list[Any]], **arguments: Any) -> None:
+            ranks(layout or arguments.pop("layout"), check, *(arguments[name] for name in names))
+
+        _, *names = inspect.signature(check).parameters
+        own = ["ranks", *([] if layout else ["layout"]), *names]
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in own])
+        test.check = check
+        update_wrapper(test, check, updated=())
+        del test.__wrapped__  # pytest would read its signature
+        return test
+
+    return decorate
+
+
 def _layouts(world: int) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {name: groups for name, groups in LAYOUTS.items() if max(map(max, groups)) < world}
 
@@ -131,6 +156,7 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
             check: Any = importlib.import_module(module)
             for part in name.split("."):
                 check = getattr(check, part)
+            check = getattr(check, "check", check)  # of a test that on_ranks made
             with on_device():
                 torch.manual_seed(0)
                 pipe.send((True, check(axes[layout], *arguments)))

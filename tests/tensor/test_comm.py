@@ -11,6 +11,7 @@ from shardconv.tensor import CommSpec, Cost, LinkReport
 from shardconv.tensor.comm import axis_over
 from shardconv.tensor.cost import Link, collective_time
 from tests.support.mesh_layouts import mesh_of, numbers, spied
+from tests.support.ranks import on_ranks
 
 LAYOUTS = ["pairs", "four"]
 
@@ -86,7 +87,9 @@ def test_patterns(ranks, layout, check):
     ranks(layout, check)
 
 
-def check_uneven(axis):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_uneven(axis):
     """Check sizes as of torch.chunk; with 5 over 4 ranks, the last one is empty."""
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     full, other = numbers((5, 7), 1), numbers((5, 7), 2)
@@ -115,12 +118,8 @@ def check_uneven(axis):
             CommSpec("all_gather", 0, gather_dims=0).apply(full, mesh, shape=(6, 7))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_uneven(ranks, layout):
-    ranks(layout, check_uneven)
-
-
-def check_several_axes(axis):
+@on_ranks("four")
+def test_several_axes(axis):
     """Check MIXGATHER_FWD_SPLIT_BWD and others over both axes at once; the first axis is the outermost."""
     mesh = mesh_of(axis, 2)
     row, column = mesh.get_coordinate()
@@ -157,11 +156,8 @@ def check_several_axes(axis):
     assert seen == [("all_gather", only.nbytes)]
 
 
-def test_several_axes(ranks):
-    ranks("four", check_several_axes)
-
-
-def check_axes(axis):
+@on_ranks("four")
+def test_axes(axis):
     mesh = mesh_of(axis, 2)
     assert axis_over(mesh, ["tensor"]).group is mesh.get_group("tensor")
     assert axis_over(mesh, [0, 1]).group is dist.group.WORLD
@@ -177,11 +173,8 @@ def check_axes(axis):
             axis_over(part, [0])
 
 
-def test_axes(ranks):
-    ranks("four", check_axes)
-
-
-def check_one_rank(_):
+@on_ranks("four")
+def test_one_rank(axis):
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
     mesh, x = init_device_mesh("cpu", (4, 1)), torch.randn(3, 4)
@@ -193,10 +186,6 @@ def check_one_rank(_):
             assert torch.equal(spec.apply(x, mesh), x)
             assert spec.cost(mesh).total == 0
     assert seen == []
-
-
-def test_one_rank(ranks):
-    ranks("four", check_one_rank)
 
 
 LINK = Link(alpha=2e-6, beta=1e-9)
@@ -275,15 +264,12 @@ INVALID = {
 }
 
 
-def check_invalid(axis, name):
+@pytest.mark.parametrize("name", INVALID)
+@on_ranks("pairs")
+def test_invalid_arguments_on_a_mesh(axis, name):
     call, message = INVALID[name]
     with pytest.raises(ValueError, match=message):
         call(mesh_of(axis, 1))
-
-
-@pytest.mark.parametrize("name", INVALID)
-def test_invalid_arguments_on_a_mesh(ranks, name):
-    ranks("pairs", check_invalid, name)
 
 
 def test_specs_are_values():

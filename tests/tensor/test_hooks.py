@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from shardconv import ColumnParallelLinear, convert_model
 from shardconv.tensor import ParamHook, use_param_hooks
 from tests.support.matrix import each_once
+from tests.support.ranks import on_ranks
 
 FORWARD = ["pre_forward", "post_forward"]
 BACKWARD = ["pre_backward", "post_backward"]
@@ -447,7 +448,81 @@ def block(case):
     return run
 
 
-def check_checkpoint(axis, kind, use_reentrant, early_stop, where):
+def check_checkpoint_without_hooks(axis, kind, use_reentrant):
+    """Check that a pass without hooks is recomputed without hooks, also after torch's checkpoint was patched."""
+    case = Case(axis, kind)
+    with use_param_hooks():
+        pass
+    output = checkpoint(block(case), case.x, use_reentrant=use_reentrant)
+    with use_param_hooks(case.recorder):
+        output.sum().backward()
+    assert case.recorder.take() == []
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "shard"])
+@on_ranks("pairs")
+def test_checkpoint_that_ends_in_an_operation(axis, kind):
+    """Check recomputation that begins inside the backward of an operation."""
+    case = Case(axis, kind)
+    with use_param_hooks(case.recorder):
+        output = checkpoint(lambda x: F.linear(x, case.w, case.b), case.x, use_reentrant=False)
+        output.sum().backward()
+    phases = [*FORWARD, *BACKWARD, *FORWARD, *BACKWARD]
+    assert case.recorder.take() == around("wb", phases)
+
+
+@on_ranks("pairs")
+def test_embedding_with_a_norm(axis):
+    """Check an operation in place without a trailing underscore: max_norm rescales the rows that it reads."""
+    layer = ColumnParallelLinear(6, 8, group=axis)
+    recorder, ids = Recorder({"w": layer.weight}), torch.tensor([0, 2])
+    unsharded = layer.weight.detach().clone()
+    expected = F.embedding(ids, unsharded, max_norm=0.1)
+    with use_param_hooks(recorder):
+        found = F.embedding(ids, layer.weight, max_norm=0.1)
+    assert torch.equal(found, expected)
+    assert torch.equal(layer.weight, unsharded)
+    assert recorder.take() == around("w", FORWARD)
+
+
+# --- converted models -----------------------------------------------------------------------------------------------
+
+
+def tiny_llama():
+    from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
+
+    return MODELS["llama"].build(0.1)
+
+
+def train(model, ids, hooks):
+    model.zero_grad()
+    with use_param_hooks(*hooks):
+        output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return output.logits.detach(), grads
+
+
+KINDS_ON_LAYOUTS = pytest.mark.parametrize(("kind", "layout"), each_once(["dtensor", "shard"], ["pairs", "four"]))
+CHECKS = [
+    check_order, check_chain, check_uses, check_passes, check_second_derivative, check_brackets,
+    check_arguments_and_results, check_views, check_silence, check_no_grad, check_in_place, check_set_items,
+    check_nesting, check_failures, check_hooks_that_compute,
+]  # fmt: skip
+
+
+@KINDS_ON_LAYOUTS
+@pytest.mark.parametrize("check", CHECKS)
+def test_phases(ranks, layout, kind, check):
+    ranks(layout, check, kind)
+
+
+@KINDS_ON_LAYOUTS
+@pytest.mark.parametrize("where", ["inside", "behind", "other"])
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks()
+def test_checkpoint(axis, kind, use_reentrant, early_stop, where):
     """Check that recomputation repeats forward phases with the hooks of the first pass, but not backward phases."""
     case = Case(axis, kind)
     case.x = case.tensor(3, 6).requires_grad_()
@@ -474,68 +549,14 @@ def check_checkpoint(axis, kind, use_reentrant, early_stop, where):
     assert same([full(output), *case.grads()], expected)
 
 
-def check_checkpoint_without_hooks(axis, kind, use_reentrant):
-    """Check that a pass without hooks is recomputed without hooks, also after torch's checkpoint was patched."""
-    case = Case(axis, kind)
-    with use_param_hooks():
-        pass
-    output = checkpoint(block(case), case.x, use_reentrant=use_reentrant)
-    with use_param_hooks(case.recorder):
-        output.sum().backward()
-    assert case.recorder.take() == []
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_without_hooks(ranks, use_reentrant):
+    ranks("four", check_checkpoint_without_hooks, "shard", use_reentrant)
 
 
-def check_checkpoint_that_ends_in_an_operation(axis, kind):
-    """Check recomputation that begins inside the backward of an operation."""
-    case = Case(axis, kind)
-    with use_param_hooks(case.recorder):
-        output = checkpoint(lambda x: F.linear(x, case.w, case.b), case.x, use_reentrant=False)
-        output.sum().backward()
-    phases = [*FORWARD, *BACKWARD, *FORWARD, *BACKWARD]
-    assert case.recorder.take() == around("wb", phases)
-
-
-def check_embedding_with_a_norm(axis):
-    """Check an operation in place without a trailing underscore: max_norm rescales the rows that it reads."""
-    layer = ColumnParallelLinear(6, 8, group=axis)
-    recorder, ids = Recorder({"w": layer.weight}), torch.tensor([0, 2])
-    unsharded = layer.weight.detach().clone()
-    expected = F.embedding(ids, unsharded, max_norm=0.1)
-    with use_param_hooks(recorder):
-        found = F.embedding(ids, layer.weight, max_norm=0.1)
-    assert torch.equal(found, expected)
-    assert torch.equal(layer.weight, unsharded)
-    assert recorder.take() == around("w", FORWARD)
-
-
-@pytest.mark.parametrize("kind", ["dtensor", "shard"])
-def test_checkpoint_that_ends_in_an_operation(ranks, kind):
-    ranks("pairs", check_checkpoint_that_ends_in_an_operation, kind)
-
-
-def test_embedding_with_a_norm(ranks):
-    ranks("pairs", check_embedding_with_a_norm)
-
-
-# --- converted models -----------------------------------------------------------------------------------------------
-
-
-def tiny_llama():
-    from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
-
-    return MODELS["llama"].build(0.1)
-
-
-def train(model, ids, hooks):
-    model.zero_grad()
-    with use_param_hooks(*hooks):
-        output = model(input_ids=ids, labels=ids)
-    output.loss.backward()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    return output.logits.detach(), grads
-
-
-def check_llama(axis, recomputes):
+@pytest.mark.parametrize(("recomputes", "layout"), each_once([None, True, False], ["pairs", "four"]))
+@on_ranks()
+def test_llama(axis, recomputes):
     model = convert_model(tiny_llama(), group=axis).train()
     unsharded = tiny_llama()
     ids = torch.arange(2, 14).view(2, 6)
@@ -567,38 +588,6 @@ def check_llama(axis, recomputes):
     with use_param_hooks(recorder):
         model.eval().generate(ids, max_new_tokens=2, do_sample=False)
     assert {phase for phase, _ in recorder.take()} == set(FORWARD)
-
-
-KINDS_ON_LAYOUTS = pytest.mark.parametrize(("kind", "layout"), each_once(["dtensor", "shard"], ["pairs", "four"]))
-CHECKS = [
-    check_order, check_chain, check_uses, check_passes, check_second_derivative, check_brackets,
-    check_arguments_and_results, check_views, check_silence, check_no_grad, check_in_place, check_set_items,
-    check_nesting, check_failures, check_hooks_that_compute,
-]  # fmt: skip
-
-
-@KINDS_ON_LAYOUTS
-@pytest.mark.parametrize("check", CHECKS)
-def test_phases(ranks, layout, kind, check):
-    ranks(layout, check, kind)
-
-
-@KINDS_ON_LAYOUTS
-@pytest.mark.parametrize("where", ["inside", "behind", "other"])
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint(ranks, layout, kind, where, early_stop, use_reentrant):
-    ranks(layout, check_checkpoint, kind, use_reentrant, early_stop, where)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_without_hooks(ranks, use_reentrant):
-    ranks("four", check_checkpoint_without_hooks, "shard", use_reentrant)
-
-
-@pytest.mark.parametrize(("recomputes", "layout"), each_once([None, True, False], ["pairs", "four"]))
-def test_llama(ranks, layout, recomputes):
-    ranks(layout, check_llama, recomputes)
 
 
 def test_abstract_hook_is_refused():

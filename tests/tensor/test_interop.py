@@ -14,6 +14,7 @@ from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_d
 from shardconv.tensor import as_dtensor
 from shardconv.tensor.interop import ChunkedShard, num_chunks
 from tests.support.matrix import cases
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended
 
@@ -147,7 +148,8 @@ def test_ranks_without_a_chunk(ranks, tmp_path):
     assert_equal(found, expected)
 
 
-def check_equal_meshes(axis):
+@on_ranks("four")
+def test_meshes_are_cached(axis):
     """Check that tensors of two calls have equal meshes."""
     module = convert_model(unsharded_model("llama"), group=axis)
     first, second = as_dtensor(module), as_dtensor(module)
@@ -156,11 +158,8 @@ def check_equal_meshes(axis):
         assert torch.equal((tensor + second[key]).full_tensor(), 2 * gather_state_dict(module)[key])
 
 
-def test_meshes_are_cached(ranks):
-    ranks("four", check_equal_meshes)
-
-
-def check_own_mesh(axis):
+@on_ranks("four")
+def test_the_mesh_of_init_parallel(axis):
     """Check that tensors use the mesh of init_parallel, and so combine with the user's DTensors."""
     made = init_parallel(tensor=2, data=2, device_type="cpu")
     try:
@@ -171,26 +170,6 @@ def check_own_mesh(axis):
         groups._current.groups = None
 
 
-def test_the_mesh_of_init_parallel(ranks):
-    ranks("four", check_own_mesh)
-
-
-def check_meta_device(axis):
-    with pytest.raises(ValueError, match=r"^0.weight is on the meta device"):
-        as_dtensor(nn.Sequential(ColumnParallelLinear(4, 8, device="meta", group=axis)))
-
-
-def check_extra_state(_):
-    with pytest.raises(ValueError, match="_extra_state is a str, expected a tensor"):
-        as_dtensor(WithState())
-
-
-def check_computation(axis):
-    tensors = as_dtensor(small_module(axis, fill=True))
-    with pytest.raises(NotImplementedError, match=re.escape("Use this DTensor with torch.distributed.checkpoint only")):
-        tensors["1.weight"].add(1)
-
-
 class WithState(nn.Linear):
     def __init__(self):
         super().__init__(2, 2)
@@ -199,16 +178,23 @@ class WithState(nn.Linear):
         return "words"
 
 
-def test_parameters_on_the_meta_device_are_refused(ranks):
-    ranks("pairs", check_meta_device)
+@on_ranks("pairs")
+def test_parameters_on_the_meta_device_are_refused(axis):
+    with pytest.raises(ValueError, match=r"^0.weight is on the meta device"):
+        as_dtensor(nn.Sequential(ColumnParallelLinear(4, 8, device="meta", group=axis)))
 
 
-def test_extra_state_that_is_not_a_tensor_is_refused(ranks):
-    ranks("pairs", check_extra_state)
+@on_ranks("pairs")
+def test_extra_state_that_is_not_a_tensor_is_refused(axis):
+    with pytest.raises(ValueError, match="_extra_state is a str, expected a tensor"):
+        as_dtensor(WithState())
 
 
-def test_computation_with_dtensors_of_several_chunks_is_refused(ranks):
-    ranks("pairs", check_computation)
+@on_ranks("pairs")
+def test_computation_with_dtensors_of_several_chunks_is_refused(axis):
+    tensors = as_dtensor(small_module(axis, fill=True))
+    with pytest.raises(NotImplementedError, match=re.escape("Use this DTensor with torch.distributed.checkpoint only")):
+        tensors["1.weight"].add(1)
 
 
 def test_without_processes():

@@ -27,6 +27,7 @@ from tests.support.mesh_layouts import (
     numbers,
     spied,
 )
+from tests.support.ranks import on_ranks
 
 MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 #: Sizes that are a multiple of all ranks, that are not, and that leave some ranks empty.
@@ -226,7 +227,15 @@ def check_pair(mesh, shape, source, target, links=None):
     assert torch.equal(local.detach(), before)
 
 
-def check_pairs(axis, ndim, shape, first):
+@pytest.mark.parametrize(
+    ("layout", "ndim", "shape", "first"),
+    cases(
+        [(*mesh, shape, first) for mesh in MESHES for shape in SHAPES for first in ALL],
+        lambda layout, ndim, shape, first: shape == SHAPES[1],
+    ),
+)
+@on_ranks()
+def test_every_pair(axis, ndim, shape, first):
     mesh = mesh_of(axis, ndim)
     for source in layouts(ndim):
         for target in layouts(ndim) if source[0] == first else ():
@@ -237,17 +246,11 @@ def check_pairs(axis, ndim, shape, first):
 
 
 @pytest.mark.parametrize(
-    ("layout", "ndim", "shape", "first"),
-    cases(
-        [(*mesh, shape, first) for mesh in MESHES for shape in SHAPES for first in ALL],
-        lambda layout, ndim, shape, first: shape == SHAPES[1],
-    ),
+    "links",
+    cases([Link(alpha=1.0), {"data": Link(alpha=1.0), "tensor": Link()}], lambda links: isinstance(links, dict)),
 )
-def test_every_pair(ranks, layout, ndim, shape, first):
-    ranks(layout, check_pairs, ndim, shape, first)
-
-
-def check_in_many_steps(axis, links):
+@on_ranks("four")
+def test_in_many_steps(axis, links):
     """Check plans with low latency, which change one axis at a time in the order that nested shards require."""
     mesh = mesh_of(axis, 2)
     for shape in ((8, 12), (7, 5)):
@@ -256,15 +259,9 @@ def check_in_many_steps(axis, links):
                 check_pair(mesh, shape, source, target, links)
 
 
-@pytest.mark.parametrize(
-    "links",
-    cases([Link(alpha=1.0), {"data": Link(alpha=1.0), "tensor": Link()}], lambda links: isinstance(links, dict)),
-)
-def test_in_many_steps(ranks, links):
-    ranks("four", check_in_many_steps, links)
-
-
-def check_as_torch(axis, ndim):
+@pytest.mark.parametrize(("layout", "ndim"), [("pairs", 1), ("four", 1)])
+@on_ranks()
+def test_as_torch(axis, ndim):
     """Check forward and backward against torch's redistribute."""
     mesh = mesh_of(axis, ndim)
     full = numbers((6, 7), 1)
@@ -281,12 +278,8 @@ def check_as_torch(axis, ndim):
             assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize(("layout", "ndim"), [("pairs", 1), ("four", 1)])
-def test_as_torch(ranks, layout, ndim):
-    ranks(layout, check_as_torch, ndim)
-
-
-def check_three_axes(_):
+@on_ranks("four")
+def test_three_axes(axis):
     """Check three axes, one of them of one rank, and a tensor of three dims."""
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
@@ -303,11 +296,9 @@ def check_three_axes(_):
             assert torch.equal(added_up(found.to_local(), mesh, wanted), local_shard(full, mesh, wanted))
 
 
-def test_three_axes(ranks):
-    ranks("four", check_three_axes)
-
-
-def check_kinds_of_tensors(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_kinds_of_tensors(axis):
     """Check half precision, booleans, scalars, empty and non-contiguous tensors, and pending results."""
     mesh = mesh_of(axis, 1)
     for dtype in (torch.bfloat16, torch.int64, torch.bool, torch.complex64):
@@ -335,11 +326,8 @@ def check_kinds_of_tensors(axis):
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_kinds_of_tensors(ranks, layout):
-    ranks(layout, check_kinds_of_tensors)
-
-
-def check_second_gradients(axis):
+@on_ranks()
+def test_second_gradients(axis):
     mesh = mesh_of(axis, 1)
     full = numbers((4 * axis.size, 8), 3)
     for source, target in product(([Shard(0)], [R]), ([Shard(1)], [R])):
@@ -352,11 +340,8 @@ def check_second_gradients(axis):
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_second_gradients(ranks, layout):
-    ranks(layout, check_second_gradients)
-
-
-def check_partial_gradients(axis):
+@on_ranks()
+def test_partial_gradients(axis):
     """Check a replicated weight with a sharded batch: its gradient is reduce-scattered."""
     mesh = mesh_of(axis, 1)
     n = axis.size
@@ -370,8 +355,3 @@ def check_partial_gradients(axis):
     unsharded = weight.clone().requires_grad_()
     (batch @ unsharded.T).sum().backward()
     assert torch.equal(sharded.grad.full_tensor(), unsharded.grad)
-
-
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_partial_gradients(ranks, layout):
-    ranks(layout, check_partial_gradients)

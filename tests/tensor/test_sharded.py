@@ -19,11 +19,15 @@ from shardconv.tensor import (
     to_mesh,
 )
 from tests.support.mesh_layouts import S0, S1, P, R, added_up, layouts, local_shard, mesh_of, numbers, spied
+from tests.support.ranks import on_ranks
 
 MESHES = [("pairs", 1), ("four", 1), ("four", 2)]
 
 
-def check_from_global(axis, ndim, shape):
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 1)])
+@pytest.mark.parametrize(("layout", "ndim"), MESHES)
+@on_ranks()
+def test_from_global(axis, ndim, shape):
     """Check against torch's distribute_tensor, without messages and in compiled graphs."""
     mesh, full, grad = mesh_of(axis, ndim), numbers(shape, 1), numbers(shape, 2)
     for layout in layouts(ndim):
@@ -40,13 +44,9 @@ def check_from_global(axis, ndim, shape):
         assert torch.equal(leaf.grad, 2 * grad)
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 1)])
-@pytest.mark.parametrize(("layout", "ndim"), MESHES)
-def test_from_global(ranks, layout, ndim, shape):
-    ranks(layout, check_from_global, ndim, shape)
-
-
-def check_from_local(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_from_local(axis):
     mesh, n = mesh_of(axis, 1), axis.size
     even, uneven = numbers((2 * n, 3), 1), numbers((2 * n - 1, 3), 2)
     leaf = local_shard(even, mesh, [S0]).requires_grad_()
@@ -69,12 +69,8 @@ def check_from_local(axis):
         from_local(even, mesh, [S0, S0])
 
 
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_from_local(ranks, layout):
-    ranks(layout, check_from_local)
-
-
-def check_other_meshes(axis):
+@on_ranks("four")
+def test_other_meshes(axis):
     """Check moves from a 2x2 mesh to all four ranks and to pairs, replicated in between."""
     square, line, pair = (
         mesh_of(axis, 2),
@@ -107,10 +103,6 @@ def check_other_meshes(axis):
             to_mesh(replicated, few)
 
 
-def test_other_meshes(ranks):
-    ranks("four", check_other_meshes)
-
-
 #: Placements of a tensor of shape [4, 4] on one axis, and the error.
 INVALID = {
     "dim": ([Shard(2)], r"dim 2 .*shape \[4, 4\] over mesh \(tensor: 2\)"),
@@ -118,16 +110,13 @@ INVALID = {
 }
 
 
-def check_invalid_placements(axis, name):
+@pytest.mark.parametrize("name", INVALID)
+@on_ranks("pairs")
+def test_redistribute_refuses_invalid_placements(axis, name):
     placements, message = INVALID[name]
     tensor = from_global(numbers((4, 4), 1), mesh_of(axis, 1), [S0])
     with pytest.raises(ValueError, match=message):
         redistribute(tensor, placements)
-
-
-@pytest.mark.parametrize("name", INVALID)
-def test_redistribute_refuses_invalid_placements(ranks, name):
-    ranks("pairs", check_invalid_placements, name)
 
 
 class Net(nn.Module):

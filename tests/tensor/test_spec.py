@@ -8,6 +8,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from shardconv.tensor import check_placements, dims_of, merge_dims, normalize_dims, placements_of
 from shardconv.tensor.spec import local_shape
 from tests.support.mesh_layouts import S0, S1, P, R, mesh_of
+from tests.support.ranks import on_ranks
 
 
 def test_placements_are_those_of_torch():
@@ -165,36 +166,29 @@ def test_merge_dims_refuses_dims_out_of_range():
         merge_dims(1, {1: [0]})
 
 
-def check_names(axis):
+@on_ranks("four")
+def test_axes_of_a_mesh_have_names(axis):
     mesh = mesh_of(axis, 2)
     assert placements_of({0: ["data"], -1: ["tensor"]}, 2, mesh) == (S0, S1)
     assert placements_of({1: ["data", "tensor"]}, 2, mesh) == (S1, S1)
     assert placements_of({1: "tensor", -1: "data"} | {1: "data", -1: "tensor"}, 2, mesh) == (S1, S1)
 
 
-def check_unknown_name(axis):
+@on_ranks("four")
+def test_unknown_name_of_an_axis_is_refused(axis):
     with pytest.raises(ValueError, match=r"axis 'pipeline' is not an axis of mesh \(data: 2, tensor: 2\)"):
         placements_of({0: "pipeline"}, 2, mesh_of(axis, 2))
 
 
-def check_names_in_errors(axis):
+@on_ranks("four")
+def test_errors_have_the_names_of_axes(axis):
     with pytest.raises(ValueError, match=r"shape \[8, 5\] over mesh \(data: 2, tensor: 2\): dim 1 of size 5"):
         check_placements((8, 5), mesh_of(axis, 2), [R, S1])
 
 
-def test_axes_of_a_mesh_have_names(ranks):
-    ranks("four", check_names)
-
-
-def test_unknown_name_of_an_axis_is_refused(ranks):
-    ranks("four", check_unknown_name)
-
-
-def test_errors_have_the_names_of_axes(ranks):
-    ranks("four", check_names_in_errors)
-
-
-def check_local_shapes(axis, shape):
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 1), (0, 2)])
+@on_ranks("four")
+def test_local_shapes(axis, shape):
     """Check against torch's distribute_tensor."""
     import torch  # noqa: PLC0415 - only the ranks need torch
 
@@ -202,8 +196,3 @@ def check_local_shapes(axis, shape):
     for layout in ((S0, S0), (S1, S0), (S0, S1), (R, S1), (S1, S1)):
         expected = distribute_tensor(torch.zeros(shape), mesh, layout).to_local().shape
         assert local_shape(shape, (2, 2), layout, mesh.get_coordinate()) == expected
-
-
-@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 1), (0, 2)])
-def test_local_shapes(ranks, shape):
-    ranks("four", check_local_shapes, shape)
