@@ -223,7 +223,8 @@ def run_within(call, inner):
     return found[0], other
 
 
-def check_threads(axis):
+@on_ranks("pair")
+def test_threads(axis):
     """Check two concurrent threads in one module, whose collectives have the same order on all ranks."""
     unsharded, module = Scaled(), gathered(Scaled(), axis)
     x, y = numbers(3, 4), numbers(2, 4) + 1
@@ -238,7 +239,8 @@ def check_threads(axis):
     assert seen is shard
 
 
-def check_threads_of_readers(axis):
+@on_ranks("pair")
+def test_threads_of_readers(axis):
     unsharded, model = head(axis)
     ids, others = torch.tensor([0, 3, 5]), torch.tensor([1, 2])
     outer, inner = run_within(lambda meanwhile: model(ids, meanwhile), lambda: model(others))
@@ -246,7 +248,8 @@ def check_threads_of_readers(axis):
     assert torch.equal(inner, unsharded(others))
 
 
-def check_groups_of_threads(axis):
+@on_ranks("pair")
+def test_groups_of_threads(axis):
     """Check concurrent threads without synchronization, each with a model and a group."""
     unsharded = small(model_class("image classification", "resnet")).eval()
     inputs = example_inputs(unsharded)
@@ -268,12 +271,8 @@ def check_groups_of_threads(axis):
     assert all(torch.equal(one, expected) for one in (*found[0], *found[1]))
 
 
-@pytest.mark.parametrize("check", [check_threads, check_threads_of_readers, check_groups_of_threads])
-def test_threads(ranks, check):
-    ranks("pair", check)
-
-
-def check_hooks(axis):
+@on_ranks("pair")
+def test_hooks(axis):
     """Check that hooks and state dicts read the shard, and code in forward the full tensor."""
     unsharded, module = Scaled(), gathered(Scaled(), axis)
     shard = module.weight
@@ -296,7 +295,8 @@ def check_hooks(axis):
     assert all(one is shard for one in seen)
 
 
-def check_compiled_hooks(axis):
+@on_ranks("pair")
+def test_compiled_hooks(axis):
     unsharded, module = Scaled(), gathered(Scaled(), axis)
     x = numbers(3, 4)
     expected = unsharded(x) + unsharded.weight.sum() + module.weight.sum()
@@ -306,7 +306,8 @@ def check_compiled_hooks(axis):
         assert torch.equal(compiled(module, backend)(x), expected)
 
 
-def check_copies(axis):
+@on_ranks("pair")
+def test_copies(axis):
     """Check that a copy has separate parameters with the names of the unsharded module."""
     module = gathered(Scaled(), axis)
     copied = copy.deepcopy(module)
@@ -316,11 +317,6 @@ def check_copies(axis):
     assert torch.equal(module(numbers(3, 4)), Scaled()(numbers(3, 4)))
     assert isinstance(copied.weight, nn.Parameter)
     assert list(copied.state_dict()) == [name for name, _ in copied.named_parameters()] == ["weight"]
-
-
-@pytest.mark.parametrize("check", [check_hooks, check_compiled_hooks, check_copies])
-def test_hooks(ranks, check):
-    ranks("pair", check)
 
 
 def test_missing_attributes_are_errors():

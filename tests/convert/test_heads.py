@@ -34,7 +34,8 @@ def near(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def check_sliced_output(axis):
+@on_ranks("pair")
+def test_sliced_output(axis):
     """Check the gradient of a replicated output whose slices ranks use: the sum over the slices."""
     layer = with_values(nn.Linear(3, 4))
     expected = with_values(nn.Linear(3, 4))
@@ -73,7 +74,8 @@ def test_slices_of_unexpected_sizes(axis):
             other()
 
 
-def check_layer_norm(axis):
+@on_ranks("pair")
+def test_layer_norm(axis):
     """Check features with a mean far from 0, sharded evenly, with padding, and with a rank of padding only."""
     ragged = shard_dim(0, [Unit(3, 4, pad=True)], 2)
     lopsided = Placement(0, WIDTH, ((Interval(0, WIDTH),), (Padding(WIDTH),)))
@@ -98,7 +100,8 @@ def check_layer_norm(axis):
         torch.testing.assert_close(module.weight.grad, shard(unsharded.weight.grad, 0), rtol=1e-8, atol=1e-9)
 
 
-def check_replicated_rows(axis):
+@on_ranks("pair")
+def test_replicated_rows(axis):
     """Check replicated rows, as of fewer KV heads than ranks; the gathered output has them once."""
     unsharded, all_rows = with_values(nn.Linear(4, 3)), Interval(0, 4)
     layer = ParallelLinear(
@@ -112,18 +115,6 @@ def check_replicated_rows(axis):
     found.sum().backward()
     near(layer.weight.grad, unsharded.weight.grad)
     near(2 * own.grad, x.grad)  # of each replica; the preceding layer sums them
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_sliced_output,
-        check_layer_norm,
-        check_replicated_rows,
-    ],
-)
-def test_modules(ranks, check):
-    ranks("pair", check)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -255,7 +255,8 @@ def test_sampling(axis):
     assert torch.equal(after.generate(ids, **options), expected)
 
 
-def check_dropout_of_a_submodel(axis):
+@on_ranks("pair")
+def test_dropout_of_a_submodel(axis):
     small_one = small(model_class("image-text-to-text", "llava"))
     small_one.config.text_config.attention_dropout = 0.5
     inputs = example_inputs(small_one)
@@ -265,7 +266,8 @@ def check_dropout_of_a_submodel(axis):
         after(**inputs)
 
 
-def check_dropout_by_numpy(axis):
+@on_ranks("pair")
+def test_dropout_by_numpy(axis):
     small_one = small(model_class("automatic speech recognition (CTC)", "wav2vec2"))
     inputs = example_inputs(small_one)
     after = shardconv.convert_model(small_one, group=axis).train()
@@ -273,11 +275,6 @@ def check_dropout_by_numpy(axis):
     numpy.random.seed(axis.rank)
     with pytest.raises(RuntimeError, match=r"numpy\.random\.seed"):
         after(**inputs)
-
-
-@pytest.mark.parametrize("check", [check_dropout_of_a_submodel, check_dropout_by_numpy])
-def test_different_seeds_are_refused_in_training(ranks, check):
-    ranks("pair", check)
 
 
 @on_ranks("pair")

@@ -18,6 +18,7 @@ from shardconv.convert.overrides import Overrides, apply_overrides, extend_class
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement
+from tests.support.ranks import on_ranks
 
 
 def single():
@@ -43,7 +44,8 @@ class Product(nn.Module):
         return output if scale is None else output * scale
 
 
-def check_all_reduced_input_gradient(axis):
+@on_ranks("pairs")
+def test_all_reduced_input_gradient(axis):
     """Check that the input gradient is the sum over ranks."""
     module = Product()
     with torch.no_grad():
@@ -59,7 +61,8 @@ def check_all_reduced_input_gradient(axis):
     assert torch.equal(scale.grad, wanted[1].grad)
 
 
-def check_all_reduced_output(axis):
+@on_ranks("pairs")
+def test_all_reduced_output(axis):
     """Check a row parallel product: the sum over ranks, with the bias added once."""
     module = Product()
     rows = slice(2 * axis.rank, 2 * axis.rank + 2)
@@ -76,11 +79,6 @@ def check_all_reduced_output(axis):
     module(x[:, rows]).square().sum().backward()
     assert torch.equal(module.weight.grad, unsharded.weight.grad[rows])
     assert torch.equal(module.added.grad, unsharded.added.grad)
-
-
-@pytest.mark.parametrize("check", [check_all_reduced_input_gradient, check_all_reduced_output])
-def test_on_two_ranks(ranks, check):
-    ranks("pairs", check)
 
 
 class Fails(Product):

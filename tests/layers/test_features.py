@@ -17,6 +17,7 @@ from shardconv.layers import (
 from shardconv.layers.embedding import parallel_embedding
 from shardconv.layers.functional import parallel_linear
 from shardconv.layers.loss import parallel_cross_entropy
+from tests.support.ranks import on_ranks
 
 BATCH, FEATURES, CLASSES = 3, 8, 10
 TAGS = (None, 0, 1, -1)
@@ -88,7 +89,9 @@ def check_allowed(axis, call, shape, dims, *, name="input", dtype=torch.float32)
                 call(tagged(dim, *shape, dtype=dtype))
 
 
-def check_linear(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_linear(axis):
     local = FEATURES // axis.size
     column = ColumnParallelLinear(FEATURES, FEATURES, group=axis)
     check_allowed(axis, column, (BATCH, FEATURES), {None})
@@ -107,7 +110,9 @@ def check_linear(axis):
     check_allowed(axis, lambda x: parallel_linear(x, weight.t(), dim=0, group=axis), (BATCH, local), {1, -1})
 
 
-def check_embedding(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_embedding(axis):
     ids = {"shape": (BATCH, 2), "dtype": torch.int64}
     check_allowed(axis, VocabParallelEmbedding(CLASSES, FEATURES, group=axis), dims={None}, **ids)
     check_allowed(axis, ParallelEmbedding(CLASSES, FEATURES, dim=-1, group=axis), dims={None}, **ids)
@@ -116,7 +121,9 @@ def check_embedding(axis):
     check_allowed(axis, lambda x: parallel_embedding(x, table, dim=-1, group=axis), dims={None}, **ids)
 
 
-def check_dropout(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_dropout(axis):
     for training in (True, False):
         dropout = ParallelDropout(group=axis).train(training)
         check_allowed(axis, dropout, (BATCH, FEATURES), {None})
@@ -124,7 +131,9 @@ def check_dropout(axis):
         check_allowed(axis, dropout, (BATCH, FEATURES), {0, 1, -1})
 
 
-def check_loss(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_loss(axis):
     local = -(-CLASSES // axis.size)
     target = torch.zeros(BATCH, dtype=torch.int64)
     loss = ParallelCrossEntropyLoss(num_classes=CLASSES, group=axis)
@@ -142,12 +151,6 @@ def check_loss(axis):
         return parallel_cross_entropy(logits, target, weight, group=axis)
 
     check_allowed(axis, weighted, (CLASSES,), {None}, name="weight")
-
-
-@pytest.mark.parametrize("check", [check_linear, check_embedding, check_dropout, check_loss])
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_unexpected_tags_are_errors(ranks, layout, check):
-    ranks(layout, check)
 
 
 @pytest.mark.parametrize("dim", TAGS)

@@ -239,7 +239,9 @@ def test_invalid_arguments_are_refused(axis, name):
         parallel_cross_entropy(torch.zeros(BATCH, 4), **{"target": TARGET, "num_classes": 8, "group": axis} | arguments)
 
 
-def check_full_or_sharded(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_full_or_sharded(axis):
     """Check that logits are full or sharded by argument or tag, never by a guess."""
     logits, target = case((BATCH,), 4 * axis.size, torch.float64)
     unknown = rf"shape \[{BATCH}, \d+\] .* pass num_classes"
@@ -260,7 +262,9 @@ def check_full_or_sharded(axis):
     torch.testing.assert_close(full.grad, (torch.softmax(logits, -1) - F.one_hot(target, 4 * axis.size)) / BATCH)
 
 
-def check_outputs_under_autocast(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_outputs_under_autocast(axis):
     """Check that the tag of logits survives the cast of autocast."""
     torch.manual_seed(0)
     unsharded = torch.nn.Linear(8, 16)
@@ -272,7 +276,9 @@ def check_outputs_under_autocast(axis):
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)  # bfloat16 has 8 bits
 
 
-def check_outputs_of_layers(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_outputs_of_layers(axis):
     """Check that outputs of column parallel layers are tagged as sharded, but values computed from them are not."""
     x, target = torch.randn(BATCH, 8), torch.arange(BATCH)
     for classes, make in ((4 * axis.size, ColumnParallelLinear), (4 * axis.size - 1, VocabParallelClassifier)):
@@ -303,9 +309,3 @@ def check_outputs_of_layers(axis):
     sequence = ColumnParallelLinear(8, 12, group=axis)(x.view(2, 3, 8))  # classes in dim 2, expected in dim 1
     with pytest.raises(ValueError, match="pass num_classes"):
         parallel_cross_entropy(sequence, target, group=axis)
-
-
-@pytest.mark.parametrize("check", [check_full_or_sharded, check_outputs_of_layers, check_outputs_under_autocast])
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_full_or_sharded(ranks, layout, check):
-    ranks(layout, check)

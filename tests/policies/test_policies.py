@@ -75,43 +75,39 @@ class BertPolicy(Policy):
         return BertLayer
 
 
-class GPT2Policy(Policy):
+def changed(policy, **roles):
+    """The policy with other results of its methods."""
+    return type(
+        "Changed", (policy,), {role: staticmethod(lambda *_, answer=answer: answer) for role, answer in roles.items()}
+    )
+
+
+def weights(pattern, names, **options):
+    return [Layer(pattern.format(name), **options) for name in names]
+
+
+class GPT2Policy(changed(
+    Policy,
+    original_layer_class=GPT2Block,
+    attn_qkv=[
+        both("attn.c_attn", n_fused=3, reversed=True),
+        both("crossattention.c_attn", n_fused=2, reversed=True, ignore_checker=True),
+        both("crossattention.q_attn", reversed=True, ignore_checker=True),
+    ],
+    attn_out=[
+        both("attn.c_proj", replace=RowParallelLinear, reversed=True),
+        both("crossattention.c_proj", replace=RowParallelLinear, reversed=True, ignore_checker=True),
+    ],
+    mlp_in=[both("mlp.c_fc", reversed=True)],
+    mlp_out=[both("mlp.c_proj", replace=RowParallelLinear, reversed=True)],
+)):  # fmt: skip
     """Weights stored (in, out), and fused q, k and v."""
 
     @staticmethod
     def replace_arguments(config, world_size):
         sizes = {"num_heads": config.n_head, "split_size": config.n_embd}
-        return {
-            f"{module}.{name}": size // world_size for module in ("attn", "crossattention")
-            for name, size in sizes.items()
-        }  # fmt: skip
-
-    @staticmethod
-    def attn_qkv():
-        return [
-            both("attn.c_attn", n_fused=3, reversed=True),
-            both("crossattention.c_attn", n_fused=2, reversed=True, ignore_checker=True),
-            both("crossattention.q_attn", reversed=True, ignore_checker=True),
-        ]
-
-    @staticmethod
-    def attn_out():
-        return [
-            both("attn.c_proj", replace=RowParallelLinear, reversed=True),
-            both("crossattention.c_proj", replace=RowParallelLinear, reversed=True, ignore_checker=True),
-        ]
-
-    @staticmethod
-    def mlp_in():
-        return [both("mlp.c_fc", reversed=True)]
-
-    @staticmethod
-    def mlp_out():
-        return [both("mlp.c_proj", replace=RowParallelLinear, reversed=True)]
-
-    @staticmethod
-    def original_layer_class():
-        return GPT2Block
+        modules = ("attn", "crossattention")
+        return {f"{module}.{name}": size // world_size for module in modules for name, size in sizes.items()}
 
 
 class OPTPolicy(Policy):
@@ -137,7 +133,21 @@ class OPTPolicy(Policy):
         return OPTDecoderLayer
 
 
-class T5Policy(Policy):
+class T5Policy(changed(
+    Policy,
+    original_layer_class=T5Block,
+    attn_qkv=[
+        *weights("layer[0].SelfAttention.{}.weight", "qkv"),
+        *weights("layer[1].EncDecAttention.{}.weight", "qkv", ignore_checker=True),
+    ],
+    attn_out=[
+        Layer("layer[0].SelfAttention.o.weight"),
+        Layer("layer[1].EncDecAttention.o.weight", ignore_checker=True),
+        Layer("layer[0].SelfAttention.relative_attention_bias.weight", ignore_checker=True),
+    ],
+    mlp_in=weights("layer[-1].DenseReluDense.{}.weight", ("wi", "wi_0", "wi_1"), ignore_checker=True),
+    mlp_out=[Layer("layer[-1].DenseReluDense.wo.weight")],
+)):  # fmt: skip
     """Paths into lists, also with negative indices; encoder and decoder; position biases per head."""
 
     @staticmethod
@@ -148,67 +158,29 @@ class T5Policy(Policy):
             for name, size in (("n_heads", config.num_heads), ("inner_dim", config.num_heads * config.d_kv))
         }
 
-    @staticmethod
-    def attn_qkv():
-        own = [Layer(f"layer[0].SelfAttention.{name}.weight") for name in "qkv"]
-        return own + [Layer(f"layer[1].EncDecAttention.{name}.weight", ignore_checker=True) for name in "qkv"]
 
-    @staticmethod
-    def attn_out():
-        return [
-            Layer("layer[0].SelfAttention.o.weight"),
-            Layer("layer[1].EncDecAttention.o.weight", ignore_checker=True),
-            Layer("layer[0].SelfAttention.relative_attention_bias.weight", ignore_checker=True),
-        ]
-
-    @staticmethod
-    def mlp_in():
-        return [
-            Layer(f"layer[-1].DenseReluDense.{name}.weight", ignore_checker=True) for name in ("wi", "wi_0", "wi_1")
-        ]
-
-    @staticmethod
-    def mlp_out():
-        return [Layer("layer[-1].DenseReluDense.wo.weight")]
-
-    @staticmethod
-    def original_layer_class():
-        return T5Block
+LlamaAttentionPolicy = changed(
+    Policy,
+    original_layer_class=LlamaAttention,
+    attn_qkv=weights("{}_proj.weight", "qkv"),
+    attn_out=[Layer("o_proj.weight")],
+)
+LlamaMlpPolicy = changed(
+    Policy,
+    original_layer_class=LlamaMLP,
+    mlp_in=weights("{}_proj.weight", ("gate", "up")),
+    mlp_out=[Layer("down_proj.weight")],
+)
 
 
-class LlamaAttentionPolicy(Policy):
-    """The first of two policies: attention."""
-
-    @staticmethod
-    def attn_qkv():
-        return [Layer(f"{name}_proj.weight") for name in "qkv"]
-
-    @staticmethod
-    def attn_out():
-        return [Layer("o_proj.weight")]
-
-    @staticmethod
-    def original_layer_class():
-        return LlamaAttention
-
-
-class LlamaMlpPolicy(Policy):
-    """The second of two policies: the MLP."""
-
-    @staticmethod
-    def mlp_in():
-        return [Layer("gate_proj.weight"), Layer("up_proj.weight")]
-
-    @staticmethod
-    def mlp_out():
-        return [Layer("down_proj.weight")]
-
-    @staticmethod
-    def original_layer_class():
-        return LlamaMLP
-
-
-class Phi3Policy(Policy):
+class Phi3Policy(changed(
+    Policy,
+    original_layer_class=Phi3DecoderLayer,
+    attn_qkv=[Layer("self_attn.qkv_proj.weight", n_fused=3)],
+    attn_out=[Layer("self_attn.o_proj.weight")],
+    mlp_in=[Layer("mlp.gate_up_proj.weight", n_fused=2)],
+    mlp_out=[Layer("mlp.down_proj.weight")],
+)):  # fmt: skip
     """Fused weights stored (out, in); a module that reads its heads from the config."""
 
     @staticmethod
@@ -216,45 +188,15 @@ class Phi3Policy(Policy):
         heads = config.num_attention_heads // world_size
         return {"self_attn.config.num_attention_heads": heads, "self_attn.num_key_value_heads": heads}
 
-    @staticmethod
-    def attn_qkv():
-        return [Layer("self_attn.qkv_proj.weight", n_fused=3)]
 
-    @staticmethod
-    def attn_out():
-        return [Layer("self_attn.o_proj.weight")]
-
-    @staticmethod
-    def mlp_in():
-        return [Layer("mlp.gate_up_proj.weight", n_fused=2)]
-
-    @staticmethod
-    def mlp_out():
-        return [Layer("mlp.down_proj.weight")]
-
-    @staticmethod
-    def original_layer_class():
-        return Phi3DecoderLayer
-
-
-class Qwen3Policy(Policy):
-    """Norms over each head."""
-
-    @staticmethod
-    def attn_qkv():
-        return [Layer(f"self_attn.{name}_proj.weight") for name in "qkv"]
-
-    @staticmethod
-    def attn_out():
-        return [Layer("self_attn.o_proj.weight")]
-
-    @staticmethod
-    def on_shards():
-        return [Layer("self_attn.q_norm.weight"), Layer("self_attn.k_norm.weight")]
-
-    @staticmethod
-    def original_layer_class():
-        return Qwen3DecoderLayer
+#: Norms over each head.
+Qwen3Policy = changed(
+    Policy,
+    original_layer_class=Qwen3DecoderLayer,
+    attn_qkv=weights("self_attn.{}_proj.weight", "qkv"),
+    attn_out=[Layer("self_attn.o_proj.weight")],
+    on_shards=weights("self_attn.{}_norm.weight", "qk"),
+)
 
 
 _HEADS = {"num_key_value_heads": 4, "head_dim": 16}
@@ -332,13 +274,6 @@ def test_models(axis, name):
         check_placements(axis, before, after)
 
 
-def changed(policy, **roles):
-    """The policy with other results of its methods."""
-    return type(
-        "Changed", (policy,), {role: staticmethod(lambda *_, answer=answer: answer) for role, answer in roles.items()}
-    )
-
-
 #: Policies with one mistake, and the error of the conversion or the first pass; None for different outputs.
 WRONG = {
     "not fused": (
@@ -392,26 +327,8 @@ def arguments_of(**arguments):
     return changed(BertPolicy, replace_arguments={path.replace("__", "."): value for path, value in arguments.items()})
 
 
-class BertIntermediatePolicy(Policy):
-    @staticmethod
-    def mlp_in():
-        return [both("dense")]
-
-    @staticmethod
-    def original_layer_class():
-        return BertIntermediate
-
-
-class HeadsPolicy(Policy):
-    @staticmethod
-    def replace_arguments(config, world_size):
-        return {"num_attention_heads": 3}
-
-    @staticmethod
-    def original_layer_class():
-        return BertSelfAttention
-
-
+BertIntermediatePolicy = changed(Policy, original_layer_class=BertIntermediate, mlp_in=[both("dense")])
+HeadsPolicy = changed(Policy, original_layer_class=BertSelfAttention, replace_arguments={"num_attention_heads": 3})
 REFUSED = {
     "path": (
         qkv(both("attention.self.quer")),
@@ -470,18 +387,21 @@ def test_refused_policy_leaves_the_model_unchanged(axis, name):
     }
 
 
-def check_conv1d_without_reversed(axis):
+@on_ranks("four")
+def test_conv1d_without_reversed(axis):
     with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
         shardconv.convert_model(Model("gpt2").build(), changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
 
 
-def check_sharded_model(axis):
+@on_ranks("four")
+def test_sharded_model(axis):
     model = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
     with pytest.raises(PlanError, match="is already sharded"):
         shardconv.convert_model(model, GPT2Policy, group=axis)
 
 
-def check_tied_weights(axis):
+@on_ranks("four")
+def test_tied_weights(axis):
     """Check that tied layers of a policy are converted, and that ties to other layers are refused."""
     tied = Model("bert").build()
     tied.bert.encoder.layer[1].intermediate.dense.weight = tied.bert.encoder.layer[0].intermediate.dense.weight
@@ -492,18 +412,12 @@ def check_tied_weights(axis):
         shardconv.convert_model(tied, BertPolicy, group=axis)
 
 
-def check_policy_of_one_rank(axis):
+@on_ranks("four")
+def test_policy_of_one_rank(axis):
     """Check that all ranks raise if the policy of one of them does not match."""
     mine = axis.rank == 1
     with pytest.raises(PlanError if mine else ValueError, match="does not exist" if mine else "do not hold the same"):
         shardconv.convert_model(Model("bert").build(), REFUSED["path"][0] if mine else BertPolicy, group=axis)
-
-
-@pytest.mark.parametrize(
-    "check", [check_conv1d_without_reversed, check_sharded_model, check_tied_weights, check_policy_of_one_rank]
-)
-def test_models_that_a_policy_does_not_fit_are_refused(ranks, check):
-    ranks("four", check)
 
 
 @pytest.mark.parametrize(
@@ -579,28 +493,15 @@ def test_conv1d_class(axis):
     assert kinds == {RowParallelLinear}
 
 
-class BlockPolicy(Policy):
-    """A custom module with a fused weight and bias, stored (out, in)."""
-
-    @staticmethod
-    def attn_qkv():
-        return [both("qkv", n_fused=3)]
-
-    @staticmethod
-    def attn_out():
-        return [both("out")]
-
-    @staticmethod
-    def mlp_in():
-        return [both("up")]
-
-    @staticmethod
-    def mlp_out():
-        return [both("down")]
-
-    @staticmethod
-    def original_layer_class():
-        return Block
+#: A custom module with a fused weight and bias, stored (out, in).
+BlockPolicy = changed(
+    Policy,
+    original_layer_class=Block,
+    attn_qkv=[both("qkv", n_fused=3)],
+    attn_out=[both("out")],
+    mlp_in=[both("up")],
+    mlp_out=[both("down")],
+)
 
 
 @pytest.mark.parametrize("layout", ["pair", "four"])

@@ -30,7 +30,9 @@ def passed(spec, mesh, local, grad, **options):
     return output.detach(), argument.grad, [kind for kind, _ in forward], [kind for kind, _ in backward]
 
 
-def check_patterns(axis):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_patterns(axis):
     """Check each of Colossal-AI's patterns, by its name there."""
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     full, other = numbers((2 * n, 3 * n), 1), numbers((2 * n, 3 * n), 2)
@@ -62,7 +64,9 @@ def check_patterns(axis):
         assert found[2:] == (forward, backward), name
 
 
-def check_others(axis):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks()
+def test_others(axis):
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     summands, grad = [numbers((2 * n, 3), rank) for rank in range(n)], numbers((2 * n, 3), 9)
     chunks = grad.chunk(n)
@@ -79,12 +83,6 @@ def check_others(axis):
     assert found[0].abs().sum() == chunks[r].abs().sum()
     assert torch.equal(found[1], summands[0].chunk(n)[r])
     assert found[2:] == ([], [])
-
-
-@pytest.mark.parametrize("check", [check_patterns, check_others])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_patterns(ranks, layout, check):
-    ranks(layout, check)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

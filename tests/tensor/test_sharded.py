@@ -130,7 +130,9 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
 
 
-def check_parameters(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_parameters(axis):
     mesh, net = mesh_of(axis, 1), Net().double()
     full = net.first.weight.detach().clone()
     assert list(named_sharded_parameters(net)) == []
@@ -160,7 +162,9 @@ def check_parameters(axis):
         shard_parameter(net, "first.bias", mesh, [S1])
 
 
-def check_training(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_training(axis):
     """Check a training step with a sharded weight against one with the full weight."""
     mesh, x = mesh_of(axis, 1), numbers((3, 4), 5)
     unsharded, net = nn.Linear(4, 8, bias=False).double(), nn.Linear(4, 8, bias=False).double()
@@ -174,7 +178,9 @@ def check_training(axis):
     torch.testing.assert_close(net.weight.full_tensor(), unsharded.weight)
 
 
-def check_layers(axis):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_layers(axis):
     """Check shards of parallel layers, also after a parameter was replaced."""
     net = nn.Sequential(
         ParallelEmbedding(16, 8, dim=0, group=axis), ParallelLinear(8, 8, dim=1, group=axis),
@@ -189,9 +195,3 @@ def check_layers(axis):
     assert [name for name, _ in named_sharded_parameters(net[1], "up")] == ["up.weight", "up.bias"]
     with pytest.raises(ValueError, match=re.escape("2.weight is sharded already")):
         shard_parameter(net, "2.weight", mesh_of(axis, 1), [S0])
-
-
-@pytest.mark.parametrize("check", [check_parameters, check_training, check_layers])
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_parameters(ranks, layout, check):
-    ranks(layout, check)
