@@ -23,6 +23,7 @@ from shardconv.convert.unchanged_counts import (
     check_counts,
     count_overrides,
     examine_forwards,
+    holders_of,
     named_layers,
     owners_outside,
     right_counts,
@@ -306,10 +307,10 @@ def owner_outside(module: nn.Module, parameters: Sequence[nn.Parameter]) -> nn.M
     owners = Counter(id(parameter) for held in inside.values() for parameter in held.values())
     counts = zip(parameters, _reference_counts(parameters), strict=True)
     held_elsewhere = [one for one, count in counts if count - owners[id(one)] > _references_without_owner()]
-    if not held_elsewhere or _find_owner(held_elsewhere, inside.keys()) is None:
+    if not held_elsewhere or not holders_of(held_elsewhere, "_parameters", inside):
         return None
     gc.collect()  # the owner may be unreachable, in a reference cycle
-    return _find_owner(held_elsewhere, inside.keys())
+    return next(iter(holders_of(held_elsewhere, "_parameters", inside)), None)
 
 
 def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -320,13 +321,3 @@ def _reference_counts(parameters: Sequence[nn.Parameter]) -> list[int]:
 def _references_without_owner() -> int:
     """Count the references to a parameter that is in a list only, which depends on the version of Python."""
     return _reference_counts([nn.Parameter(torch.empty(0))])[0]
-
-
-def _find_owner(parameters: Sequence[nn.Parameter], inside: Collection[int]) -> nn.Module | None:
-    """Search all objects for a module outside that holds a parameter; takes tenths of a second."""
-    found = [referrer for referrer in gc.get_referrers(*parameters) if isinstance(referrer, dict)]
-    outside = {id(referrer) for referrer in found}.difference(inside)
-    if not outside:
-        return None
-    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-    return next((one for one in modules if id(vars(one).get("_parameters")) in outside), None)

@@ -223,18 +223,28 @@ def owners_outside(module: nn.Module, layers: Collection[nn.Module]) -> list[nn.
     containers and layers; otherwise its own modules contain them. A module that holds a layer otherwise than as a
     submodule, such as in a list, is not found.
     """
-    inside = {id(one) for one in module.modules()}
-    known, pending, found = set(layers), list(layers), dict[int, nn.Module]()
-    if any(one not in known and not isinstance(one, _CONTAINERS) for one in module.modules()):
+    inside, known = set(module.modules()), set(layers)
+    pending, found = list(layers), dict[nn.Module, None]()
+    if any(one not in known and not isinstance(one, _CONTAINERS) for one in inside):
         return []
     while pending:
-        holders = {id(one) for one in gc.get_referrers(*pending) if isinstance(one, dict)}
-        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-        owners = [one for one in modules if id(vars(one).get("_modules")) in holders]
-        new = [one for one in owners if id(one) not in inside and id(one) not in found]
-        found |= {id(one): one for one in new}
+        new = [one for one in holders_of(pending, "_modules") if one not in inside and one not in found]
+        found |= dict.fromkeys(new)
         pending = [one for one in new if isinstance(one, _CONTAINERS)]
-    return [one for one in found.values() if not isinstance(one, _CONTAINERS)]
+    return [one for one in found if not isinstance(one, _CONTAINERS)]
+
+
+def holders_of(objects: Sequence[object], slot: str, without: Collection[int] = ()) -> list[nn.Module]:
+    """Search all objects for the modules that hold some of them; takes tenths of a second.
+
+    Args:
+        objects: modules or parameters. Nothing but this list and the modules may refer to them.
+        slot: the dict in which a module holds them, ``_modules`` or ``_parameters``.
+        without: the ids of dicts of modules that are not searched for.
+    """
+    dicts = {id(one) for one in gc.get_referrers(*objects) if isinstance(one, dict)}.difference(without)
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)] if dicts else []
+    return [one for one in modules if id(vars(one).get(slot)) in dicts]
 
 
 def right_counts(layers: Iterable[nn.Module]) -> list[Overrides]:
@@ -289,8 +299,7 @@ class UnitCounts:
 
     def __init__(self, model: nn.Module, model_rules: ModelRules, plan: Plan) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._rules, self._tp = model_rules, plan.tp
-        self._units = _units_by_module(plan, model_rules)
+        self._rules, self._plan = model_rules, plan
 
     def remedy(self, examined: Examined, problem: Problem | None) -> str:
         """The line of a plan file that changes a number, or that says that no number has to be changed."""
@@ -308,7 +317,7 @@ class UnitCounts:
                 f"set the attributes that property {count.attribute} reads; or, if it is right on each rank, add {none}"
             )
         unit = self._unit(examined.path, count)
-        new = self._line(examined.module, count, str(count.value // self._tp) if unit is None else f'"{unit}"')
+        new = self._line(examined.module, count, str(count.value // self._plan.tp) if unit is None else f'"{unit}"')
         return f"add {new} to [modules] of the plan file; or, if it is right on each rank, {none}"
 
     def _heads(self, examined: Examined) -> str:
@@ -330,30 +339,14 @@ class UnitCounts:
         return f"{self._pattern(count.owner if is_own else module)} = {{ attributes = {{ {name} = {value} }} }}"
 
     def _unit(self, path: str, count: Count) -> str | None:
-        """The unit of which a module without sharding has as many as the count."""
-        return next((unit for unit, (full, _) in self._counts(path).items() if full == count.value), None)
-
-    def _counts(self, path: str) -> dict[str, tuple[int, int]]:
-        return _sharded_counts(self._units.get(path, ()), self._rules.at_stage(path), self._tp)
-
-
-def _units_by_module(plan: Plan, model_rules: ModelRules) -> dict[str, set[str]]:
-    """For each layer, and the modules that contain it, the units that shard it; without those counted per group."""
-    per_group = {unit for rule in model_rules.used_rules() if rule.groups != 1 for unit in rule.units}
-    found: dict[str, set[str]] = {}
-    for name, planned in plan.tensors.items():
-        layer = name.rpartition(".")[0]
-        for path in (layer, layer.rpartition(".")[0], layer.rpartition(".")[0].rpartition(".")[0]):
-            found.setdefault(path, set()).update(set(planned.units) - per_group)
-    return found
-
-
-def _sharded_counts(units: Iterable[str], model_rules: ModelRules, tp: int) -> dict[str, tuple[int, int]]:
-    """Name to number of units without sharding and on a rank, where these differ."""
-    counts, rules = {}, model_rules.family.units
-    for unit in sorted(units):
-        if unit in rules and rules[unit].count is not None:
-            with suppress(IndivisibleError, PlanError):  # a rule pads
-                placement = model_rules.units(unit, tp)
-                counts[unit] = placement.size, placement.local_size(0)
-    return {unit: (full, local) for unit, (full, local) in counts.items() if local != full}
+        """The unit that shards a layer in a module, and of which that has as many as the count without sharding."""
+        rules, tp, prefix = self._rules.at_stage(path), self._plan.tp, f"{path}." if path else ""
+        inside = [planned for name, planned in self._plan.tensors.items() if name.startswith(prefix)]
+        per_group = {unit for rule in rules.used_rules() if rule.groups != 1 for unit in rule.units}
+        for unit in sorted({unit for planned in inside for unit in planned.units} - per_group):
+            if unit in rules.family.units and rules.family.units[unit].count is not None:
+                with suppress(IndivisibleError, PlanError):  # a rule pads
+                    placement = rules.units(unit, tp)
+                    if count.value == placement.size != placement.local_size(0):
+                        return unit
+        return None

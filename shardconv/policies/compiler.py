@@ -1,16 +1,20 @@
-"""Compilation of policies to rules for a model's tensors and to changes of its modules. Does not change the model.
+"""Policies on a model: their rules for its tensors, their changes of its modules, and a check of its first gradients.
 
 Owns how the paths of a policy, such as ``attention.layers[0].weight``, are found in the modules that it matches, and
-the checks that policies fit the model.
+the checks that policies fit the model. Does not change the model.
 """
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, ParallelModule, RowParallelLinear
+from shardconv.layers.parallel_module import description
 from shardconv.layers.runtime_classes import combined_class
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.rule import Rule, UnitRule
@@ -312,3 +316,34 @@ def _replacement_class(matched: _MatchedModule, kind: object, style: str, found:
         return fitting
     combined: type[ParallelLinear] = kind if issubclass(kind, fitting) else combined_class(kind, kind, fitting)
     return combined
+
+
+#: The largest difference of norm or sum, relative to the norm: above rounding, below the effect of a rank's heads.
+_TOLERANCE = 0.01
+
+
+def check_first_gradients(model: nn.Module, axis: Axis) -> None:
+    """Compare the first nonzero gradient of each replicated parameter over the ranks, when it is computed.
+
+    They differ where a policy replicates a parameter that the model uses on local heads, such as the weight of a norm
+    over each head: each rank then has the gradient of its local heads only.
+    """
+    for name, parameter in model.named_parameters():
+        if axis.size > 1 and parameter.requires_grad and description(parameter) is None:
+            handles: list[torch.utils.hooks.RemovableHandle] = []
+            handles.append(parameter.register_hook(partial(_compare, name, axis, handles)))
+
+
+def _compare(name: str, axis: Axis, handles: list[torch.utils.hooks.RemovableHandle], gradient: Tensor) -> None:
+    values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach().float()
+    local = torch.stack([values.norm(), values.sum()])
+    most = reduce_from_tp(torch.cat([local, -local]), op=torch.distributed.ReduceOp.MAX, group=axis)
+    norm, spread = most[0], (most[:2] + most[2:]).max()
+    if spread > _TOLERANCE * norm:
+        raise RuntimeError(
+            f"{name}: its gradient is not the same on all ranks. It is replicated, as no layer of the policy shards "
+            f"it; if it is used on local heads, as a norm over each head, name it in the policy's on_shards(). "
+            f"Otherwise the ranks had different inputs or seeds"
+        )
+    if norm > 0:
+        handles.pop().remove()
