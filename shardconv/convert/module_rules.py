@@ -13,18 +13,21 @@ from functools import partial
 from msgspec import structs
 from torch import Tensor, nn
 
-from shardconv.convert.extensions import (
+from shardconv.convert.modules import AllReducedOutput, ParallelExperts
+from shardconv.convert.norms import NormsOfHeads
+from shardconv.convert.overrides import (
+    Extension,
     GatheredOutput,
     InputGradientAllReduce,
+    InputSlice,
+    Overrides,
     SharedOutput,
     SlicedOutput,
     SlicedTensors,
     Unfused,
     local_slice,
+    split_config_fields,
 )
-from shardconv.convert.modules import AllReducedOutput, ParallelExperts
-from shardconv.convert.norms import NormsOfHeads
-from shardconv.convert.overrides import Extension, InputSlice, Overrides, split_config_fields
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard

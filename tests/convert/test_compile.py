@@ -13,10 +13,9 @@ from torch import nn
 
 import shardconv
 from shardconv.convert import gather_state_dict
-from shardconv.convert.extensions import GatherOnUse, SlicedTensors
 from shardconv.convert.modules import ForwardWithShards, ParallelDepthwise, ParallelExperts, Sharded, Substitutable
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
-from shardconv.convert.overrides import extend_class, gather_on_use
+from shardconv.convert.overrides import GatherOnUse, SlicedTensors, extend_class, gather_on_use
 from shardconv.distributed import as_axis
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.hf.inputs import example_inputs

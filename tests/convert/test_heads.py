@@ -6,10 +6,9 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.extensions import SlicedOutput, SlicedTensors
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm
-from shardconv.convert.overrides import extend_class
+from shardconv.convert.overrides import SlicedOutput, SlicedTensors, extend_class
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard
 from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim

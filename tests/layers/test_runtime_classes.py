@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardconv.convert.extensions import InputGradientAllReduce, Unfused
 from shardconv.convert.modules import AllReducedOutput
-from shardconv.convert.overrides import extend_class
+from shardconv.convert.overrides import InputGradientAllReduce, Unfused, extend_class
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.runtime_classes import converted_class
