@@ -119,7 +119,7 @@ def run(console: Console, src: SourcePath, prompt: tuple[str, ...], token_ids: t
 
 def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
     """Open the checkpoint, and check the adapter, without torch: errors of paths do not wait for its import."""
-    from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+    from shardconv.checkpoint.adapters.adapter import SplitAdapter
     from shardconv.checkpoint.split.loadable import open_loadable
 
     checkpoint = open_loadable(path, tp=options["tp"], options=options["plan"])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardconv import engines
 from shardconv.checkpoint.sources.opening import open_if_external
 from shardconv.checkpoint.sources.planning import StrPath, plan_source
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES

@@ -1,7 +1,7 @@
 """Quantization settings: which format a checkpoint has, and the sizes of its groups, blocks and words.
 
 Settings are ``quantization_config`` of config.json, or of a file beside it
-(``checkpoint/sources/quantization_files.py``). Settings that are not understood are refused: a layer that is read with
+(``checkpoint/sources/source.py``). Settings that are not understood are refused: a layer that is read with
 other sizes has wrong values.
 """
 

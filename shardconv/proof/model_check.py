@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.split.rank_reader import RankFileReader
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.distributed import Axis

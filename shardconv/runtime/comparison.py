@@ -10,15 +10,14 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.differences import is_other_model, tensor_differences
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.sources.source_reader import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split

@@ -15,8 +15,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.sources.opening import standalone_config
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source, SourceFile
+from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes

@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.adapters.split_adapter import SplitAdapter
+from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable

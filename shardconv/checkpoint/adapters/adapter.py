@@ -1,20 +1,25 @@
-"""LoRA adapters of PEFT as sources: open one, and plan it by the plan of its base model.
+"""LoRA adapters of PEFT: open one as a source or as a split checkpoint, and plan it by the plan of its base model.
 
 An adapter is split, merged, verified and resharded as a checkpoint of its own. Its rules are those of the base model,
 and the grids of its tensors say which weight each of them covers.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Unpack
 
 from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.opening import open_files, open_source, standalone_config
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
@@ -27,7 +32,7 @@ from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
-from shardconv.support.errors import SourceError, UsageError, option
+from shardconv.support.errors import SourceError, SplitCheckpointError, UsageError, option
 
 
 class Adapter(NamedTuple):
@@ -176,3 +181,55 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
 def _without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """A config of the same model without quantization, which an adapter does not depend on."""
     return {key: value for key, value in config.items() if key != SETTINGS_KEY}
+
+
+# --- split adapters --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SplitAdapter:
+    """A split adapter.
+
+    Attributes:
+        folder: its folder.
+        manifest: its manifest.
+        settings: its settings.
+    """
+
+    folder: AnyPath
+    manifest: Manifest
+    settings: AdapterSettings
+
+    @classmethod
+    def open(cls, adapter: Path, base: AnyPath, tp: int) -> "SplitAdapter":
+        """Open an adapter.
+
+        Args:
+            adapter: its folder, or its name among the adapters of the split base model.
+            base: the split base model.
+            tp: tensor parallel size.
+
+        Raises:
+            SplitCheckpointError: if it is not a split adapter for ``tp`` ranks, or its settings were changed.
+        """
+        named = base / ADAPTERS / adapter
+        folder = named if is_split(named) else adapter
+        if not folder.exists():
+            names = ", ".join(read_manifest(base).adapters) if is_split(base) else ""
+            raise SplitCheckpointError(f"{adapter}: does not exist (adapters of {base}: {names or 'none'}): correct it")
+        if not is_split(folder):
+            raise SplitCheckpointError(
+                f"{adapter}: is not a split adapter (no manifest in {named} or {adapter}): make one with shardconv "
+                f"split {adapter} --base {base} --tp {tp}"
+            )
+        manifest = read_manifest(folder)
+        if ADAPTER_CONFIG not in manifest.auxiliary_files:
+            raise SplitCheckpointError(f"{folder}: is a split checkpoint, but not of an adapter: pass it as DIR")
+        if manifest.tp != tp:
+            raise SplitCheckpointError(
+                f"{folder}: is for {manifest.tp} ranks (expected {tp}, as the base model): shardconv reshard {folder} "
+                f"--tp {tp}"
+            )
+        if differences := auxiliary_differences(manifest, folder):
+            raise SplitCheckpointError(f"{folder}: {differences[0]}: restore it, or split the adapter again")
+        return cls(folder, manifest, read_settings(folder / ADAPTER_CONFIG))

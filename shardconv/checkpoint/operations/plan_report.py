@@ -8,7 +8,7 @@ from typing import Unpack
 
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
+from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import num_bytes, total_bytes

@@ -17,8 +17,7 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath

@@ -13,8 +13,7 @@ from math import prod
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source, SourceFile
+from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.source_reader import ReadTensor
 from shardconv.files.containers.safetensors import (

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.quantization_files import config_with_quantization
-from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME
