@@ -91,27 +91,10 @@ def test_unknown_engine_is_refused(source):
         make_plan(source, tp=2, engine="other")
 
 
-def test_command_refuses_an_unknown_engine(source):
-    result = run("split", source, "--tp", "2", "--for", "other")
-    assert result.code == 2
-    assert "'vllm'" in result.err
-
-
-@pytest.fixture
-def manifest(source, tmp_path):
+def test_manifest_stores_the_request_and_its_rules(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    return read_manifest(tmp_path / "split")
-
-
-def test_engine_of_the_request_is_stored(manifest):
-    assert manifest.request.engine == "vllm"
-
-
-def test_rules_for_the_engine_are_stored(manifest):
-    assert manifest.plan.rules.vocab_multiple == 64
-
-
-def test_request_is_read_as_it_was_written(manifest):
+    manifest = read_manifest(tmp_path / "split")
+    assert (manifest.request.engine, manifest.plan.rules.vocab_multiple) == ("vllm", 64)
     assert msgspec.json.decode(msgspec.json.encode(manifest.request), type=PlanRequest) == manifest.request
 
 

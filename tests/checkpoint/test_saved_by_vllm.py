@@ -5,8 +5,6 @@ All comparisons are exact.
 
 import re
 import shutil
-from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.operations.reshard import ReshardReport
 from shardconv.layouts import full_shapes
 from shardconv.layouts.layout_file import layout_file
 from shardconv.support.errors import ShardconvError
@@ -174,38 +171,19 @@ RESHARDS = {
 }
 
 
-class Resharded(NamedTuple):
-    """A reshard of saved files."""
-
-    source: Path
-    tp: int
-    layout: str | None
-    path: Path
-    report: ReshardReport
-
-
-@pytest.fixture(scope="module", params=RESHARDS)
-def resharded(request, sources, tmp_path_factory):
-    kind, tp, layout = RESHARDS[request.param]
-    folder = tmp_path_factory.mktemp("resharded")
-    report = shardconv.reshard(save(sources[kind], folder / "saved", 4), folder / "new", tp=tp, layout=layout)
-    return Resharded(sources[kind], tp, layout, folder / "new", report)
-
-
-def test_reshard_reports_the_layouts_and_that_files_are_converted(resharded):
-    assert (resharded.report.layout, resharded.report.old_layout) == (resharded.layout or "vllm", "vllm")
-    assert any("converted from" in note for note in resharded.report.notes)
-
-
-def test_resharded_files_equal_those_of_a_split_of_the_source(resharded, tmp_path):
-    options = {"tp": resharded.tp, "layout": resharded.layout or "vllm", "engine": "vllm"}
-    shardconv.split(resharded.source, tmp_path / "split", **options)
-    expected, found = contents(tmp_path / "split"), contents(resharded.path)
+@pytest.mark.parametrize("case", RESHARDS)
+def test_resharded_files_equal_those_of_a_split_of_the_source(sources, tmp_path, case):
+    kind, tp, layout = RESHARDS[case]
+    report = shardconv.reshard(save(sources[kind], tmp_path / "saved", 4), tmp_path / "new", tp=tp, layout=layout)
+    assert (report.layout, report.old_layout) == (layout or "vllm", "vllm")
+    assert any("converted from" in note for note in report.notes)
+    shardconv.split(sources[kind], tmp_path / "split", tp=tp, layout=layout or "vllm", engine="vllm")
+    expected, found = contents(tmp_path / "split"), contents(tmp_path / "new")
     assert found.keys() == expected.keys()
     assert {name for name in found if found[name] != expected[name]} <= {"shardconv.json"}
-    assert shardconv.verify(resharded.path, against=resharded.source).differences == ()
-    assert shardconv.merge(resharded.path, tmp_path / "merged").is_identical is False
-    assert contents(tmp_path / "merged") == contents(resharded.source)
+    assert shardconv.verify(tmp_path / "new", against=sources[kind]).differences == ()
+    assert shardconv.merge(tmp_path / "new", tmp_path / "merged").is_identical is False
+    assert contents(tmp_path / "merged") == contents(sources[kind])
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------
