@@ -159,20 +159,18 @@ class Rule:
         return replace(self, target=target, sources=tuple(sources), is_last=is_last)
 
 
-@dataclass(frozen=True, slots=True)
-class ConstantRule:
-    """A constant for every file tensor that matches the pattern ``beside``."""
+class ConstantRule(NamedTuple):
+    """A constant for every file tensor that matches the pattern ``beside`` of its table."""
 
     target: Pattern
-    beside: Pattern
-    constant: Constant
+    table: ConstantTable
 
     def constants(self, names: Iterable[str]) -> Iterator[Constant]:
         """The constants of rank files with tensors of these names."""
-        template = self.constant
+        table, beside = self.table, Pattern(self.table.beside)
         for name in names:
-            if (match := self.beside.match(name)) is not None:
-                yield Constant(self.target.name(match), template.dtype, template.shape, template.value)
+            if (match := beside.match(name)) is not None:
+                yield Constant(self.target.name(match), table.dtype, table.shape, table.value)
 
 
 class Related(NamedTuple):
@@ -249,9 +247,7 @@ def parse_rules(target: str, table: RuleTable) -> Iterator[Rule]:
 
 def parse_constants(target: str, table: ConstantTable) -> Iterator[ConstantRule]:
     """The rules of a constant of a layout file."""
-    for (text,) in without_choices([target]):
-        constant = Constant(text, table.dtype, table.shape, table.value)
-        yield ConstantRule(Pattern(text), Pattern(table.beside), constant)
+    return (ConstantRule(pattern, table) for pattern in parse_patterns([target]))
 
 
 def parse_patterns(texts: Iterable[str]) -> tuple[Pattern, ...]:

@@ -17,7 +17,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple
 
 #: The dtypes that safetensors files have, too: name in torch to name there, and the bytes of an element.
 DTYPES = {
@@ -62,19 +62,12 @@ class RefusedError(Exception):
 
 
 class Record:
-    """An object of any class that does not matter here: its arguments and its state."""
+    """An object of any class that does not matter here: its state, without the arguments of its class."""
 
-    arguments: tuple[object, ...]
-    state: object
+    state: object = None
 
-    def __new__(cls, *arguments: object) -> Self:
+    def __init__(self, *_: object) -> None:
         """Make a record; called by the unpickler."""
-        record = object.__new__(cls)
-        record.arguments, record.state = arguments, {}
-        return record
-
-    def __init__(self, *arguments: object) -> None:
-        """Ignore the arguments, which ``__new__`` stores."""
 
     def __setstate__(self, state: object) -> None:
         """Store a state; called by the unpickler."""
@@ -92,10 +85,10 @@ class Storage(NamedTuple):
     dtype: str
 
 
-class Tensor:
-    """A tensor.
+class Tensor(NamedTuple):
+    """A tensor, as a pickle describes it.
 
-    Args:
+    Attributes:
         storage: the storage.
         offset: of its first element in the storage, in elements.
         shape: its shape.
@@ -104,16 +97,12 @@ class Tensor:
         kind: why it cannot be read as a dense tensor; empty if it can.
     """
 
-    __slots__ = ("dtype", "kind", "offset", "shape", "storage", "strides")
-
-    def __init__(
-        self, storage: Storage, offset: object, shape: object, strides: object, dtype: str = "", kind: str = ""
-    ) -> None:
-        self.storage, self.kind, self.dtype = storage, kind, dtype or storage.dtype
-        self.shape, self.strides = _numbers(shape), _numbers(strides)
-        (self.offset,) = _numbers((offset,))
-        if len(self.shape) != len(self.strides):
-            raise RefusedError("is damaged (a tensor has as many dims as it has strides)", _DAMAGED)
+    storage: Storage
+    offset: object
+    shape: object
+    strides: object
+    dtype: str = ""
+    kind: str = ""
 
 
 def _numbers(value: object) -> list[int]:
@@ -417,15 +406,19 @@ def describe(name: object, found: Tensor, positions: Mapping[object, Position]) 
         raise RefusedError(
             f"tensor {name} is not a plain dense tensor (got {found.kind})", f"{_SAVE_AGAIN}, as dense tensors"
         )
-    if found.dtype not in DTYPES or found.kind:
-        dtype = f"torch.{found.dtype}" if found.dtype not in DTYPES else "a conjugated or negated view"
-        raise RefusedError(f"tensor {name} cannot be stored in safetensors (got {dtype})", "save it in another dtype")
-    position, (dtype, item_bytes) = positions[found.storage.key], DTYPES[found.dtype]
-    last = sum((size - 1) * stride for size, stride in zip(found.shape, found.strides, strict=True))
-    start = found.offset * item_bytes
-    if 0 not in found.shape and start + (last + 1) * item_bytes > position.size:
+    torch_dtype, (offset,) = found.dtype or found.storage.dtype, _numbers((found.offset,))
+    shape, strides = _numbers(found.shape), _numbers(found.strides)
+    if len(shape) != len(strides):
+        raise RefusedError("is damaged (a tensor has as many dims as it has strides)", _DAMAGED)
+    if torch_dtype not in DTYPES or found.kind:
+        shown = f"torch.{torch_dtype}" if torch_dtype not in DTYPES else "a conjugated or negated view"
+        raise RefusedError(f"tensor {name} cannot be stored in safetensors (got {shown})", "save it in another dtype")
+    position, (dtype, item_bytes) = positions[found.storage.key], DTYPES[torch_dtype]
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    start = offset * item_bytes
+    if 0 not in shape and start + (last + 1) * item_bytes > position.size:
         raise RefusedError(f"tensor {name} is larger than its storage of {position.size} bytes", _DAMAGED)
-    return [name, dtype, found.shape, found.strides, position.offset + start]
+    return [name, dtype, shape, strides, position.offset + start]
 
 
 class Window(mmap.mmap):
