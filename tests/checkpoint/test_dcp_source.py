@@ -134,19 +134,6 @@ def test_a_state_dict_that_is_not_nested_is_read(llama, ranks, tmp_path):
     assert_equal(tmp_path / "merged", llama)
 
 
-def test_metadata_that_asks_for_code_is_refused_and_not_executed(nested, tmp_path):
-    marker = tmp_path / "executed"
-
-    class Code:
-        def __reduce__(self):
-            return Path.touch, (marker,)
-
-    source = changed(nested, tmp_path / "changed", lambda metadata: setattr(metadata, "planner_data", Code()))
-    with pytest.raises(SourceError, match=r"\.metadata: asks for .*, and nothing in it is executed"):
-        open_source(source)
-    assert not marker.exists()
-
-
 def use_early_properties(metadata) -> None:
     """Replace the properties of tensors by those of torch before 2.3."""
     for entry in metadata.state_dict_metadata.values():

@@ -243,17 +243,6 @@ def code_of(message: str) -> list[str]:
     return lines
 
 
-def test_adapter_next_to_a_base_model(folder, tmp_path):
-    put_adapter(folder)
-    message = refusal(folder)
-    assert "holds a PEFT adapter (adapter_config.json, adapter_model.safetensors) next to the base model" in message
-    assert f"pass --adapter {folder} to split both" in message
-    patterns = ignore_options(message)
-    source = open_source(folder, ignore=tuple(patterns))
-    assert sorted(source.left_out) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
-
-
 def test_adapter_is_identified_by_its_config(single):
     """transformers applies an adapter if its config exists."""
     (single / "adapter_config.json").write_text("{}")
@@ -268,10 +257,8 @@ def test_adapter_next_to_an_index_as_source(tmp_path):
     assert open_source(folder / INDEX, ignore=("adapter_*",)).config == llama_config()
 
 
-def test_adapter_without_a_base_model(tmp_path):
+def test_file_of_an_adapter_as_source(tmp_path):
     put_adapter(tmp_path / "adapter")
-    refused = call("split", tmp_path / "adapter", "--tp", "2")
-    assert "is a PEFT adapter, which is split by the plan of its base model: pass --base BASE" in refused.err
     assert f"pass its folder {tmp_path / 'adapter'}" in refusal(tmp_path / "adapter" / "adapter_model.safetensors")
 
 

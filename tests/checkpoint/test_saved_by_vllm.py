@@ -245,9 +245,6 @@ REFUSED = {
     "the last rank is missing": (
         "llama", without("model-rank-3-*"), "has files of 3 ranks, .*is not a multiple of 3",
     ),
-    "half of the ranks": (
-        "llama", without("model-rank-[23]-*"), r"F32 \[.*\(expected F32 \[.* by config.json for 2 ranks",
-    ),
     "a rank between others": ("llama", to_one, "the file of rank 3, is missing"),
     "a part between others": ("llama", without("model-rank-1-part-1.*"), "the file of part 1, is missing"),
     "the last part of a rank": (

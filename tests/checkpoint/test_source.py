@@ -365,13 +365,6 @@ def test_source_file_is_a_folder(folder):
     refuses(folder, f"{PARTS[1]}: is not a regular file")
 
 
-def test_tensor_in_two_source_files(folder):
-    specs = {FIRST_TENSOR: ("U8", (1,))}
-    write_weights(folder / "extra.safetensors", specs)
-    write_index(folder, {**weight_map(folder), FIRST_TENSOR: "extra.safetensors"})
-    refuses(folder, f"tensor {FIRST_TENSOR} is in both extra.safetensors and {PARTS[0]}")
-
-
 def test_source_file_of_an_earlier_save(folder):
     """A file of an earlier, larger save: whether it belongs to the checkpoint is unknown."""
     stale = part_names(4)[3]
@@ -448,12 +441,6 @@ def test_several_variants_are_listed_and_each_can_be_chosen(tmp_path, index, oth
         assert open_source(tmp_path, ignore=tuple(others)).paths == (tmp_path / file,)
     for names in found:
         assert open_source(tmp_path / names[-1]).paths == (tmp_path / names[0],)
-
-
-def test_several_single_files(single):
-    (single / "model.safetensors").rename(single / "one.safetensors")
-    shutil.copyfile(single / "one.safetensors", single / "two.safetensors")
-    refuses(single, r"holds several checkpoints \(one.safetensors, two.safetensors\): pass one of the files")
 
 
 # --- auxiliary files ------------------------------------------------------------------------------------------------
@@ -573,13 +560,6 @@ def test_rank_files_without_their_manifest(single, tmp_path, max_file_size):
             shardconv.verify(path)
     with pytest.raises(SplitCheckpointError, match=message):
         shardconv.merge(split, tmp_path / "merged")
-
-
-def test_renamed_rank_file_as_source(single, tmp_path):
-    """The metadata of its header identify it: as a model it would have half of the weights."""
-    shardconv.split(single, tmp_path / "split", tp=2)
-    renamed = (tmp_path / "split" / "rank-0-of-2.safetensors").rename(tmp_path / "model.safetensors")
-    refuses(renamed, "holds model.safetensors, a rank file of shardconv, without its manifest")
 
 
 def test_one_of_several_files_as_source(tmp_path):

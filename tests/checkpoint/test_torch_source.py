@@ -230,14 +230,6 @@ REFUSED = {
         lambda folder: torch.save({"x": torch.ones(2)}, folder / "consolidated.00.pth"),
         r"consolidated\.00\.pth \(has x, which the checkpoint does not have\)",
     ),
-    "adapter": (
-        lambda folder: torch.save({}, folder / "adapter_model.bin"),
-        r"holds a PEFT adapter \(adapter_model\.bin\) next to the base model",
-    ),
-    "file that is not a pickle": (
-        lambda folder: (folder / SINGLE).write_bytes(b"not a file of torch"),
-        r"pytorch_model\.bin: is not a file of torch\.save, or it is damaged: download or save it again",
-    ),
     "pipe": (
         lambda folder: (folder / SINGLE).unlink() or os.mkfifo(folder / SINGLE),
         r"pytorch_model\.bin: is not a regular file",

@@ -276,12 +276,6 @@ def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
         shardconv.load(tmp_path / "split", device="cpu")
 
 
-def test_nothing_to_dequantize_is_an_error(unquantized, tmp_path):
-    shardconv.split(unquantized("llama"), tmp_path / "split", tp=1)
-    with pytest.raises(RunError, match=r"is not quantized: remove dequantize=True"):
-        shardconv.load(tmp_path / "split", device="cpu", dequantize=True)
-
-
 def test_progress_of_dequantization_ends_at_the_total(compressed, tmp_path):
     source = shutil.copytree(compressed("W4A16", "llama"), tmp_path / "source")
     scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}

@@ -230,15 +230,6 @@ def test_fbgemm_fp8(unquantized, tmp_path, model):
     check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
-def test_fp8_without_any_scale_is_refused(unquantized, tmp_path):
-    settings = {"quant_method": "fp8", "activation_scheme": "static"}
-    source = write(unquantized("llama"), tmp_path / "source", partial(to_autofp8, kind=AUTOFP8[0]), settings)
-    tensors = {name: tensor for name, tensor in read(source).items() if not name.endswith("_scale")}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(PlanError, match="weight_scale_inv is missing, which fp8 needs"):
-        shardconv.make_plan(source, tp=2)
-
-
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
 
 
@@ -356,10 +347,3 @@ def test_quanto_with_padding(unquantized, tmp_path, kind):
     source = write(unquantized("padded"), tmp_path / "source", partial(to_quanto, kind=kind), None)
     (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", read(source)))
     assert check_padding(source, 4, from_quanto, tmp_path) == 4
-
-
-def test_quanto_with_packed_weights_is_refused(unquantized, tmp_path):
-    source = write(unquantized("llama"), tmp_path / "source", partial(to_quanto, kind="int8"), None)
-    (source / "quanto_qmap.json").write_text(quanto_settings("qint4", read(source)))
-    with pytest.raises(PlanError, match=r"Quanto with weights of 'int4' is not supported .* half or a quarter"):
-        shardconv.make_plan(source, tp=2)
