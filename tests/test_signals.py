@@ -96,28 +96,18 @@ def check(result, done=0):
         assert [line for line in result.err.splitlines() if line] in ([LINE], [WHILE_REMOVING])
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 5, 10, 20, 60, 120, 180])
-def test_sigint_before_an_import_of_a_light_command(made, step):
-    check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", made / "tiny", "--tp", 2]))
+RUN = ["run", "{made}/demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 2]
+IMPORTS = [
+    *[(["plan", "{made}/tiny", "--tp", 2], step) for step in (1, 2, 3, 5, 10, 20, 60, 120, 180)],
+    *[pytest.param(RUN, step, marks=needs_torch) for step in (100, 500, 1100)],
+    *[pytest.param(["plan", DEMO, "--prove", "--tp", 2], step, marks=MATRIX) for step in (500, 1500, 2400)],
+    *[pytest.param(["plan", DEMO, option], 1500, marks=MATRIX) for option in ("--cost", "--propose")],
+]
 
 
-@needs_torch
-@pytest.mark.parametrize("step", [100, 500, 1100])
-def test_sigint_before_an_import_of_run(made, step):
-    arguments = ["run", made / "demo-tp2", "--prompt", "A list", "--device", "cpu", "--max-new-tokens", 2]
-    check(interrupted(BEFORE_IMPORT.format(step=step), arguments))
-
-
-@MATRIX
-@pytest.mark.parametrize("step", [500, 1500, 2400])
-def test_sigint_before_an_import_of_a_proof(step):
-    check(interrupted(BEFORE_IMPORT.format(step=step), ["plan", DEMO, "--prove", "--tp", 2]))
-
-
-@MATRIX
-@pytest.mark.parametrize("options", [["--cost"], ["--propose"]])
-def test_sigint_before_an_import_of_other_plans(options):
-    check(interrupted(BEFORE_IMPORT.format(step=1500), ["plan", DEMO, *options]))
+@pytest.mark.parametrize(("arguments", "step"), IMPORTS)
+def test_sigint_before_an_import(made, arguments, step):
+    check(interrupted(BEFORE_IMPORT.format(step=step), [str(one).format(made=made) for one in arguments]))
 
 
 @needs_torch

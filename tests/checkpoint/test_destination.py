@@ -20,10 +20,8 @@ from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.output import auxiliary, staging
 from shardconv.support.errors import OutputError, ShardconvError
 from tests.support.checkpoints import contents
-from tests.support.command import Result, call, finish, start
+from tests.support.command import Result, call
 from tests.support.faults import (
-    COMMANDS,
-    SLOW,
     beside,
     check_done,
     failing,
@@ -411,15 +409,6 @@ def test_many_races(job, target, overwrite, races):
         assert all("another run is writing it" in text or "exists" in text for text in outcomes if text)
         check_done(Result(0, "", ""), job, target)
         shutil.rmtree(target)
-
-
-@pytest.mark.parametrize("job", cases(COMMANDS, lambda name: name == "merge"), indirect=True)
-def test_race_of_processes(job, target):
-    processes = [start(*job.arguments, "-o", target, patch=SLOW) for _ in range(3)]
-    results = [finish(process) for process in processes]
-    assert sorted(result.code for result in results) == [0, 1, 1]
-    assert all("another run is writing it" in result.err or "exists" in result.err for result in results if result.code)
-    check_done(Result(0, "", ""), job, target)
 
 
 # --- file systems that do less --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Checkpoints padded for engines that read config.json: outputs stay equal, and unpad restores the source."""
 
 import json
+import os
 from dataclasses import astuple
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardconv.proof.model_check import require_padded
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, write_index
 from tests.support.command import call
+from tests.support.damage import flip
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, MOE, Model, read
 
@@ -126,29 +128,17 @@ def padded(source, tmp_path) -> Path:
     return tmp_path / "padded"
 
 
-def test_report_has_the_changes_of_the_config(source, tmp_path):
+def test_files_of_a_padded_checkpoint(source, tmp_path):
+    """Those of the source, with other counts in the config, and the size of the padded tensors in the index."""
     report = shardconv.pad(source, tmp_path / "padded", tp=3)
-    assert [astuple(change) for change in report.config] == [
-        ("num_key_value_heads", 2, 3), ("num_attention_heads", 8, 12),
-    ]  # fmt: skip
-
-
-def test_config_of_a_padded_checkpoint_differs_only_in_the_counts(source, padded):
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, padded))
-    assert after == {**before, "num_attention_heads": 12, "num_key_value_heads": 3}
-
-
-def test_padded_files_have_the_names_of_the_source_files(source, padded):
-    assert sorted(contents(padded)) == sorted([*contents(source), "shardconv-padding.json"])
-
-
-def test_auxiliary_files_of_a_padded_checkpoint_are_those_of_the_source(source, padded):
-    assert (padded / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-
-
-def test_index_has_the_size_of_the_padded_tensors(source, tmp_path):
-    report = shardconv.pad(source, tmp_path / "padded", tp=3)
-    index = json.loads((tmp_path / "padded" / "model.safetensors.index.json").read_text())
+    found, expected = contents(tmp_path / "padded"), contents(source)
+    assert sorted(found) == sorted([*expected, "shardconv-padding.json"])
+    assert found["tokenizer.json"] == expected["tokenizer.json"]
+    counts = {"num_key_value_heads": (2, 3), "num_attention_heads": (8, 12)}
+    assert [astuple(change) for change in report.config] == [(name, *count) for name, count in counts.items()]
+    after = {name: count for name, (_, count) in counts.items()}
+    assert json.loads(found["config.json"]) == json.loads(expected["config.json"]) | after
+    index = json.loads(found["model.safetensors.index.json"])
     assert index["metadata"]["total_size"] == report.num_bytes
 
 
@@ -168,66 +158,38 @@ def test_pad_refuses_a_padded_checkpoint(padded, tmp_path):
         shardconv.pad(padded, tmp_path / "twice", tp=5)
 
 
-@pytest.fixture(params=["flipped bit", "truncated manifest"])
-def changed(request, padded) -> tuple[Path, type[Exception]]:
-    """A padded checkpoint that was changed, and the error of unpad."""
-    if request.param == "flipped bit":
-        flip_a_bit(padded)
-        return padded, IntegrityError
-    truncate_the_manifest(padded)
-    return padded, SplitCheckpointError
-
-
-def test_unpad_refuses_a_changed_checkpoint(changed, tmp_path):
-    path, error = changed
-    with pytest.raises(error):
-        shardconv.unpad(path, tmp_path / "again")
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda folder: flip(folder / "a-1.safetensors"), IntegrityError),
+        (lambda folder: os.truncate(folder / "shardconv-padding.json", 1000), SplitCheckpointError),
+        (lambda folder: (folder / "shardconv-padding.json").unlink(), SplitCheckpointError),
+    ],
+    ids=["flipped bit", "truncated manifest", "no manifest"],
+)
+def test_unpad_refuses_a_changed_checkpoint(padded, tmp_path, change, error):
+    change(padded)
+    with pytest.raises(error, match=r"bytes of|cannot be used|is not a padded checkpoint"):
+        shardconv.unpad(padded, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
-def test_unpad_refuses_a_checkpoint_that_is_not_padded(source, tmp_path):
-    with pytest.raises(SplitCheckpointError, match="is not a padded checkpoint"):
-        shardconv.unpad(source, tmp_path / "again")
-
-
-def flip_a_bit(folder: Path) -> None:
-    with (folder / "a-1.safetensors").open("r+b") as file:
-        file.seek(-1, 2)
-        last = file.read(1)
-        file.seek(-1, 2)
-        file.write(bytes([last[0] ^ 1]))
-
-
-def truncate_the_manifest(folder: Path) -> None:
-    path = folder / "shardconv-padding.json"
-    path.write_bytes(path.read_bytes()[:-9])
-
-
-def test_pad_refuses_a_source_that_needs_no_padding(source, tmp_path):
-    with pytest.raises(UsageError, match="does not need padding for tp 4"):
-        shardconv.pad(source, tmp_path / "padded", tp=4)
-
-
-def test_pad_refuses_a_source_without_a_config(source, tmp_path):
-    with pytest.raises(SourceError, match=r"is not a folder with config\.json"):
-        shardconv.pad(source / "a-1.safetensors", tmp_path / "padded", tp=3)
-
-
-def test_dry_run_of_the_command_writes_nothing(source, tmp_path):
-    dry = call("pad", source, "--multiple-of", "tp=3", "-o", tmp_path / "padded", "--dry-run")
-    assert "would be written" in dry.out
-    assert not (tmp_path / "padded").exists()
+@pytest.mark.parametrize(
+    ("name", "tp", "message"),
+    [("", 4, "does not need padding for tp 4"), ("a-1.safetensors", 3, "is not a folder with")],
+)
+def test_pad_refuses_other_sources(source, tmp_path, name, tp, message):
+    with pytest.raises((UsageError, SourceError), match=message):
+        shardconv.pad(source / name, tmp_path / "padded", tp=tp)
 
 
 def test_command_prints_the_changes(source, tmp_path):
-    done = call("pad", source, "--multiple-of", "tp=3", "-o", tmp_path / "padded")
+    arguments = ["pad", source, "--multiple-of", "tp=3", "-o", tmp_path / "padded"]
+    assert "would be written" in call(*arguments, "--dry-run").out
+    assert not (tmp_path / "padded").exists()
+    done = call(*arguments)
     assert "config.json: num_key_value_heads from 2 to 3, num_attention_heads from 8 to 12" in done.out
     assert "padded with zeros: kv_head from 2 to 3, query_head from 8 to 12" in done.out
-
-
-def test_command_unpad_restores_the_source(source, padded, tmp_path):
-    call("unpad", padded, "-o", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(source)
 
 
 def test_command_refuses_a_multiple_without_a_name(source):
@@ -243,27 +205,17 @@ def wide(source, tmp_path) -> tuple[Path, PadReport]:
     return tmp_path / "padded", report
 
 
-def test_report_has_the_padded_vocabulary(wide):
+def test_report_has_the_padded_vocabulary(source, wide, tmp_path):
     _, report = wide
     assert ("vocab_size", 131, 192) in [astuple(change) for change in report.config]
-    assert ["logits of tokens from 131 on are zero" in note for note in report.notes] == [True]
+    warning = "logits of tokens from 131 on are zero"
+    assert [warning in note for note in report.notes] == [True]
+    arguments = ["pad", source, "--multiple-of", "tp=3,vocab=192", "-o", tmp_path / "other", "-q", "--no-check-model"]
+    assert warning in call(*arguments).err
 
 
-def test_padding_of_the_vocabulary_changes_no_logits_of_tokens(source, wide):
+def test_padding_of_the_vocabulary_adds_logits_of_zero(source, wide):
     expected = logits(transformers.Qwen3ForCausalLM, source)
     found = logits(transformers.Qwen3ForCausalLM, wide[0])
     assert torch.allclose(found[..., :131], expected, atol=1e-5 * float(expected.abs().max()))
-
-
-def test_logits_of_a_padded_vocabulary_are_zero(wide):
-    assert not logits(transformers.Qwen3ForCausalLM, wide[0])[..., 131:].any()
-
-
-def test_unpad_restores_the_vocabulary(source, wide, tmp_path):
-    shardconv.unpad(wide[0], tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(source)
-
-
-def test_command_warns_about_logits_of_padding(source, tmp_path):
-    printed = call("pad", source, "--multiple-of", "tp=3,vocab=192", "-o", tmp_path / "other", "-q", "--no-check-model")
-    assert "logits of tokens from 131 on are zero" in printed.err
+    assert not found[..., 131:].any()

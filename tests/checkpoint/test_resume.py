@@ -32,10 +32,10 @@ from tests.support.checkpoints import (
     llama_config,
     safetensors_bytes,
     write_checkpoint,
-    write_config,
 )
 from tests.support.command import Result, call, finish, start
-from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt, writing
+from tests.support.damage import flip
+from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt
 from tests.support.matrix import cases
 
 pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
@@ -419,17 +419,6 @@ def test_settings_without_an_option_of_the_command(command, old, new, message):
     assert difference(job | old, job | new) == f"the interrupted run {message}"
 
 
-def flip(path: Path, offset: int = -1) -> None:
-    """Change a byte, but neither size nor time."""
-    status = path.stat()
-    with path.open("r+b") as file:
-        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def touch(path: Path) -> None:
     os.utime(path, (1, 1))
 
@@ -442,20 +431,6 @@ def test_source_that_changed(job, tmp_path, target, change):
     path = min(source.glob("*.safetensors"))
     change(path)
     refused(job, target, f"{path} is not as in the interrupted run (got ")
-
-
-@OF_SPLIT
-def test_source_with_other_values_at_the_same_time(job, tmp_path, target):
-    """As an archive restores it, or a store that does not keep times."""
-    source = shutil.copytree(job.source, tmp_path / "copy")
-    job = job.on(source)
-    interrupt(job, target, 3)
-    for path in source.glob("*.safetensors"):
-        status, size = path.stat(), path.stat().st_size
-        header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-        path.write_bytes(path.read_bytes()[:header] + os.urandom(size - header))
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    refused(job, target, "another sample of the source's values")
 
 
 @OF_SPLIT
@@ -479,7 +454,7 @@ def test_damaged_bytes_are_copied_again(job, target):
     for path in staged_files(target):
         size = path.stat().st_size
         for offset in range(0, size, 64):
-            flip(path, offset)
+            flip(path, offset, keeps_times=True)
     kept_bytes, copied = resume(job, target)
     assert kept_bytes == 0
     assert before <= copied.stripes
@@ -602,14 +577,6 @@ def test_overwrite(job, target):
     assert not before & copied.stripes
 
 
-def test_two_runs_at_once(job, target):
-    interrupt(job, target, 3)
-    first = writing(lambda: job.function(job.source, target, resume=True))
-    with first, pytest.raises(OutputError, match="result: another run is writing it"):
-        job.function(job.source, target, resume=True)
-    check_done(Result(0, "", ""), job, target)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -724,14 +691,6 @@ def test_changed_settings_of_an_adapter_that_is_merged(others, tmp_path, target)
     path = adapter / "adapter_config.json"
     path.write_text(path.read_text().replace("8", "9"))
     refused(job, target, f"{path} is not as in the interrupted run")
-
-
-def test_changed_config(made, tmp_path, target):
-    source = shutil.copytree(made / "source", tmp_path / "copy")
-    job = Job(["split", str(source), "--tp", "2"], shardconv.split, source, {})
-    interrupt(job, target, 4)
-    write_config(source, llama_config(layers=1) | {"rope_theta": 5})
-    refused(job, target, "config.json is not as in the interrupted run")
 
 
 @pytest.mark.parametrize("command", ["merge", "reshard"])

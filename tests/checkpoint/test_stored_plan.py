@@ -130,18 +130,10 @@ def no_families(tmp_path) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("no_families")
-def test_verify_reads_no_family(splits):
+def test_commands_on_bytes_read_no_family(splits, tmp_path):
     assert shardconv.verify(splits / "four", against=splits / "source").differences == ()
-
-
-@pytest.mark.usefixtures("no_families")
-def test_merge_reads_no_family(splits, tmp_path):
     shardconv.merge(splits / "four", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(splits / "source")
-
-
-@pytest.mark.usefixtures("no_families")
-def test_reshard_reads_no_family(splits, tmp_path):
     shardconv.reshard(splits / "four", tmp_path / "resharded", tp=2)
     assert contents(tmp_path / "resharded") == contents(splits / "two")
 
