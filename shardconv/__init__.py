@@ -12,10 +12,10 @@ TYPE_CHECKING = False  # typing takes longer to import than all that follows, an
 if TYPE_CHECKING:  # the same names as in _HOMES
     from shardconv.checkpoint.operations.merge import merge as merge
     from shardconv.checkpoint.operations.pad import pad as pad
+    from shardconv.checkpoint.operations.pad import unpad as unpad
     from shardconv.checkpoint.operations.plan_report import report_plan as report_plan
     from shardconv.checkpoint.operations.reshard import reshard as reshard
     from shardconv.checkpoint.operations.split import split as split
-    from shardconv.checkpoint.operations.unpad import unpad as unpad
     from shardconv.checkpoint.operations.verify import verify as verify
     from shardconv.checkpoint.output.writer import WriteOptions as WriteOptions
     from shardconv.checkpoint.sources.planning import PlanOptions as PlanOptions
@@ -55,13 +55,12 @@ if TYPE_CHECKING:  # the same names as in _HOMES
 
 _HOMES = {
     "shardconv.checkpoint.operations.merge": ("merge",),
-    "shardconv.checkpoint.operations.pad": ("pad",),
+    "shardconv.checkpoint.operations.pad": ("pad", "unpad"),
     "shardconv.checkpoint.operations.plan_report": ("report_plan",),
     "shardconv.checkpoint.output.writer": ("WriteOptions",),
     "shardconv.checkpoint.sources.planning": ("PlanOptions", "make_plan"),
     "shardconv.checkpoint.operations.reshard": ("reshard",),
     "shardconv.checkpoint.operations.split": ("split",),
-    "shardconv.checkpoint.operations.unpad": ("unpad",),
     "shardconv.checkpoint.operations.verify": ("verify",),
     "shardconv.convert": (
         "convert_model",

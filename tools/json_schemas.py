@@ -18,7 +18,7 @@ REPORTS = {
     "reshard": "shardconv.checkpoint.operations.reshard.ReshardReport",
     "verify": "shardconv.checkpoint.operations.verify.VerifyReport",
     "pad": "shardconv.checkpoint.operations.pad.PadReport",
-    "unpad": "shardconv.checkpoint.operations.unpad.UnpadReport",
+    "unpad": "shardconv.checkpoint.operations.pad.UnpadReport",
     "plan": "shardconv.checkpoint.operations.plan_report.PlanReport",
     "plan-list-families": "shardconv.plan.families.loading.FamilyList",
     "plan-prove": "shardconv.proof.prove.ProofReport",

@@ -116,7 +116,7 @@ def _check() -> "Check":
 )
 def unpad(console: Console, src: SourcePath, output: SourcePath | None, **options: Any) -> None:
     """Restore the source of the padded checkpoint DIR, byte for byte."""
-    from shardconv.checkpoint.operations.unpad import unpad as run
+    from shardconv.checkpoint.operations.pad import unpad as run
 
     with console.progress("unpad") as progress:
         report = run(src, output, progress=progress, **options)

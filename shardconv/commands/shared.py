@@ -13,15 +13,11 @@ from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.operations.merge import MergeReport
-    from shardconv.checkpoint.operations.pad import PadReport
     from shardconv.checkpoint.operations.reshard import ReshardReport
     from shardconv.checkpoint.operations.split import SplitReport
-    from shardconv.checkpoint.operations.unpad import UnpadReport
+    from shardconv.checkpoint.output.writer import WriteReport
     from shardconv.hf.names import ModelCheck
     from shardconv.plan.tp_sizes import PaddingReport
-
-    WriteReport = SplitReport | MergeReport | ReshardReport | PadReport | UnpadReport
 
 
 @contextmanager

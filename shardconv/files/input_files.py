@@ -4,13 +4,18 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
 from shardconv.files import storage
 from shardconv.files.fileio import Bytes, allow_open_files, read_exactly, will_need
 from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.support.errors import SourceError
 
+if TYPE_CHECKING:
+    from shardconv.files.storage.remote_file import RemoteFile
+
+#: An open file, with the same methods wherever it is.
+InputFile: TypeAlias = "LocalFile | MemoryFile | RemoteFile"
 _AGAIN = "download or copy it again"
 #: Threads that copy remote files, by default: they mostly wait.
 _REMOTE_THREADS = 4
@@ -41,30 +46,6 @@ def file_states(paths: Iterable[AnyPath]) -> tuple[FileState, ...]:
     return tuple(FileState.of(path.stat()) if isinstance(path, Path) and path.exists() else none for path in paths)
 
 
-class InputFile(Protocol):
-    """An open input file.
-
-    Attributes:
-        size: in bytes.
-        mode: its permissions.
-    """
-
-    @property
-    def size(self) -> int:
-        """See the class."""
-
-    mode: int
-
-    def read(self, buffer: Bytes, offset: int) -> None:
-        """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""
-
-    def check_unchanged(self) -> None:
-        """Raise SourceError if the file was modified since it was opened."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 class LocalFile:
     """An open file of this machine.
 
@@ -81,7 +62,7 @@ class LocalFile:
         self.mode = status.st_mode
 
     def read(self, buffer: Bytes, offset: int) -> None:
-        """See :class:`InputFile`."""
+        """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""
         try:
             read_exactly(self.descriptor, buffer, offset)
         except EOFError as error:
@@ -90,7 +71,7 @@ class LocalFile:
             raise SourceError(f"{self._path}: cannot be read: {error.strerror or error}") from error
 
     def check_unchanged(self) -> None:
-        """See :class:`InputFile`."""
+        """Raise SourceError if the file was modified since it was opened."""
         if FileState.of(os.fstat(self.descriptor))[:2] != self.state[:2]:  # a new hard link is not a modification
             raise SourceError(f"{self._path}: changed while it was read: run the command again")
 
@@ -106,7 +87,7 @@ class LocalFile:
             )
 
     def close(self) -> None:
-        """See :class:`InputFile`."""
+        """Close the file."""
         os.close(self.descriptor)
 
 
@@ -117,7 +98,7 @@ class MemoryFile:
         self.data, self.mode, self.size = data, mode, len(data)
 
     def read(self, buffer: Bytes, offset: int) -> None:
-        """See :class:`InputFile`."""
+        """Fill a buffer from a position."""
         buffer[:] = self.data[offset : offset + len(buffer)]
 
     def check_unchanged(self) -> None:
@@ -211,7 +192,7 @@ class InputFiles:
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
-        merged = merged_ranges(ranges)
+        merged = _merged(ranges)
         for number, start, stop in merged:
             if isinstance(file := self._files[number], LocalFile):
                 will_need(file.descriptor, start, stop - start)
@@ -296,32 +277,17 @@ class InputFiles:
         self.close()
 
 
-def merged_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Number of the file, start and stop of ranges; those that overlap or follow one another in order are one.
+def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Number of the file, start and stop of ranges; those that overlap or touch are one, at the position of the first.
 
     Args:
         ranges: number of the file, offset and size of each.
     """
-    merged: list[tuple[int, int, int]] = []
-    for number, start, stop in _without_overlaps(ranges):
-        if merged and merged[-1][0] == number and merged[-1][2] == start:
-            merged[-1] = (number, merged[-1][1], stop)
-        else:
-            merged.append((number, start, stop))
-    return merged
-
-
-def _without_overlaps(ranges: Iterable[tuple[int, int, int]]) -> Iterable[tuple[int, int, int]]:
-    """Number of the file, start and stop of ranges, those that overlap as one range at the position of the first."""
-    merged: dict[int, tuple[int, int, int]] = {}
-    at, end = 0, (-1, 0)
+    merged: list[tuple[int, int, int, int]] = []
     for number, offset, size, position in sorted((*one, position) for position, one in enumerate(ranges)):
-        if (number, offset) < end:
-            _, start, stop = merged.pop(at)
-            at = min(at, position)
-            merged[at] = (number, start, max(stop, offset + size))
+        if merged and merged[-1][0] == number and offset <= merged[-1][2]:
+            _, start, stop, first = merged.pop()
+            merged.append((number, start, max(stop, offset + size), min(first, position)))
         else:
-            at = position
-            merged[at] = (number, offset, offset + size)
-        end = (number, merged[at][2])
-    return (merged[at] for at in sorted(merged))
+            merged.append((number, offset, offset + size, position))
+    return [one[:3] for one in sorted(merged, key=lambda one: one[3])]

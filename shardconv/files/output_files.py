@@ -4,35 +4,15 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 from shardconv.files.fileio import CREATE, Bytes, allow_open_files, read_exactly, write_exactly
 
+if TYPE_CHECKING:
+    from shardconv.files.storage.upload import UploadFiles
 
-class OutputFiles(Protocol):
-    """New files that are open.
-
-    Attributes:
-        num_files: their number.
-        in_order: whether they should be written from the beginning to the end, as far as possible.
-        threads: the default number of threads that write them; None for the default of the reader.
-    """
-
-    num_files: int
-    in_order: bool
-    threads: int | None
-
-    def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
-
-    def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
-
-    def __enter__(self) -> Self:
-        """Close the files at the end."""
-
-    def __exit__(self, *_: object) -> None:
-        """See :meth:`__enter__`."""
+#: New files that are open, with the same methods wherever they are.
+OutputFiles: TypeAlias = "LocalOutputFiles | UploadFiles"
 
 
 class LocalOutputFiles:
@@ -44,9 +24,13 @@ class LocalOutputFiles:
         sizes: for each file its size in bytes; bytes that are not written are zero.
         mode: their permissions, before the umask.
         may_exist: whether files of an interrupted run may exist, whose bytes are kept.
+
+    Attributes:
+        num_files: their number.
+        in_order: whether they should be written from the beginning to the end, as far as possible.
+        threads: the default number of threads that write them; None for the default of the reader.
     """
 
-    #: See :class:`OutputFiles`.
     in_order = False
     threads: int | None = None
 
@@ -78,7 +62,7 @@ class LocalOutputFiles:
         """Do nothing: writes do not wait."""
 
     def write_ranges(self, number: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        """See :class:`OutputFiles`."""
+        """Write to ranges of file ``number``: the offset and size of each, as long as the data together."""
         with self._locks[number]:
             for offset, size in ranges:
                 write_exactly(self.descriptors[number], data[:size], offset)

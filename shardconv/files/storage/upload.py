@@ -182,7 +182,7 @@ class UploadFiles:
         sizes: for each file its size in bytes.
     """
 
-    #: See ``output_files.OutputFiles``; data of more threads would have to wait for its turn.
+    #: Data of more threads would have to wait for its turn.
     in_order = True
     threads: int | None = 2
 
