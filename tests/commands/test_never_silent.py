@@ -472,6 +472,18 @@ class Case:
     page: str | None = None
 
 
+def unsupported(*texts: str, **settings: Any) -> Case:
+    """The row of a quantization method."""
+    outcome = error(*texts, "split the unquantized checkpoint")
+    return Case(refused(outcome), config(quantization_config=settings))
+
+
+def in_meta_layout(change: Change, *texts: str) -> Case:
+    """The row of a source that is split in Meta's layout."""
+    expected = every(COMMANDS, na("test_external compares the tensors")) | {"split": error(*texts)}
+    return Case(expected, change, options=("--layout", "meta"))
+
+
 Q, UP, DOWN, NORM = (
     f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
 )
@@ -560,26 +572,19 @@ CASES: Mapping[str, Case] = {
         config(num_local_experts=2), base="mixtral",
     ),
     # rank files of other tools
-    "layout of Meta, a vocabulary that does not divide": Case(
-        every(COMMANDS, na("test_external compares the tensors"))
-        | {"split": error("lm_head.weight: 1999 rows do not divide over 4 ranks", "tp sizes that divide: 1")},
-        options=("--layout", "meta"),
+    "layout of Meta, a vocabulary that does not divide": in_meta_layout(
+        lambda _: None, "lm_head.weight: 1999 rows do not divide over 4 ranks", "tp sizes that divide: 1",
     ),
-    "layout of Meta, an activation that its models do not have": Case(
-        every(COMMANDS, na("test_external compares the tensors"))
-        | {"split": error("cannot express hidden_act = 'gelu'", "--layout native")},
-        both(vocabulary(1996), config(hidden_act="gelu")), options=("--layout", "meta"),
+    "layout of Meta, an activation that its models do not have": in_meta_layout(
+        both(vocabulary(1996), config(hidden_act="gelu")), "cannot express hidden_act = 'gelu'", "--layout native",
     ),
-    "layout of Meta, heads of another size": Case(
-        every(COMMANDS, na("test_external compares the tensors"))
-        | {"split": error("cannot express head_dim = 16", "hidden_size / num_attention_heads = 8")},
-        both(vocabulary(1996), config(num_local_experts=None)), options=("--layout", "meta"),
+    "layout of Meta, heads of another size": in_meta_layout(
+        both(vocabulary(1996), config(num_local_experts=None)),
+        "cannot express head_dim = 16", "hidden_size / num_attention_heads = 8",
     ),
-    "layout of Meta, scaled rotary embeddings of another kind": Case(
-        every(COMMANDS, na("test_external compares the tensors"))
-        | {"split": error("does not support rotary embeddings of type 'linear'", "--layout native")},
+    "layout of Meta, scaled rotary embeddings of another kind": in_meta_layout(
         both(vocabulary(1996), config(num_local_experts=None, rope_parameters={"rope_type": "linear", "factor": 2.0})),
-        options=("--layout", "meta"),
+        "does not support rotary embeddings of type 'linear'", "--layout native",
     ),
     "rank files of Meta, an unknown tensor": Case(
         refused(error("extra.weight is unknown in Meta's layout")),
@@ -738,22 +743,12 @@ CASES: Mapping[str, Case] = {
         refused(error("down_proj.weight is quantized", "down_proj")),
         block_scales(modules_to_not_convert=["down_proj"]),
     ),
-    "quantization method that is not supported": Case(
-        refused(error("'hqq' is not supported", "a byte of 4 bits", "split the unquantized checkpoint")),
-        config(quantization_config={"quant_method": "hqq"}),
+    "quantization method that is not supported": unsupported("'hqq' is not", "4 bits", quant_method="hqq"),
+    "EETQ": unsupported("'eetq' is not supported", "interleaved", quant_method="eetq"),
+    "bitsandbytes with 4 bits": unsupported(
+        "4 bits is not supported", "64 x 256", quant_method="bitsandbytes", load_in_4bit=True
     ),
-    "EETQ": Case(
-        refused(error("'eetq' is not supported", "interleaved", "split the unquantized checkpoint")),
-        config(quantization_config={"quant_method": "eetq"}),
-    ),
-    "bitsandbytes with 4 bits": Case(
-        refused(error("4 bits is not supported", "64 x 256", "split the unquantized checkpoint")),
-        config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    ),
-    "Quanto with 4 bits": Case(
-        refused(error("Quanto with weights of 'int4'", "split the unquantized checkpoint")),
-        config(quantization_config={"quant_method": "quanto", "weights": "int4"}),
-    ),
+    "Quanto with 4 bits": unsupported("Quanto with weights of 'int4'", quant_method="quanto", weights="int4"),
     "compressed-tensors with sparse compression": Case(
         refused(error("sparsity_config", "sparse-24-bitmask", "save the checkpoint without sparse compression")),
         compressed(sparsity_config={"format": "sparse-24-bitmask"}),

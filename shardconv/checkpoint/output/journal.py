@@ -41,16 +41,17 @@ class Journal:
         resume: whether to continue an interrupted run, and to keep finished stripes if this run fails.
 
     Attributes:
+        names: the names of the new weight files.
+        resume: whether the run continues an interrupted run, or can be continued.
         finished: number of each finished stripe to the checksums of its bytes, by rank.
         resumed_bytes: bytes of full tensors in stripes that were on the disk when the run began.
     """
 
     def __init__(self, job: Job, names: Sequence[str], *, resume: bool) -> None:
-        self.names = names
+        self.names, self.resume = names, resume
         self.finished: dict[int, dict[int, str]] = {}
         self.resumed_bytes = 0
         self._job: Job = json.decode(json.encode(job))
-        self._resume = resume
         self._num_bytes = 0
         self._descriptor: int | None = None
         self._lock = threading.Lock()
@@ -59,21 +60,6 @@ class Journal:
     def is_continued(self) -> bool:
         """Whether the journal is that of an interrupted run."""
         return self._num_bytes > 0
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether the run continues an interrupted run, or can be continued."""
-        return self._resume
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the run can be continued, but has not finished a stripe."""
-        return self._resume and not self.finished
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the staging folder is kept if the run fails."""
-        return self._resume and bool(self.finished)
 
     def read(self, folder: Path, target: AnyPath) -> None:
         """Read the journal of an interrupted run, if it is to be continued and there is one.
@@ -86,7 +72,7 @@ class Journal:
             OutputError: if the interrupted run is another job.
         """
         path = folder / JOURNAL_NAME
-        if not self._resume or not path.is_file():
+        if not self.resume or not path.is_file():
             return
         *lines, _ = path.read_bytes().split(b"\n")
         if lines and lines[0] != _FORMAT.encode():

@@ -113,7 +113,7 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
 
     It is empty except for the marker and, if the journal continues another run, the journal and the weight files.
     """
-    descriptor = _lock(partial, path, is_resumable=journal is not None and journal.is_resumable)
+    descriptor = _lock(partial, path, is_resumable=journal is not None and journal.resume)
     try:
         if journal is not None:
             journal.read(partial, path)  # before anything is removed, as it may refuse the run
@@ -126,11 +126,12 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
                 journal.start(partial)
             yield descriptor
         except BaseException as error:
-            if journal is not None and journal.is_empty and isinstance(error, (KeyboardInterrupt, Terminated)):
-                error.add_note("no stripe was finished, and nothing was left behind")
-            is_staged = any(path.exists() for path in weights)  # until they get their final names
-            if is_kept := journal is not None and journal.is_kept and is_staged:
-                error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
+            if journal is not None and journal.resume:
+                is_staged = any(path.exists() for path in weights)  # until they get their final names
+                if is_kept := bool(journal.finished) and is_staged:
+                    error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
+                elif not journal.finished and isinstance(error, (KeyboardInterrupt, Terminated)):
+                    error.add_note("no stripe was finished, and nothing was left behind")
             raise
         finally:
             with Removal():
