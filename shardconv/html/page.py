@@ -8,13 +8,13 @@ request.
 import base64
 import html
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from shardconv import __version__
-from shardconv.html.tensors import TensorTable, tensor_table
+from shardconv.html.tensors import tensor_table
 from shardconv.support.formatting import json_text, visible
 
 if TYPE_CHECKING:
@@ -31,29 +31,6 @@ _SCRIPTS = ("base.js", "table.js", "chart.js", "sizes.js", "layers.js", "tensors
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
-@dataclass(frozen=True, slots=True)
-class PageData:
-    """What a page shows. Reports are as ``--json`` prints them, the plan without its tensors.
-
-    Attributes:
-        version: of shardconv.
-        plan: the plan; None if it is not shown, for the reason in ``no_plan``.
-        no_plan: why the plan is not shown.
-        tensors: the tensors of the plan; None without a tp size.
-        cost: the cost at several tp sizes, if it was asked for.
-        verify: the result of a verification, if it is the subject.
-        remedy: what to do about its differences.
-    """
-
-    version: str
-    plan: "PlanReport | None"
-    no_plan: str | None
-    tensors: TensorTable | None
-    cost: "CostReport | None"
-    verify: "VerifyReport | None"
-    remedy: str
-
-
 def write_page(
     plan: "PlanReport | None",
     *,
@@ -64,6 +41,8 @@ def write_page(
 ) -> bytes:
     """The page of a plan, its cost, or a verification.
 
+    Its data are the reports as ``--json`` prints them, the plan without its tensors, and their compact form with a tp.
+
     Args:
         plan: the plan; None if it is not shown.
         no_plan: why it is not shown.
@@ -73,7 +52,8 @@ def write_page(
     """
     table = None if plan is None or plan.tp is None else tensor_table(plan)
     summary = None if plan is None else replace(plan, tensors=())
-    data = json_text(PageData(__version__, summary, no_plan, table, cost, verify, remedy))
+    found = {"version": __version__, "plan": summary, "no_plan": no_plan, "tensors": table}
+    data = json_text({**found, "cost": cost, "verify": verify, "remedy": remedy})
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     parts = {
         "title": html.escape(visible(_title(plan, cost, verify))),

@@ -44,37 +44,6 @@ class Stored(NamedTuple):
     grid: Grid
 
 
-def dequantize_all(
-    tensors: Mapping[str, Tensor],
-    grids: Mapping[str, Grid | None],
-    shapes: Mapping[str, Sequence[int]],
-    dtype: torch.dtype,
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the same model without quantization.
-
-    Args:
-        tensors: name to stored tensor, or a rank's shard of it.
-        grids: name to grid; None for a tensor that is stored without quantization, which is yielded as it is.
-        shapes: name of a weight to the shape of the result: that of the full weight, or of the rank's shard.
-        dtype: of the dequantized weights.
-        progress: called with the bytes of stored tensors that are done.
-    """
-    layers: dict[str, list[Stored]] = {}
-    for name, tensor in tensors.items():
-        grid = grids[name]
-        if grid is None:
-            yield name, tensor
-        elif grid.axes:
-            layers.setdefault(grid.logical_name(name), []).append(Stored(tensor, grid))
-    done = 0
-    for name, stored in layers.items():
-        yield name, dequantize(stored, shapes[name], dtype)
-        done += sum(one.tensor.nbytes for one in stored)
-        if progress is not None:
-            progress(done)
-
-
 def dequantize(stored: Sequence[Stored], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Dequantize one weight.
 

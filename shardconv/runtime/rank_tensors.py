@@ -20,7 +20,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.runtime.dequantize import dequantize_all, is_readable
+from shardconv.runtime.dequantize import Stored, dequantize, is_readable
 from shardconv.runtime.device import num_bytes
 from shardconv.support.errors import PlanError, RunError, option
 from shardconv.support.formatting import size
@@ -147,11 +147,21 @@ class Dequantizer:
         Returns:
             Name to tensor of the same model without quantization.
         """
-        grids = {name: spec.grid for name, spec in self.specs.items()}
-        total = sum(tensor.nbytes for name, tensor in tensors.items() if (grid := grids[name]) and grid.axes)
-        shapes = {name: spec.shape for name, spec in self.weights.items()}
-        report = None if progress is None else lambda done: progress(done, total)
-        return dict(dequantize_all(tensors, grids, shapes, self.dtype, report))
+        found: dict[str, Tensor] = {}
+        layers: dict[str, list[Stored]] = {}
+        for name, tensor in tensors.items():
+            grid = self.specs[name].grid
+            if grid is None:
+                found[name] = tensor
+            elif grid.axes:
+                layers.setdefault(grid.logical_name(name), []).append(Stored(tensor, grid))
+        done, total = 0, sum(one.tensor.nbytes for stored in layers.values() for one in stored)
+        for name, stored in layers.items():
+            found[name] = dequantize(stored, self.weights[name].shape, self.dtype)
+            done += sum(one.tensor.nbytes for one in stored)
+            if progress is not None:
+                progress(done, total)
+        return found
 
 
 def require_quantized(manifest: Manifest, folder: AnyPath) -> dict[str, TensorSpec]:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def json_text(report: "DataclassInstance") -> str:
-    """A report as one JSON object in ASCII, with its fields in order."""
+def json_text(report: "DataclassInstance | dict[str, object]") -> str:
+    """A report, or several by name, as one JSON object in ASCII, with its fields in order."""
     return json.dumps(report, default=_fields)
 
 

@@ -53,27 +53,19 @@ def test_page_changes_no_output(made, tmp_path):
 def test_page_without_tp_has_the_sizes(made, tmp_path):
     assert call("plan", made / "tiny", "--html", tmp_path / "page.html", "-q") == (0, "", "")
     found = data_of(tmp_path / "page.html")
-    assert found["plan"]["supported_tp"][:3] == [1, 2, 4]
-    assert found["tensors"] is None
+    assert (found["plan"]["supported_tp"][:3], found["tensors"]) == ([1, 2, 4], None)
 
 
 def test_page_of_a_verification(made, tmp_path):
-    page = tmp_path / "page.html"
-    result = call("verify", made / "tiny-tp2", "--against", made / "tiny", "--html", page, "--json")
-    printed, found = json.loads(result.out), data_of(page)
-    assert (result.code, found["verify"]) == (0, printed)
-    assert found["plan"]["tp"] == 2
-    assert found["remedy"] == ""
-
-
-def test_page_of_a_failed_verification(made, tmp_path):
+    """With its remedy, if it failed."""
     other = write_checkpoint(tmp_path / "other", config=llama_config(layers=1), seed=1)
-    page = tmp_path / "page.html"
-    result = call("verify", made / "tiny-tp2", "--against", other, "--html", page, "--json")
-    assert result.code == 3
-    found = data_of(page)
-    assert found["verify"]["differences"] == json.loads(result.out)["differences"] != []
-    assert found["remedy"].startswith("pass the source that was split to --against; if you did, split the source again")
+    remedy = "pass the source that was split to --against; if you did, split the source again"
+    for source, code, expected in ((made / "tiny", 0, ""), (other, 3, remedy)):
+        page = tmp_path / f"{source.name}.html"
+        result = call("verify", made / "tiny-tp2", "--against", source, "--html", page, "--json")
+        found = data_of(page)
+        assert (result.code, found["verify"], found["plan"]["tp"]) == (code, json.loads(result.out), 2)
+        assert (found["remedy"], bool(found["verify"]["differences"])) == (expected, code == 3)
 
 
 @needs_torch

@@ -336,20 +336,12 @@ def test_reason_where_only_one_rank_is_supported(tiny, tmp_path):
     assert "\n--tp 2 is unsupported" in call("plan", folder, "--cost", "--seq", "1").out
 
 
-#: Fields of Qwen3-235B-A22B-FP8 and DeepSeek-V3 with two layers and four experts, and their supported sizes.
+#: Fields of Qwen3-235B-A22B-FP8 with two layers and four experts.
 QWEN3 = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_size": 4096,
     "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64,
     "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "num_hidden_layers": 2, "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16", "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "num_hidden_layers": 2, "num_nextn_predict_layers": 1, "vocab_size": 129280,
-    "tie_word_embeddings": False,
 }  # fmt: skip
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -378,26 +370,6 @@ def headers_of_qwen3() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[str,
     return linear, others | {f"{name}.weight": ("BF16", (151936, 4096)) for name in ("model.embed_tokens", "lm_head")}
 
 
-def headers_of_deepseek() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[str, tuple[int, ...]]]]:
-    """The linear layers in FP8, and all other tensors, of :data:`DEEPSEEK`, without its MTP layer."""
-    linear, others = {}, {"model.norm.weight": ("BF16", (7168,))}
-    for layer in ("model.layers.0", "model.layers.1"):
-        attention = {
-            "q_a_proj": (1536, 7168), "q_b_proj": (128 * 192, 1536), "kv_a_proj_with_mqa": (576, 7168),
-            "kv_b_proj": (128 * 256, 512), "o_proj": (7168, 128 * 128),
-        }  # fmt: skip
-        linear |= {f"{layer}.self_attn.{name}": shape for name, shape in attention.items()}
-        others[f"{layer}.self_attn.q_a_layernorm.weight"] = "BF16", (1536,)
-        others[f"{layer}.self_attn.kv_a_layernorm.weight"] = "BF16", (512,)
-        others |= {f"{layer}.{name}_layernorm.weight": ("BF16", (7168,)) for name in ("input", "post_attention")}
-    linear |= gated("model.layers.0.mlp", 7168, 18432) | gated("model.layers.1.mlp.shared_experts", 7168, 2048)
-    for expert in range(4):
-        linear |= gated(f"model.layers.1.mlp.experts.{expert}", 7168, 2048)
-    others["model.layers.1.mlp.gate.weight"] = "BF16", (4, 7168)
-    others["model.layers.1.mlp.gate.e_score_correction_bias"] = "BF16", (4,)  # F32 on the Hub, which the class converts
-    return linear, others | {f"{name}.weight": ("BF16", (129280, 7168)) for name in ("model.embed_tokens", "lm_head")}
-
-
 def write_headers(folder: Path, linear: dict, others: dict) -> None:
     """Write a checkpoint with linear layers in FP8, of which only the header takes place on the disk."""
     tensors = dict(others)
@@ -413,24 +385,24 @@ def write_headers(folder: Path, linear: dict, others: dict) -> None:
         file.truncate(file.tell() + end)
 
 
-@pytest.mark.parametrize(
-    ("config", "headers", "supported"),
-    [(QWEN3, headers_of_qwen3, [1, 2, 4]), (DEEPSEEK, headers_of_deepseek, [1, 2, 4, 8, 16])],
-    ids=["Qwen3-235B-A22B-FP8", "DeepSeek-V3"],
-)
-def test_config_alone_of_fp8_has_the_sizes_and_bytes_of_headers(tmp_path, config, headers, supported):
-    """Also the ignored layers of Qwen3, which lists its output head, norms and gates."""
-    ignored = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"] if config is QWEN3 else None
+def test_config_alone_of_fp8_has_the_sizes_and_bytes_of_headers(tmp_path):
+    """Also the ignored layers, among them its output head, norms and gates."""
+    ignored = ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
     settings = {**FP8, "ignored_layers": ignored, "modules_to_not_convert": ignored}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, "quantization_config": settings}))
     alone = estimate_cost(tmp_path, seq=1)
-    write_headers(tmp_path, *headers())
+    write_headers(tmp_path, *headers_of_qwen3())
     expected = shardconv.report_plan(tmp_path)
-    assert list(expected.supported_tp) == supported
+    assert list(expected.supported_tp) == [1, 2, 4]
     found = {cost.tp: cost.weight_bytes for cost in alone.costs}
-    assert found == dict(zip(supported, expected.supported_bytes, strict=True))
+    assert found == dict(zip(expected.supported_tp, expected.supported_bytes, strict=True))
     assert "experts as quantized by the config (fp8 e4m3), the others in bfloat16 (" in alone.notes[0]
-    assert any("MTP layers" in note for note in alone.notes) == (config is DEEPSEEK)
+
+
+def test_layers_that_the_model_class_leaves_out_are_noted(tiny, tmp_path):
+    folder = changed(tiny, tmp_path / "config", without_weights=True, num_nextn_predict_layers=1)
+    note = "MTP layers (num_nextn_predict_layers) are not counted: LlamaForCausalLM does not have them"
+    assert note in estimate_cost(folder, tps=[2]).notes
 
 
 NO_MODEL = {"config.json": '{"model_type": "none", "architectures": ["None"]}'}

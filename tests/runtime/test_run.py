@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from shardconv.support.errors import RunError, ShardconvError, UsageError
 from shardconv.support.launched import RENDEZVOUS
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
-from tests.support.forked import Popen, run, run_python
+from tests.support.forked import run, run_python
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import change_config
 from tools.model_matrix.trial import model_class, small
@@ -158,26 +157,6 @@ def test_other_number_of_processes_is_one_message_though_rank_0_is_the_last(spli
     result = run_python(*ranks, "run", split, "--prompt", PROMPT, "--device", "cpu")
     assert result.returncode == 1
     assert result.stderr.count("is for 2 ranks, and there are 3 processes") == 1, result.stderr
-
-
-@MATRIX
-def test_joins_ranks_of_two_nodes(split):
-    """Two agents with one rank each, as on two hosts, meet on a port; only rank 0 prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--nnodes", "2", "--nproc-per-node", "1"]
-    command = ["-m", "shardconv", "run", split, *OPTIONS, "-q"]
-    nodes = [
-        Popen(
-            [sys.executable, *TORCHRUN, *address, "--node-rank", str(node), *command],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    results = [finish(node) for node in nodes]
-    assert [result.code for result in results] == [0, 0], results
-    assert [result.out.rstrip("\n") for result in results] == [unsharded_texts(PROMPT)[0], ""]
 
 
 def test_chat_template(single, tmp_path):
@@ -434,15 +413,6 @@ def test_check_against_an_incomplete_checkpoint(single, tmp_path):
     source = shutil.copytree(DEMO, tmp_path / "source", ignore=shutil.ignore_patterns("model.safetensors"))
     with pytest.raises(RunError, match=f"--check {source}: cannot be loaded as a LlamaForCausalLM: "):
         rank_report(single, PROMPT, check=source, max_new_tokens=2)
-
-
-def test_check_finds_another_model(split, tmp_path):
-    """The names and shapes are equal, but not the values."""
-    other = shutil.copytree(DEMO, tmp_path / "other")
-    name = "model.layers.1.mlp.up_proj.weight"
-    change_tensors(other, lambda tensors: {**tensors, name: tensors[name] * 1.5})
-    result = run("run", split, "--prompt", PROMPT, "--max-new-tokens", "3", "--device", "cpu", "--check", other)
-    assert (result.code, "DIFFERENT  logits differ by" in result.err) == (3, True)
 
 
 def test_difference_from_a_source_that_is_not_quantized_names_the_quantized_one(tmp_path):

@@ -1,9 +1,6 @@
 """Models on hosts that have the files of their own ranks only, compared with the unsharded model."""
 
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardconv
 from tests.support.checkpoints import DEMO
-from tests.support.command import ENVIRONMENT, finish, start
+from tests.support.command import finish, start
 from tests.support.forked import Popen
 from tests.support.loading import inputs_of, source_and_split
+from tests.support.torchrun import free_port, on_nodes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -77,10 +75,7 @@ def test_split_for_another_number_of_ranks_on_one_host_is_one_message(tmp_path):
     folders = [tmp_path / "host0", tmp_path / "host1"]
     for folder, tp in zip(folders, (2, 4), strict=True):
         shardconv.split(DEMO, folder, tp=tp)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         start("run", folder, "--prompt", "a", "--device", "cpu", popen=Popen, env={**group, "RANK": str(rank)})
         for rank, folder in enumerate(folders)
@@ -93,22 +88,10 @@ def test_split_for_another_number_of_ranks_on_one_host_is_one_message(tmp_path):
 
 
 def test_run_on_two_hosts(tmp_path):
-    """Two agents with two ranks each, as on two hosts; each host has a folder with its ranks."""
-    folders = split(DEMO, tmp_path, "0-1", "2-3")
-    prompt = "The import statement"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    nodes = [
-        Popen(
-            [sys.executable, *torchrun, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node), "-m",
-             "shardconv", "run", folder, "--prompt", prompt, "--max-new-tokens", "6", "--device", "cpu", "-q"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-        )
-        for node, folder in enumerate(folders)
-    ]  # fmt: skip
-    results = [finish(node) for node in nodes]
+    """Two agents with two ranks each, as on two hosts; each host has a folder with its ranks. Only rank 0 prints."""
+    folders, prompt = split(DEMO, tmp_path, "0-1", "2-3"), "The import statement"
+    options = ["--prompt", prompt, "--max-new-tokens", "6", "--device", "cpu", "-q"]
+    results = on_nodes(2, *(["-m", "shardconv", "run", folder, *options] for folder in folders))
     assert [result.code for result in results] == [0, 0], results
     tokenizer, model = AutoTokenizer.from_pretrained(DEMO), AutoModelForCausalLM.from_pretrained(DEMO)
     inputs = tokenizer(prompt, return_tensors="pt")

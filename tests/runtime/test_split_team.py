@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from tests.support.faults import SLOW
 from tests.support.forked import Popen
 from tests.support.hub import serve_hub
 from tests.support.matrix import MATRIX, each_once
+from tests.support.torchrun import free_port, on_one_node
 
 pytestmark = pytest.mark.timeout(240)
 PATIENCE = 60
@@ -50,12 +50,6 @@ def variables(rank: int, size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 def begin(*commands: list[object], scripts: dict[int, Path] | None = None) -> list[subprocess.Popen[str]]:
     """Start ``shardconv split`` with each of some arguments, as the processes of one team."""
     port, streams = free_port(), {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -71,15 +65,6 @@ def begin(*commands: list[object], scripts: dict[int, Path] | None = None) -> li
 
 def team(*commands: list[object], scripts: dict[int, Path] | None = None) -> list[Result]:
     return [finish(process) for process in begin(*commands, scripts=scripts)]
-
-
-def torchrun(size: int, *arguments: object) -> subprocess.Popen[str]:
-    """Start torchrun on this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, *arguments]
-    return Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
 
 
 def check_failed(results: list[Result], message: str) -> None:
@@ -143,7 +128,7 @@ def test_dry_run(source, tmp_path):
 
 
 def test_under_torchrun(source, expected, tmp_path):
-    result = finish(torchrun(2, "-m", "shardconv", "split", source, "--tp", "4", "-o", tmp_path / "out"))
+    result = finish(on_one_node(2, "-m", "shardconv", "split", source, "--tp", "4", "-o", tmp_path / "out"))
     assert result.code == 0, result.err
     assert result.out.count("4 rank files") == 1
     assert contents(tmp_path / "out") == expected
@@ -152,7 +137,7 @@ def test_under_torchrun(source, expected, tmp_path):
 @pytest.mark.parametrize("command", ["merge", pytest.param("verify", marks=MATRIX)])
 def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, command):
     shardconv.split(source, tmp_path / "out", tp=2)
-    result = finish(torchrun(3, "-m", "shardconv", command, tmp_path / "out"))
+    result = finish(on_one_node(3, "-m", "shardconv", command, tmp_path / "out"))
     errors = re.findall(r"^shardconv: .*$", result.err, re.MULTILINE)
     message = f"shardconv: {command} is not shared between processes (got 3, expected 1): start it without torchrun"
     assert (result.code, result.out, errors) == (1, "", [message])
@@ -345,7 +330,7 @@ def test_killed_process(source, tmp_path, slow, process):
 
 def test_killed_process_under_torchrun(source, tmp_path, slow):
     """The agent and the other process end; no process is left."""
-    agent = torchrun(2, slow, "split", source, "--tp", "4", "-o", tmp_path / "out")
+    agent = on_one_node(2, slow, "split", source, "--tp", "4", "-o", tmp_path / "out")
     wait_until(lambda: copying(tmp_path))
     workers = [int((slow.parent / f"pid{rank}").read_text()) for rank in range(2)]
     os.kill(workers[1], signal.SIGKILL)
@@ -368,7 +353,7 @@ def test_error_of_a_slow_process_is_printed_under_torchrun(source, tmp_path):
         "def late(team):\n    is_later = fail(team)\n    time.sleep(0 if is_later else 2)\n    return is_later\n"
         "SplitTeam._fail = late\nfrom shardconv.cli import main\nmain()\n"
     )
-    result = finish(torchrun(2, program, "split", source, "--tp", "5", "-o", tmp_path / "out"))
+    result = finish(on_one_node(2, program, "split", source, "--tp", "5", "-o", tmp_path / "out"))
     assert (result.code, len(re.findall(r"^shardconv: .*5", result.err, re.MULTILINE))) == (1, 1), result.err
 
 
