@@ -169,7 +169,7 @@ def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, T
 def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
     """Return the parameters that vLLM's loaders do not fill."""
     source = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
-    loaded = model.load_weights(rank_weights(source, rank, dry_run=True))
+    loaded = model.load_weights(rank_weights(source, dry_run=True))
     if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []
     loaded |= engines.vllm_process.optional_parameters(model)

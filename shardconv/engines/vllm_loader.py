@@ -55,7 +55,7 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         source = open_rank(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
         for assumption in source.reader.plan.assumed if rank == 0 else ():
             logger.warning("shardconv: assumed: %s", assumption)
-        yield from rank_weights(source, rank)
+        yield from rank_weights(source)
         logger.info("shardconv: rank %d of %d read %d bytes", rank, tp, source.reader.num_bytes_read)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.sources.planning import plan_source
-from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader
+from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.checkpoint.split.loadable import open_loadable
+from shardconv.checkpoint.split.manifest_file import is_split
+from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
@@ -53,30 +54,27 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
         WorldSizeError: if the checkpoint is split for another tensor parallel size.
         ShardconvError: if the checkpoint is not supported.
     """
-    if not is_split(folder):
-        source, _, _, planner, _ = plan_source(folder, engine=engine)
-        return RankSource(SourceReader(source, planner.plan(tp), rank), _SOURCE)
-    manifest = read_manifest(folder)
+    is_source = not is_split(folder)
+    options: PlanOptions = {"engine": engine} if is_source else {}
+    checkpoint = open_loadable(folder, tp=tp if is_source else None, options=options)
+    manifest = checkpoint.manifest
     if manifest.tp != tp:
         raise WorldSizeError(
             f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
             f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
-    check_config(folder, manifest.config)
-    remedy = _OTHER_ENGINE if manifest.request.engine != engine else _SAME_ENGINE
-    return RankSource(
-        RankFileReader(manifest, folder, rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp)
-    )
+    check_config(checkpoint)
+    remedy = _SOURCE if is_source else _OTHER_ENGINE if manifest.request.engine != engine else _SAME_ENGINE
+    return RankSource(checkpoint.open_rank(rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp))
 
 
-def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
+def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
 
     Only the current tensor is in memory, and those that the caller keeps. Rank tensors can also be read later.
 
     Args:
         source: result of :func:`open_rank`.
-        rank: the rank, from 0.
         dry_run: yield zeros instead of values, and read nothing.
 
     Raises:
@@ -92,20 +90,19 @@ def rank_weights(source: RankSource, rank: int, *, dry_run: bool = False) -> Ite
                 f"{name} has a dtype that torch does not have (got {spec.dtype}): use the engine's own loader"
             )
         placement = reader.plan.placement(name)
-        shape = placement.shard_shape(spec.shape, rank)
-        read = partial(_zeros if dry_run else _read, reader, name, shape)
+        read = partial(_zeros if dry_run else _read, reader, name)
         if placement.dim is None:
             yield name, read()
         else:
-            shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, rank), read, remedy)
+            shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, reader.rank), read, remedy)
             yield name, RankTensor.of(shard, DTYPES[spec.dtype])
     reader.finish()
 
 
-def _read(reader: RankReader, name: str, shape: tuple[int, ...]) -> Tensor:
-    return as_tensor(name, reader.tensors[name].dtype, shape, reader.read(name))
+def _read(reader: RankReader, name: str) -> Tensor:
+    return as_tensor(name, reader.tensors[name].dtype, reader.shard_shape(name), reader.read(name))
 
 
-def _zeros(reader: RankReader, name: str, shape: tuple[int, ...]) -> Tensor:
+def _zeros(reader: RankReader, name: str) -> Tensor:
     """Return zeros of a shape that share the memory of one element."""
-    return torch.zeros((), dtype=DTYPES[reader.tensors[name].dtype]).expand(shape)
+    return torch.zeros((), dtype=DTYPES[reader.tensors[name].dtype]).expand(reader.shard_shape(name))

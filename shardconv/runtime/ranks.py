@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 
@@ -16,7 +16,6 @@ from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
-from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
@@ -115,24 +114,27 @@ def _is_supported(manifest: Manifest, tp: int) -> bool:
 # --- the config and its model class -----------------------------------------------------------------------------------
 
 
-def check_config(folder: AnyPath, expected: Mapping[str, object] | None) -> None:
-    """Check that a split checkpoint has the config.json that it was split with.
-
-    Args:
-        folder: the split checkpoint.
-        expected: the config in its manifest.
+def check_config(checkpoint: Loadable) -> None:
+    """Check that a checkpoint has a config, and a split checkpoint the config.json that it was split with.
 
     Raises:
-        RunError: if it does not have a config.json.
-        SplitCheckpointError: if its config differs: shards may not fit, and no later check would detect that.
+        RunError: if it does not have a config, or is an adapter.
+        SplitCheckpointError: if the config differs: shards may not fit, and no later check would detect that.
     """
-    path = folder / CONFIG_NAME
-    if not path.is_file():
+    folder, source = checkpoint.path, checkpoint.source
+    path, known = folder / CONFIG_NAME, checkpoint.manifest.config or {}
+    if source is None:
+        refuse_split_adapter(folder, checkpoint.manifest.auxiliary_files)
+    if not path.is_file() if source is None else source.config is None:
+        other = "split the source again with shardconv split SRC --config FILE", "DIR"
+        remedy, arguments = other if source is None else (f"pass one with {option(config='FILE')}", "SRC, tp=N")
         raise RunError(
-            f"{folder}: does not have a config.json, which names the model's class: split the source again with "
-            f"shardconv split SRC --config FILE, or load it into your own module with shardconv.load(DIR, model=...)"
+            f"{folder}: does not have a config.json, which names the model's class: {remedy}, or load it into your own "
+            f"module with shardconv.load({arguments}, model=...)"
         )
-    found, known = read_json(path), expected or {}
+    if source is not None:
+        return
+    found = read_json(path)
     if different := [name for name in sorted({*found, *known}) if _text(found.get(name)) != _text(known.get(name))]:
         raise SplitCheckpointError(
             f"{path}: differs from the config that was split, in {', '.join(different[:5])}: restore it, or split the "
@@ -143,23 +145,6 @@ def check_config(folder: AnyPath, expected: Mapping[str, object] | None) -> None
 def _text(value: object) -> str:
     """Format a config field as JSON, in which NaN equals NaN."""
     return json.dumps(value, sort_keys=True)
-
-
-def check_own_config(checkpoint: Loadable) -> None:
-    """Check that a checkpoint has a config, and a split checkpoint that of its source.
-
-    Raises:
-        RunError: if it does not have a config, or is an adapter.
-        SplitCheckpointError: if config.json differs from the config that was split.
-    """
-    if checkpoint.source is None:
-        refuse_split_adapter(checkpoint.path, checkpoint.manifest.auxiliary_files)
-        check_config(checkpoint.path, checkpoint.manifest.config)
-    elif checkpoint.source.config is None:
-        raise RunError(
-            f"{checkpoint.path}: does not have a config.json, which names the model's class: pass one with "
-            f"{option(config='FILE')}, or load it into your own module with shardconv.load(SRC, tp=N, model=...)"
-        )
 
 
 def find_model_class(checkpoint: Loadable, *, is_trusted: bool) -> ModelClass:
@@ -173,7 +158,7 @@ def find_model_class(checkpoint: Loadable, *, is_trusted: bool) -> ModelClass:
         RunError: as :func:`~shardconv.hf.classes.model_class`.
         SplitCheckpointError: if config.json differs from the config that was split.
     """
-    check_own_config(checkpoint)
+    check_config(checkpoint)
     path = checkpoint.folder / CONFIG_NAME
     is_own = checkpoint.source is None or checkpoint.source.auxiliary_files.get(CONFIG_NAME, path) == path
     return model_class(checkpoint.manifest.config or {}, checkpoint.folder if is_own else None, is_trusted=is_trusted)

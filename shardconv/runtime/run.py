@@ -34,7 +34,7 @@ from shardconv.runtime.prompts import (
     parse_ids,
 )
 from shardconv.runtime.rank_tensors import refuse_quantized, require_quantized
-from shardconv.runtime.ranks import check_own_config, find_model_class
+from shardconv.runtime.ranks import check_config, find_model_class
 from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
 
 #: Opens a progress display; see :func:`~shardconv.load`.
@@ -101,7 +101,7 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
         ShardconvError: if the run would fail.
     """
     path, manifest = checkpoint.path, checkpoint.manifest
-    check_own_config(checkpoint)
+    check_config(checkpoint)
     (require_quantized if options.dequantize else refuse_quantized)(manifest, path)
     if not options.token_ids:
         check_tokenizer(checkpoint.folder)

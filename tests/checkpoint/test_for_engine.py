@@ -224,7 +224,7 @@ def test_engine_refuses_unsupported_checkpoints(source, tmp_path, what):
     shardconv.split(write_checkpoint(tmp_path / "source", parts=2, seed=1), other, tp=2, engine="vllm")
     change(split, other)
     with pytest.raises(ShardconvError, match=said):
-        list(rank_weights(open_rank(split, tp=2, rank=1, engine="vllm", verify=True), 1))
+        list(rank_weights(open_rank(split, tp=2, rank=1, engine="vllm", verify=True)))
 
 
 def test_another_tensor_parallel_size(source, tmp_path):
@@ -253,7 +253,7 @@ def test_files_are_closed_with_the_last_reference(source):
     gc.collect()
     before = len(list(Path("/dev/fd").iterdir()))
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
-    weights = rank_weights(RankSource(reader, ""), 0)
+    weights = rank_weights(RankSource(reader, ""))
     del weights, reader
     gc.collect()
     assert len(list(Path("/dev/fd").iterdir())) == before
@@ -261,7 +261,7 @@ def test_files_are_closed_with_the_last_reference(source):
 
 def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
     reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
-    kept = dict(rank_weights(RankSource(reader, ""), 0))["lm_head.weight"]
+    kept = dict(rank_weights(RankSource(reader, "")))["lm_head.weight"]
     del reader
     rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
     assert torch.equal(kept[:66].view(torch.int16) + 0, rows.view(torch.int16))
