@@ -23,10 +23,10 @@ _BETA = "Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 G
 _SEQ = "Tokens per prompt of --cost. [default: 2048, or the model's limit]"
 COST_OPTIONS = (
     Flag(COST, "--cost", "Show memory per rank and communication cost, for each tp size."),
-    Option(COST, "--batch", "Prompts per batch of --cost. [default: 1]", type=COUNT, metavar="N"),
+    Option(COST, "--batch", "Prompts per batch of --cost. [default: 1]", type=COUNT, default=1, metavar="N"),
     Option(COST, "--seq", _SEQ, type=COUNT, metavar="N"),
-    Option(COST, "--alpha", _ALPHA, type=_LINK_NUMBER, metavar="SECONDS"),
-    Option(COST, "--beta", _BETA, type=_LINK_NUMBER, metavar="SECONDS"),
+    Option(COST, "--alpha", _ALPHA, type=_LINK_NUMBER, default=5e-6, metavar="SECONDS"),
+    Option(COST, "--beta", _BETA, type=_LINK_NUMBER, default=2e-11, metavar="SECONDS"),
     Flag(COST, "--measure-link", "Measure alpha and beta, in processes that torchrun starts."),
 )
 
@@ -104,21 +104,19 @@ def show_cost(
         page: the file of ``--html``, if there is one; it has the cost of all supported sizes, also with ``tp``.
         tp: the tensor parallel size; None for all that are supported.
     """
-    gc.enable()
     with ImportPhase():
         from shardconv.html.page import write_page
         from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
         from shardconv.tensor.cost import Link
     planned, no_plan = (None, None) if page is None else plan_for_page(src, tp, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
-    passed = {name: flags[name] for name in ("alpha", "beta") if flags[name] is not None}
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(
             src,
             tps=None if tp is None else sorted({tp, *curve}),
-            batch=flags["batch"] or 1,
+            batch=flags["batch"],
             seq=flags["seq"],
-            link=link or Link(**passed),
+            link=link or Link(flags["alpha"], flags["beta"]),
             progress=progress,
             **options,
         )

@@ -1,6 +1,5 @@
 """``shardconv pad`` and ``shardconv unpad``: pad heads and widths to a multiple of tp, and remove the padding."""
 
-import gc
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,6 @@ def pad(
 
 def _check() -> "Check":
     """The comparison with the model class in transformers, which takes seconds to import."""
-    gc.enable()
     with ImportPhase():
         from shardconv.proof.model_check import require_padded
     return require_padded

@@ -1,6 +1,5 @@
 """``shardconv plan``: how a source would be sharded, a proof of it, and its communication cost."""
 
-import gc
 import re
 import tomllib
 from functools import partial
@@ -184,7 +183,6 @@ def _show_families(word: str, console: Console) -> None:
 
 
 def _show_proposal(src: SourcePath, console: Console, options: dict[str, Any]) -> None:
-    gc.enable()
     with ImportPhase():
         from shardconv.proof.propose import propose_plan
     console.document(propose_plan(src, **chosen(options, SOURCE_OPTIONS)), tomllib.loads)

@@ -20,7 +20,6 @@ def show_proof(
     src: SourcePath, console: Console, tp: int | None, options: dict[str, Any], *, check_model: bool
 ) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
-    gc.enable()
     with ImportPhase():
         from shardconv.proof.prove import prove
     with console.progress("prove", counts=True) as progress:

@@ -1,6 +1,5 @@
 """Steps and lines of reports that several commands share."""
 
-import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,6 @@ def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
 
 def check_source(src: SourcePath, options: dict[str, Any]) -> "ModelCheck":
     """Compare a source with the model that its config names; ``options`` are the command's."""
-    gc.enable()
     with ImportPhase():
         from shardconv.proof.model_check import check_source as run
     return run(src, **chosen(options, SOURCE_OPTIONS))

@@ -4,6 +4,7 @@ Owns the signal handlers of each phase of a process, and the message and exit co
 module that a command imports, so it imports nothing slow and knows no command.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -78,10 +79,14 @@ def default_signals() -> None:
 
 
 class ImportPhase:
-    """Exit on a signal while this context is open: for imports, in which an exception could get lost."""
+    """Exit on a signal while this context is open: for imports of torch, in which an exception could get lost.
+
+    Enables garbage collection, which the command line disables: models have reference cycles.
+    """
 
     def __enter__(self) -> None:
         """Install the handlers."""
+        gc.enable()
         self._handlers = {number: signal.getsignal(number) for number in _NUMBERS}
         exit_on_signals()
 
