@@ -1,8 +1,6 @@
-"""Forked processes compared with started ones: their environment, and how they exit."""
+"""Forked processes compared with started ones."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 
@@ -37,7 +35,6 @@ print(json.dumps({
 print("to stderr", file=sys.stderr)
 sys.exit(7)
 """
-ENDLESS = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"
 
 
 @pytest.fixture
@@ -59,19 +56,3 @@ def test_forked_process_has_the_state_of_a_started_one(script, tmp_path, is_sess
         found.append((json.loads(out), err, process.returncode))
     assert found[1] == found[0]
     assert found[0][0]["is in a session of its own"] is is_session
-
-
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, -15), (signal.SIGINT, -2)])
-def test_signal_terminates_a_forked_process(tmp_path, sent, code):
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with forked.ForkedPopen([sys.executable, str(script)], env=ENVIRONMENT, **streams) as process:
-        assert process.stdout.readline() == "ready\n"
-        assert process.poll() is None
-        os.kill(process.pid, sent)
-        assert process.wait(20) == code
-
-
-def test_module_is_run_as_main():
-    assert forked.run("--version").out.startswith("shardconv ")

@@ -242,7 +242,6 @@ ERRORS = {
     "unsupported size": (["--pad"], ["--tp", 5], "is not a multiple of 5"),
     "wrong ranks": (["--ranks", "9"], ["--ranks", "9"], "--ranks has rank 9"),
     "more hosts than ranks": (["--ranks", "1"], ["--ranks", "1"], "there are more hosts than ranks"),
-    "layout meta": (["--layout", "meta"], ["--layout", "meta"], "layout meta is written for all ranks by one process"),
 }
 
 
