@@ -17,9 +17,12 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import make_plan, plan_source
+from shardconv.checkpoint.split import rank_reader
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
+from shardconv.files.input_files import InputFiles
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.engines import Engine
 from shardconv.plan.families.loading import family_for
 from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
@@ -191,6 +194,20 @@ def test_source_is_read_by_ranges(tmp_path):
         assert bytes(data) == full[:, rank * 4096 : (rank + 1) * 4096].contiguous().view(torch.uint8).numpy().tobytes()
         assert reader.num_bytes_read == full.nbytes // 2
         reader.close()
+
+
+def test_source_that_cannot_be_mapped_is_read_in_blocks(monkeypatch, tmp_path):
+    """Blocks that end within rows, of tensors that are larger than a block."""
+    monkeypatch.setattr(InputFiles, "map", lambda *_: None)
+    monkeypatch.setattr(rank_reader, "_BLOCK_BYTES", 20 * 2**10)
+    config = llama_config(layers=1, hidden=64, intermediate=8192)
+    full = load_file(write_checkpoint(tmp_path / "source", config=config) / "model.safetensors")
+    plan = make_plan(tmp_path / "source", tp=2)
+    for rank in range(2):
+        reader = SourceReader(open_source(tmp_path / "source"), plan, rank)
+        for name, tensor in full.items():
+            shard = take_shard(tensor, plan.placement(name), rank).contiguous()
+            assert bytes(reader.read(name)) == shard.view(torch.uint8).numpy().tobytes(), name
 
 
 RANK_FILE = "rank-1-of-2.safetensors"
