@@ -128,11 +128,6 @@ def variants(names: Iterable[str]) -> Iterator[list[str]]:
     yield from (sorted(one.values()) for one in found.values() if len(one) > 1)
 
 
-def is_sharded_state(name: str) -> bool:
-    """Whether a file is a rank file of vLLM, by its name."""
-    return _SHARDED_STATE.fullmatch(name) is not None
-
-
 def refuse_rank_files(folder: AnyPath, names: Collection[str]) -> None:
     """Refuse a folder with rank files of shardconv, which does not have a manifest.
 
@@ -165,7 +160,7 @@ def refuse_sharded_state(folder: AnyPath, names: Collection[str]) -> None:
     Raises:
         SourceError: if a file has a name of vLLM's rank files.
     """
-    if name := next(filter(is_sharded_state, sorted(names)), None):
+    if name := next(filter(_SHARDED_STATE.fullmatch, sorted(names)), None):
         raise SourceError(
             f"{folder}: holds {name}, a rank file in vLLM's format sharded_state, without a shardconv.json: pass its "
             f"folder alone, or use the checkpoint vLLM was started with (pipeline parallelism is not supported)"

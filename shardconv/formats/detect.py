@@ -102,7 +102,7 @@ def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> Layer | None:
     if scheme is None:
         return None
     form = scheme.format
-    return Layer(name.removesuffix(form.weight) + form.suffix, {}, scheme)
+    return Layer(name.removesuffix(form.values.weight) + form.values.suffix, {}, scheme)
 
 
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[Layer]:
@@ -136,9 +136,9 @@ def _schemes(name: str, spec: TensorSpec, settings: Settings) -> list[Scheme]:
 def _is_values(name: str, spec: TensorSpec, scheme: Scheme) -> bool:
     """Whether a tensor has the values of a layer in this format."""
     form = scheme.format
-    if not name.endswith(form.suffix):
+    if not name.endswith(form.values.suffix):
         return False
-    if form.suffix not in ("", "weight"):  # no other tensor has this name
+    if form.values.suffix not in ("", "weight"):  # no other tensor has this name
         return True
     return spec.dtype in form.values.dtypes and len(spec.shape) > 1
 

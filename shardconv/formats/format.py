@@ -89,16 +89,6 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     companions: dict[str, StoredTensor] = msgspec.field(name="tensors", default_factory=dict)
     settings: dict[str, str] = {}
 
-    @property
-    def suffix(self) -> str:
-        """End of the name of the tensor with the values."""
-        return self.values.suffix
-
-    @property
-    def weight(self) -> str:
-        """What the name of the logical matrix has in its place."""
-        return self.values.weight
-
     def is_for(self, shape: Sequence[int]) -> bool:
         """Whether libraries store matrices of this shape so: one matrix [out, in], or experts [experts, in, out]."""
         return len(shape) == len(self.axes) + (self.axes[0] == "in")

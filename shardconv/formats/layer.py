@@ -65,7 +65,7 @@ class Layer:
     @property
     def stem(self) -> str:
         """The beginning of the names of its tensors."""
-        return self.name.removesuffix(self.scheme.format.suffix)
+        return self.name.removesuffix(self.scheme.format.values.suffix)
 
     def key(self) -> LayerKey:
         """Return the key under which the grids of equal layers are found."""
@@ -75,7 +75,7 @@ class Layer:
     @property
     def _block_size(self) -> tuple[int, ...] | None:
         """The elements of a block with one scale, where every matrix has its own."""
-        return (self.scheme.block_sizes or {}).get(self.stem + self.scheme.format.weight)
+        return (self.scheme.block_sizes or {}).get(self.stem + self.scheme.format.values.weight)
 
     @property
     def _blocks(self) -> Mapping[str, Block]:
@@ -115,7 +115,7 @@ class Layer:
         Raises:
             PlanError: if they follow from more than the settings.
         """
-        wanted = {self.scheme.format.suffix: self.scheme.format.values} | {
+        wanted = {self.scheme.format.values.suffix: self.scheme.format.values} | {
             suffix: stored
             for suffix, stored in self._companions.items()
             if self._exists(stored) and (stored.usual or not stored.optional)
@@ -145,7 +145,7 @@ class Layer:
             PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
         """
         form, shape = self.scheme.format, self._logical_shape()
-        grids = {form.suffix: self._grid(self.name, form.suffix, form.values, shape)}
+        grids = {form.values.suffix: self._grid(self.name, form.values.suffix, form.values, shape)}
         if name := next(self.missing(), None):
             raise PlanError(f"{self.name}: {name} is missing, which {form.name} needs: {_COMPLETE}")
         for suffix, stored in self._companions.items():
@@ -191,7 +191,7 @@ class Layer:
         axes = self._axes(shape)
         return Grid(
             suffix,
-            form.weight,
+            form.values.weight,
             shape,
             self._grid_dims(name, stored, axes, shape),
             tuple(_AXES.get(axis, axis) for axis in axes),

@@ -51,7 +51,7 @@ class Scheme:
 
     def layer(self, name: str) -> str:
         """The name of the layer whose values a tensor of this name holds."""
-        return name.removesuffix(self.format.suffix).removesuffix(".weight").rstrip("._")
+        return name.removesuffix(self.format.values.suffix).removesuffix(".weight").rstrip("._")
 
     def rank(self, layer: str, deadline: float) -> tuple[int, str] | None:
         """How closely the targets name a layer, as ``match_targets`` of compressed-tensors sorts them.

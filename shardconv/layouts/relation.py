@@ -86,11 +86,6 @@ class Pattern:
         groups = {"*": "(.+)", "#": "(?P<expert>0|[1-9][0-9]{0,5})"}
         return re.compile("".join(groups.get(token, re.escape(token)) for token in re.split(r"([*#])", self.text)))
 
-    @property
-    def is_expert(self) -> bool:
-        """Whether it matches tensors of several experts."""
-        return "#" in self.text
-
     def match(self, name: str) -> Match | None:
         """Match a full name."""
         if not name.endswith(self._tail) or (found := self._regex.fullmatch(name)) is None:
@@ -124,7 +119,7 @@ class Rule:
     @property
     def is_stacked(self) -> bool:
         """Whether the file tensor has a dim of experts."""
-        return self.sources[0].is_expert
+        return "#" in self.sources[0].text
 
     def applies(self, config: Mapping[str, object]) -> bool:
         """Whether the rule applies to checkpoints with this config."""

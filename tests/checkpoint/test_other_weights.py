@@ -105,17 +105,10 @@ def test_proposed_options_do_not_match_files_of_the_checkpoint(folder):
 # --- what is left out without asking --------------------------------------------------------------------------------
 
 TRAINER_STATE = [
-    "optimizer.pt",
-    "scheduler.pt",
-    "scaler.pt",
-    "training_args.bin",
-    "rng_state.pth",
-    "rng_state_0.pth",
-    "optimizer.bin",
-    "scheduler.bin",
-    "random/sampler.bin",
+    "optimizer.pt", "scheduler.pt", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_0.pth",
+    "optimizer.bin", "scheduler.bin", "random/sampler.bin",
     "global_step10/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
-]
+]  # fmt: skip
 
 
 def test_trainer_state(folder):

@@ -243,29 +243,11 @@ def test_link_to_a_folder(folder, follow_links):
 # --- indexes that lie -----------------------------------------------------------------------------------------------
 
 NO_NAMES = [
-    "../evil.safetensors",
-    "sub/../../evil.safetensors",
-    "/etc/evil.safetensors",
-    "sub/evil.safetensors",
-    "./model.safetensors",
-    "C:\\evil.safetensors",
-    "C:evil.safetensors",
-    "..\\evil.safetensors",
-    "\\\\host\\share\\evil.safetensors",
-    "",
-    ".",
-    "..",
-    "evil\0.safetensors",
-    "evil\n.safetensors",
-    "evil\ud800.safetensors",
-    "passwd",
-    "pytorch_model.bin",
-    "model.safetensors\0",
-    None,
-    7,
-    ["model.safetensors"],
-    {},
-]
+    "../evil.safetensors", "sub/../../evil.safetensors", "/etc/evil.safetensors", "sub/evil.safetensors",
+    "./model.safetensors", "C:\\evil.safetensors", "C:evil.safetensors", "..\\evil.safetensors",
+    "\\\\host\\share\\evil.safetensors", "", ".", "..", "evil\0.safetensors", "evil\n.safetensors",
+    "evil\ud800.safetensors", "passwd", "pytorch_model.bin", "model.safetensors\0", None, 7, ["model.safetensors"], {},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_NAMES, ids=repr)

@@ -32,56 +32,36 @@ class Row(NamedTuple):
 ROWS = (
     Row("safetensors files", "", "by `merge`, byte for byte", "safetensors, transformers", OF_SAFETENSORS),
     Row(
-        "PyTorch files (`torch.save`)",
-        "",
-        "no, `merge` writes safetensors files with equal tensors",
-        "`torch.load`, transformers",
-        OF_PYTORCH,
+        "PyTorch files (`torch.save`)", "", "no, `merge` writes safetensors files with equal tensors",
+        "`torch.load`, transformers", OF_PYTORCH,
     ),
     Row(
-        "Meta's `consolidated.NN.pth` and `params.json` (Llama 1 to 3)",
-        "meta",
-        "`split --layout meta`",
+        "Meta's `consolidated.NN.pth` and `params.json` (Llama 1 to 3)", "meta", "`split --layout meta`",
         "tensors of transformers' Llama, logits of Meta's model, and files that torch loads",
         [tp for tp in META_TPS if tp in WRITTEN_TPS],
     ),
     Row(
-        "Mistral's `consolidated.safetensors` and `params.json`",
-        "meta",
-        "as Meta's files",
-        "tensors of transformers' model",
-        MISTRAL_TPS,
+        "Mistral's `consolidated.safetensors` and `params.json`", "meta", "as Meta's files",
+        "tensors of transformers' model", MISTRAL_TPS,
     ),
     Row(
-        "DeepSeek's `model{rank}-mp{tp}.safetensors` (V3, R1, V3.2)",
-        "deepseek",
-        "no",
-        "tensors of transformers' DeepSeek-V3, with FP8 weights and scales",
-        DEEPSEEK_TPS,
+        "DeepSeek's `model{rank}-mp{tp}.safetensors` (V3, R1, V3.2)", "deepseek", "no",
+        "tensors of transformers' DeepSeek-V3, with FP8 weights and scales", DEEPSEEK_TPS,
     ),
     Row(
-        "DeepSpeed's `tp_NN_MM.pt` and `ds_inference_config.json` (Llama)",
-        "deepspeed",
-        "no",
-        "the tensors of the Llama of which DeepSpeed 0.19 wrote them",
-        DEEPSPEED_TPS,
+        "DeepSpeed's `tp_NN_MM.pt` and `ds_inference_config.json` (Llama)", "deepspeed", "no",
+        "the tensors of the Llama of which DeepSpeed 0.19 wrote them", DEEPSPEED_TPS,
     ),
     Row(
-        "vLLM's `model-rank-R-part-P.safetensors` (`save_sharded_state`)",
-        "vllm",
-        "`split --layout vllm`",
-        "tensors of transformers' Llama, Qwen2 and Qwen3",
-        OF_VLLM,
+        "vLLM's `model-rank-R-part-P.safetensors` (`save_sharded_state`)", "vllm", "`split --layout vllm`",
+        "tensors of transformers' Llama, Qwen2 and Qwen3", OF_VLLM,
     ),
     Row(
-        "torch.distributed.checkpoint: `.metadata` and `*.distcp`",
-        "dcp",
-        "no; see `--layout dcp`",
-        "DTensors that torch saved on 4 ranks",
-        OF_DCP,
+        "torch.distributed.checkpoint: `.metadata` and `*.distcp`", "dcp", "no; see `--layout dcp`",
+        "DTensors that torch saved on 4 ranks", OF_DCP,
     ),
     Row("LoRA adapters of PEFT: [adapters](adapters.md)", "", "by `merge`, byte for byte", "PEFT", OF_ADAPTERS),
-)
+)  # fmt: skip
 
 
 def test_the_page_has_the_table():

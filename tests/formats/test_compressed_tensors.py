@@ -139,23 +139,6 @@ def test_heads_are_padded_to_full_groups(unquantized, tmp_path, tp):
     check_run(source, tmp_path / "run", pad=True)
 
 
-@pytest.mark.parametrize("scheme", ["W4A16_ASYM", "NVFP4"])
-def test_full_experts_on_each_rank(compressed, unquantized, tmp_path, scheme):
-    """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""
-    source = compressed(scheme, "qwen3_moe")
-    expert = "model.layers.0.mlp.experts.1.down_proj.weight"
-    full = dequantize(source, read(source))[expert]
-    shardconv.split(source, tmp_path / "split", tp=2, experts="expert")
-    found = [load_file(rank_file(tmp_path / "split", rank, 2)) for rank in range(2)]
-    held = [
-        {name: tensor for name, tensor in tensors.items() if expert in name and tensor.numel()} for tensors in found
-    ]
-    assert [len(tensors) > 0 for tensors in held] == [False, True]
-    assert torch.equal(dequantize(source, held[1])[expert], full)
-    shardconv.merge(tmp_path / "split", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(source)
-
-
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True, "dynamic": False}
 ATTENTION = "model.layers.0.self_attn"
 
@@ -230,14 +213,20 @@ def test_dequantized_models_compute_the_same(compressed, tmp_path, scheme, model
 
 
 @pytest.mark.parametrize("scheme", cases(["W4A16_ASYM", "NVFP4"], lambda scheme: scheme == "W4A16_ASYM"))
-def test_dequantized_experts_of_each_rank(compressed, tmp_path, scheme):
-    """With ``--experts expert`` a rank has empty shards of the experts of other ranks."""
-    source = compressed(scheme, "qwen3_moe")
+def test_full_experts_on_each_rank(compressed, tmp_path, scheme):
+    """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""
+    source, split = compressed(scheme, "qwen3_moe"), tmp_path / "split"
     expert = "model.layers.0.mlp.experts.1.down_proj.weight"
     full = dequantize(source, read(source))[expert]
-    check_run(source, tmp_path / "split", experts="expert")
-    assert torch.equal(loaded_values(tmp_path / "split", 1, full.dtype)[expert], full)
-    assert loaded_values(tmp_path / "split", 0, full.dtype)[expert].numel() == 0
+    check_run(source, split, experts="expert")
+    found = [load_file(rank_file(split, rank, 2)) for rank in range(2)]
+    held = [{name: one for name, one in tensors.items() if expert in name and one.numel()} for tensors in found]
+    assert [len(tensors) > 0 for tensors in held] == [False, True]
+    assert torch.equal(dequantize(source, held[1])[expert], full)
+    assert torch.equal(loaded_values(split, 1, full.dtype)[expert], full)
+    assert loaded_values(split, 0, full.dtype)[expert].numel() == 0
+    shardconv.merge(split, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
 
 
 @MATRIX

@@ -15,7 +15,7 @@ from shardconv.support.errors import PlanError
 def test_the_table_has_the_dtypes_of_each_tensor_of_the_weight(name):
     """A scale in integers is never read as it is: these are exponents."""
     form = formats()[name]
-    for suffix, stored in {form.suffix: form.values, **form.companions}.items():
+    for suffix, stored in {form.values.suffix: form.values, **form.companions}.items():
         assert stored.dtypes or not stored.role, suffix
         if stored.role in (SCALE, FACTOR, DIVISOR):
             plain = [dtype for dtype in stored.dtypes if stored.numbers_of(dtype) == PLAIN]

@@ -46,11 +46,6 @@ class Adapter(NamedTuple):
     source: Source
     settings: AdapterSettings
 
-    @property
-    def config_path(self) -> AnyPath:
-        """The path of its settings."""
-        return self.source.auxiliary_files[ADAPTER_CONFIG]
-
 
 class _Base(NamedTuple):
     """The base model of an adapter.
@@ -173,14 +168,11 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         return _base_of(plan_source(path, **options), options)
     if (other := options.get("config")) is not None:
         config = read_json(local_path(other))
-    source = Source(path, is_folder=True, files=(), config=_without_quantization(config))
+    # without quantization, which an adapter does not depend on
+    config = {key: value for key, value in config.items() if key != SETTINGS_KEY}
+    source = Source(path, is_folder=True, files=(), config=config)
     planned = plan_source(source, may_miss=True, **options)
     return _base_of(planned, options)._replace(tensors=None)
-
-
-def _without_quantization(config: Mapping[str, object]) -> dict[str, object]:
-    """A config of the same model without quantization, which an adapter does not depend on."""
-    return {key: value for key, value in config.items() if key != SETTINGS_KEY}
 
 
 # --- split adapters --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
     return planned._replace(
         source=merged,
         planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
-        paths=(*planned.paths, *adapter.source.paths, adapter.config_path),
+        paths=(*planned.paths, *adapter.source.paths, *adapter.source.auxiliary_files.values()),
     )
 
 

@@ -67,23 +67,15 @@ class RotaryRows:
     def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on; reads the heads that overlap it."""
         step = max(scratch.block_bytes // self.unit, 1) * self.unit
-        at = start
+        half, at = self.head_rows // 2, start
+        pairs = (half, 2) if self.to_halves else (2, half)
         while at < start + len(block):
             low = at // self.unit * self.unit
             high = min(low + step, -(-(start + len(block)) // self.unit) * self.unit)
-            heads = self._reordered(self._read(low, high, read, scratch), scratch)
+            data = scratch.take("stored heads", high - low)
+            read(self.stored, low, data)
+            heads = scratch.take("reordered heads", high - low)
+            arrays.strided.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), heads)
             stop = min(high, start + len(block))
             block[at - start : stop - start] = heads[at - low : stop - low]
             at = stop
-
-    def _read(self, low: int, high: int, read: ReadTensor, scratch: Scratch) -> Bytes:
-        data = scratch.take("stored heads", high - low)
-        read(self.stored, low, data)
-        return data
-
-    def _reordered(self, data: Bytes, scratch: Scratch) -> Bytes:
-        result = scratch.take("reordered heads", len(data))
-        half = self.head_rows // 2
-        pairs = (half, 2) if self.to_halves else (2, half)
-        arrays.strided.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), result)
-        return result
