@@ -5,7 +5,7 @@ shardconv would write the same files: the tensors of every rank must be those.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 from shardconv.checkpoint.engine.copy import Shards
@@ -17,7 +17,7 @@ from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.layouts.choice import choose_layout
-from shardconv.layouts.full_shapes import check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
+from shardconv.layouts.full_shapes import FullTensor, check_layers, check_pairs, full_tensor, num_ranks, planned_tensors
 from shardconv.layouts.layout import FileLayout
 from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
@@ -66,17 +66,10 @@ def read_full_tensors(
                 f"{folder}: tensor {name} is unknown in {layout.title}: only models that this layout describes are "
                 f"supported"
             )
-        options, (source,) = related[name].rule.options, related[name].sources
+        (source,), held = related[name].sources, _shards_of(folder, name, found, related[name])
         if source in specs:
             raise SourceError(f"{folder}: two tensors are {source} (got {name} as the second, expected one)")
-        held = _shards_of(folder, name, found, on_all=not options.on_one_rank)
-        try:
-            full = full_tensor(options, [shard.spec.shape for shard in held], config)
-        except PlanError as error:
-            raise SourceError(
-                f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another "
-                f"model"
-            ) from error
+        full = _full_tensor(folder, name, related[name], held, config)
         spec = specs[source] = TensorSpec(held[0].spec.dtype, full.shape)
         whole = unsharded(num_bytes(*spec[:2])) if len(held) == 1 else geometry(full.placement, *spec[:2])
         stored = name if full.rotary_heads else source
@@ -95,9 +88,21 @@ def _names(found: RankFiles) -> list[str]:
     return list(dict.fromkeys(name for rank in found.ranks for name in rank))
 
 
-def _shards_of(folder: AnyPath, name: str, found: RankFiles, *, on_all: bool = True) -> list[StoredTensor]:
-    """The shards of a tensor by rank, all of the same dtype; ``on_all`` if every rank must have one."""
+def _full_tensor(
+    folder: AnyPath, name: str, related: Related, shards: Sequence[StoredTensor], config: Mapping[str, object]
+) -> FullTensor:
+    try:
+        return full_tensor(related.rule.options, [shard.spec.shape for shard in shards], config)
+    except PlanError as error:
+        raise SourceError(
+            f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another model"
+        ) from error
+
+
+def _shards_of(folder: AnyPath, name: str, found: RankFiles, related: Related | None = None) -> list[StoredTensor]:
+    """The shards of a tensor by rank, all of the same dtype; every rank has one unless a rule says otherwise."""
     shards = [rank[name] for rank in found.ranks if name in rank]
+    on_all = related is None or not related.rule.options.on_one_rank
     if len(shards) < len(found.ranks) and on_all:
         missing = next(rank for rank, held in enumerate(found.ranks) if name not in held)
         raise SourceError(f"{folder}: rank {missing} does not have {name}, which other ranks have: {_OTHERS}")

@@ -1,7 +1,8 @@
 """A source from rank files of other tools: full tensors under the names of a Hugging Face checkpoint."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.sources.dcp_files import read_dcp
@@ -10,7 +11,9 @@ from shardconv.checkpoint.sources.full_tensors import read_full_tensors
 from shardconv.checkpoint.sources.layout_files import detect_layout, is_hugging_face_index, rank_files, read_rank_files
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
+from shardconv.checkpoint.sources.source_reader import StoredTensors
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header
+from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
@@ -71,56 +74,70 @@ def open_layout(
     auxiliary_files = folder.auxiliary([*weights, *left_out])
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
-    made, missing = config, layout.missing
-    assumed: tuple[str, ...] = ()
     if layout.groups:
-        params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
-        _check_sizes(folder, layout, params, config)
-        found = read_rank_files(folder, layout, weights)
-        if layout.engine is not None:
-            known = with_quantization(config, auxiliary_files, {}) or {}
-        else:
-            known = known_config(folder.path, params, config)
-        specs, stored = read_full_tensors(folder.path, layout, found, known)
-        assumed, num_ranks = _dtype_note(layout, config or {}, specs), len(found.ranks)
-        if config is None and params is not None:
-            made, assumed = complete_config(folder.path / PARAMS_NAME, params, specs)
+        read = _read_ranks(folder, layout, weights, config, auxiliary_files)
     else:
         specs, stored, missing = read_dcp(folder)
-        num_ranks = len(stored.files)
+        read = _Read(specs, stored, len(stored.files), config, missing)
     if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
         is_params = layout.beside == PARAMS_NAME
         left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
-    without = f", without {' and '.join(missing)}" if missing else ""
-    ordered = in_file_order(dict(sorted(specs.items())))
+    without = f", without {' and '.join(read.missing)}" if read.missing else ""
+    ordered = in_file_order(dict(sorted(read.specs.items())))
     header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
     return Source(
         folder.path,
         is_folder=True,
         files=(SourceFile(_FILE, folder.path / _FILE, header),),
-        converted_from=stored,
-        config=made,
+        converted_from=read.stored,
+        config=read.config,
         auxiliary_files=auxiliary_files,
         left_out=left_out,
         ignore=folder.ignore,
         layout=layout.key,
-        num_ranks=num_ranks,
-        made_files={} if made is config else {CONFIG_NAME: json.dumps(made, indent=2) + "\n"},
-        assumed=assumed,
-        derived=(f"converted from {counted(len(stored.files), 'file')} of {layout.title}{without}",),
+        num_ranks=read.num_ranks,
+        made_files={} if read.config is config else {CONFIG_NAME: json.dumps(read.config, indent=2) + "\n"},
+        assumed=read.assumed,
+        derived=(f"converted from {counted(len(read.stored.files), 'file')} of {layout.title}{without}",),
     )
 
 
-def _check_sizes(
-    folder: SourceFolder, layout: LayoutFile, params: dict[str, object] | None, config: dict[str, object] | None
-) -> None:
-    """Refuse a folder without the file that has the sizes of the model."""
+class _Read(NamedTuple):
+    """What the files have: full tensors, the config that fits them, what is missing, and what is assumed."""
+
+    specs: dict[str, TensorSpec]
+    stored: StoredTensors
+    num_ranks: int
+    config: dict[str, object] | None
+    missing: tuple[str, ...]
+    assumed: tuple[str, ...] = ()
+
+
+def _read_ranks(
+    folder: SourceFolder,
+    layout: LayoutFile,
+    weights: Sequence[str],
+    config: dict[str, object] | None,
+    auxiliary_files: Mapping[str, AnyPath],
+) -> _Read:
+    """Read the tensors of files that rules describe."""
+    params = read_json(auxiliary_files[PARAMS_NAME]) if PARAMS_NAME in auxiliary_files else None
     if config is None and params is None and (layout.beside is not None or layout.engine is not None):
         needed = PARAMS_NAME if layout.beside == PARAMS_NAME else CONFIG_NAME
         raise SourceError(
             f"{folder.path}: does not have {needed}, which has the sizes of the model: copy it into the folder, or "
             f"pass the model's config.json ({option('config')})"
         )
+    found = read_rank_files(folder, layout, weights)
+    if layout.engine is not None:
+        known = with_quantization(config, auxiliary_files, {}) or {}
+    else:
+        known = known_config(folder.path, params, config)
+    specs, stored = read_full_tensors(folder.path, layout, found, known)
+    made, assumed = config, _dtype_note(layout, config or {}, specs)
+    if config is None and params is not None:
+        made, assumed = complete_config(folder.path / PARAMS_NAME, params, specs)
+    return _Read(specs, stored, len(found.ranks), made, layout.missing, assumed)
 
 
 def _dtype_note(layout: LayoutFile, config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> tuple[str, ...]:
