@@ -9,8 +9,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
+from shardconv.formats.format import Scheme, Settings
 from shardconv.formats.layer import Layer, LayerKey
-from shardconv.formats.scheme import Scheme, Settings
 from shardconv.formats.settings import read_settings
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors

@@ -9,8 +9,7 @@ from math import lcm, prod
 
 from msgspec import structs
 
-from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, WORD_BITS, StoredTensor
-from shardconv.formats.scheme import Block, Scheme
+from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, WORD_BITS, Block, Scheme, StoredTensor
 from shardconv.plan.grid import (
     GROUP_INDEX,
     NO_DIM,

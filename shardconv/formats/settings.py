@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from shardconv.formats.format import WORD_BITS, formats
-from shardconv.formats.scheme import Block, Scheme, Settings, check_pattern
+from shardconv.formats.format import WORD_BITS, Block, Scheme, Settings, check_pattern, formats
 from shardconv.formats.torchao import FORMATS, read_metadata
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_KEY
 from shardconv.support.errors import PlanError, option

@@ -20,7 +20,7 @@ from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.sources.meta_params import head_sizes, params_of_config
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.containers.torch_archive import TorchArchive
+from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, OutputError, PlanError, ShardconvError, SourceError, UsageError
 from tests.support.checkpoints import contents

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint.sources import duplicates
+from shardconv.checkpoint.sources import folder_files
 from shardconv.checkpoint.sources.folder_files import matches
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError, UsageError
@@ -135,7 +135,7 @@ REASON = "duplicate of the checkpoint in another format"
 def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
     """Only the index is read."""
     monkeypatch.setattr(
-        duplicates, "list_torch_files", lambda paths: [] if not paths else pytest.fail("torch is not needed")
+        folder_files, "list_torch_files", lambda paths: [] if not paths else pytest.fail("torch is not needed")
     )
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     for name in files:

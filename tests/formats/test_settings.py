@@ -119,7 +119,7 @@ def test_other_patterns_are_quick(pattern):
 
 def test_patterns_that_take_too_long_together_are_refused(monkeypatch):
     """One match takes seconds at most."""
-    monkeypatch.setattr("shardconv.formats.scheme.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("shardconv.formats.format.MAX_SECONDS", 0.2)
     settings = read_settings({**SETTINGS["compressed-tensors"][0], "ignore": ["re:.*a.*a.*a.*ax"]})
     with pytest.raises(PlanError, match=r"its patterns take more than 0.2 seconds to match \('re:"):
         [settings.ignoring(layer) for layer in LAYERS]

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
-from shardconv.formats.scheme import check_pattern
+from shardconv.formats.format import check_pattern
 from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
 from shardconv.support.errors import PlanError, SourceError
 from shardconv.support.structs import convert

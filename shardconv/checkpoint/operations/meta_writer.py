@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import Transform, open_tensors
 from shardconv.files.containers.safetensors import num_bytes
-from shardconv.files.containers.torch_archive import TorchArchive
+from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import META
