@@ -327,26 +327,6 @@ def test_missing_source_file(folder, part):
     refuses(folder, f"{part} is missing, but {INDEX} lists it: download the folder again")
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_truncated_source_file(folder, kept):
-    """Truncated to nothing, inside the header's length, inside the header, and by one byte."""
-    path = folder / PARTS[1]
-    os.truncate(path, kept % path.stat().st_size)
-    refuses(folder, f"{PARTS[1]}: (is truncated|is not a safetensors file)")
-
-
-def test_source_file_with_trailing_bytes(folder):
-    with (folder / PARTS[1]).open("ab") as file:
-        file.write(b"x")
-    refuses(folder, f"{PARTS[1]}: is longer than its header allows")
-
-
-def test_source_file_is_a_folder(folder):
-    (folder / PARTS[1]).unlink()
-    (folder / PARTS[1]).mkdir()
-    refuses(folder, f"{PARTS[1]}: is not a regular file")
-
-
 def test_source_file_of_an_earlier_save(folder):
     """A file of an earlier, larger save: whether it belongs to the checkpoint is unknown."""
     stale = part_names(4)[3]

@@ -493,7 +493,7 @@ NO_RULE = "no rule of family llama matches it"
 
 MARKUP = "</script><script>alert(1)</script>"
 GROUPS = "test_padding compares the shards of padded groups with query heads"
-OTHER_NAMES = "test_layouts and test_vllm_layout compare the names and shapes of its files"
+OTHER_NAMES = "test_vllm_layout compares the names and shapes of its files"
 
 NAN, INFINITY = float("nan"), float("inf")
 #: A maximum file size with which each rank has several files, and the second of them of rank 1.

@@ -1,6 +1,7 @@
-"""Rank files in every layout: their tensors compared with slices by torch, and merging them.
+"""Rank files in every layout: merging and resharding them, and layouts over any placements.
 
-Comparisons are exact, except of model outputs: sums over features are computed per rank.
+test_vllm_layout.py compares their tensors with those of vLLM. Comparisons are exact, except of model outputs: sums over
+features are computed per rank.
 """
 
 import json
@@ -35,7 +36,6 @@ from tests.support.matrix import cases, each_once
 from tests.support.models import GQA, MOE, Model, change_config, pack_experts, read
 
 LAYER, VOCAB = "model.layers.0", 256
-SCALES = ("_k_scale", "_prob_scale", "_q_scale", "_v_scale")
 DENSE = {**GQA, "vocab_size": VOCAB}
 SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
 #: One checkpoint per form that vLLM's layout supports; test_vllm_layout.py has one per model type.
@@ -67,103 +67,6 @@ def split_of(source_of, tmp_path_factory):
         return folder
 
     return split
-
-
-def rank_files(folder, tp):
-    return [load_file(folder / f"model-rank-{rank}-part-0.safetensors") for rank in range(tp)]
-
-
-# --- the tensors of vLLM, by torch alone ----------------------------------------------------------------------------
-
-
-def chunk(tensor, dim, tp, rank):
-    """An even chunk along a dim."""
-    return tensor.chunk(tp, dim)[rank]
-
-
-def of_heads(tensor, tp, rank):
-    """The rows of a rank's KV heads; four ranks replicate the two KV heads."""
-    head = rank * 2 // tp
-    return tensor.view(2, -1, *tensor.shape[1:])[head : head + max(2 // tp, 1)].flatten(0, 1)
-
-
-def expected_attention(full, at, tp, rank, leaves):
-    own = {f"{at}.attn.{name}": torch.tensor(1.0) for name in SCALES}
-    for leaf in leaves:
-        query = chunk(full[f"{at}.q_proj.{leaf}"], 0, tp, rank)
-        keys = [of_heads(full[f"{at}.{name}.{leaf}"], tp, rank) for name in ("k_proj", "v_proj")]
-        own[f"{at}.qkv_proj.{leaf}"] = torch.cat([query, *keys])
-    own[f"{at}.o_proj.weight"] = chunk(full[f"{at}.o_proj.weight"], 1, tp, rank)
-    return own
-
-
-def expected_mlp(full, at, tp, rank, leaves):
-    own = {f"{at}.down_proj.weight": chunk(full[f"{at}.down_proj.weight"], 1, tp, rank)}
-    for leaf in leaves:
-        halves = [chunk(full[f"{at}.{name}.{leaf}"], 0, tp, rank) for name in ("gate_proj", "up_proj")]
-        own[f"{at}.gate_up_proj.{leaf}"] = torch.cat(halves)
-    return own
-
-
-def expected_experts(full, at, names, tp, rank):
-    """Four experts with a tensor each; ``names`` of gate, up and down."""
-    gate, up, down = ([full[f"{at}.experts.{number}.{name}.weight"] for number in range(4)] for name in names)
-    both = [torch.cat([chunk(g, 0, tp, rank), chunk(u, 0, tp, rank)]) for g, u in zip(gate, up, strict=True)]
-    return {
-        f"{at}.experts.routed_experts.w13_weight": torch.stack(both),
-        f"{at}.experts.routed_experts.w2_weight": torch.stack([chunk(d, 1, tp, rank) for d in down]),
-    }
-
-
-def expected_packed(full, at, tp, rank):
-    gate, up = full[f"{at}.experts.gate_up_proj"].chunk(2, dim=1)
-    return {
-        f"{at}.experts.routed_experts.w13_weight": torch.cat([chunk(gate, 1, tp, rank), chunk(up, 1, tp, rank)], dim=1),
-        f"{at}.experts.routed_experts.w2_weight": chunk(full[f"{at}.experts.down_proj"], 2, tp, rank),
-    }
-
-
-def expected_file(kind, full, tp, rank):
-    """All tensors of a rank's file."""
-    leaves = ("weight", "bias") if kind == "llama" else ("weight",)
-    own = {
-        name: chunk(full[name], 0, tp, rank) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in full
-    }
-    if kind == "llama, tied":
-        own = {"lm_head.weight": own["model.embed_tokens.weight"]}
-    for number in (0, 1):
-        at = f"model.layers.{number}"
-        own |= expected_attention(full, f"{at}.self_attn", tp, rank, ("weight", "bias") if kind == "qwen2" else leaves)
-        if kind == "mixtral":
-            sparse = f"{at}.block_sparse_moe"
-            own |= expected_experts(full, sparse, ("w1", "w3", "w2"), tp, rank)
-            own[f"{sparse}.gate.weight"] = full[f"{sparse}.gate.weight"]
-        elif kind.startswith("qwen3_moe") and f"{at}.mlp.gate.weight" in full:
-            own[f"{at}.mlp.experts.gate.weight"] = full[f"{at}.mlp.gate.weight"]
-            packed = f"{at}.mlp.experts.gate_up_proj" in full
-            names = ("gate_proj", "up_proj", "down_proj")
-            at_mlp = (full, f"{at}.mlp")
-            own |= expected_packed(*at_mlp, tp, rank) if packed else expected_experts(*at_mlp, names, tp, rank)
-        else:
-            own |= expected_mlp(full, f"{at}.mlp", tp, rank, leaves)
-        rowwise = [f"{at}.self_attn.o_proj.bias", f"{at}.mlp.down_proj.bias"]
-        own |= {name: full[name] for name in rowwise if name in full}
-    return own | {name: tensor for name, tensor in full.items() if "norm" in name}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_rank_files_have_the_tensors_of_vllm(source_of, tmp_path, kind, tp):
-    """Compares names, shapes, dtypes and bytes; four ranks replicate the two KV heads."""
-    source = source_of(kind)
-    shardconv.split(source, tmp_path / "out", tp=tp, layout="vllm")
-    full = read(source)
-    for rank, found in enumerate(rank_files(tmp_path / "out", tp)):
-        expected = expected_file(kind, full, tp, rank)
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-            assert torch.equal(found[name], tensor), name
 
 
 # --- merge and reshard ----------------------------------------------------------------------------------------------
@@ -359,7 +262,8 @@ def test_vocabulary_is_padded_to_a_multiple_of_64(tmp_path, vocab, tp):
     shardconv.split(source, tmp_path / "out", tp=tp, layout="vllm")
     full = read(source)["lm_head.weight"]
     padded = torch.nn.functional.pad(full, (0, 0, 0, -vocab % 64))
-    for found, expected in zip(rank_files(tmp_path / "out", tp), padded.chunk(tp), strict=True):
+    for rank, expected in enumerate(padded.chunk(tp)):
+        found = load_file(tmp_path / "out" / f"model-rank-{rank}-part-0.safetensors")
         assert torch.equal(found["lm_head.weight"], expected)
     shardconv.split(source, tmp_path / "native", tp=tp)
     shardconv.reshard(tmp_path / "native", tmp_path / "again", tp=tp, layout="vllm")
