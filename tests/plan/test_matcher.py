@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,3 +44,11 @@ def test_the_first_pattern_that_matches_the_tensor_or_its_module_is_found(patter
     found = Matcher([(pattern, name_regex(pattern)) for pattern in patterns]).match(name)
     assert (found and found.pattern_index) == (expected[0] if expected else None)
     assert found is None or found.leaf == ("bias" if name.endswith("bias") else "weight")
+
+
+@pytest.mark.parametrize(
+    ("start", "is_prefix"), [("model.", True), ("mtp.", True), ("", True), ("mtp.model.", False), ("a.mtp.", False)]
+)
+def test_one_of_alternative_prefixes_matches(start, is_prefix):
+    regex = name_regex("model.layers.*.norm", ("model.", "mtp."))
+    assert bool(re.fullmatch(regex, f"{start}layers.0.norm")) == is_prefix

@@ -13,12 +13,9 @@ from safetensors.torch import load_file
 
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.split import split
-from shardconv.plan.families.loading import parse_plan_file
-from shardconv.plan.families.matcher import name_regex
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
 from shardconv.proof.small_models import REFERENCE
-from shardconv.support.errors import PlanError
 from tests.support.matrix import MATRIX
 from tests.support.models import model_class
 from tests.support.mtp import HUB, KIND_OF, with_mtp
@@ -78,30 +75,3 @@ def test_mtp_layers_do_not_change_outputs(ranks, made):
     found = worst(ranks("pair", check, made.kind, source, place, PlanRequest(), made.folder / REFERENCE))
     assert not isinstance(found, str), found
     assert (found[0] < 1e-4, found[1] is not False) == (True, True)
-
-
-PREFIXES = re.compile(name_regex("model.layers.*.norm", ("model.", "mtp.")))
-
-
-@pytest.mark.parametrize("start", ["model.", "mtp.", ""])
-def test_one_of_alternative_prefixes_matches(start):
-    assert PREFIXES.fullmatch(f"{start}layers.0.norm")
-
-
-@pytest.mark.parametrize("start", ["mtp.model.", "model.mtp.", "a.mtp.", "m."])
-def test_other_prefixes_do_not_match(start):
-    assert not PREFIXES.fullmatch(f"{start}layers.0.norm")
-
-
-@pytest.mark.parametrize(
-    ("text", "prefix"),
-    [('"model."', ("model.",)), ('["model.", "mtp."]', ("model.", "mtp.")), ('""', ()), ("[]", ())],
-)
-def test_prefix_of_a_plan_file(text, prefix):
-    assert parse_plan_file("plan.toml", f"prefix = {text}").prefix == prefix
-
-
-@pytest.mark.parametrize("text", ["[1]", '[""]', "1"])
-def test_invalid_prefix_of_a_plan_file_is_refused(text):
-    with pytest.raises(PlanError, match="prefix"):
-        parse_plan_file("plan.toml", f"prefix = {text}")

@@ -15,7 +15,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 #: Name to dtype and shape, in the order of the data.
 Specs = dict[str, tuple[str, tuple[int, ...]]]
 
-_ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
+_ITEM_BYTES = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
 
 
 def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"", *, length: int | None = None) -> bytes:
