@@ -409,13 +409,6 @@ PADDED_BY_DEFAULT = {("llama", 3), ("phi3", 3), ("mixtral", 3), ("llama-6-2", 4)
 
 
 @pytest.mark.parametrize(("name", "tp"), cases(NAMES_AND_TPS, lambda *one: one in PADDED_BY_DEFAULT))
-def test_error_proposes_padding(written_once, name, tp, tmp_path):
-    _, source = written_once(name)
-    with pytest.raises(PlanError, match=rf"^tp={tp} is unsupported .*, or pad=True to pad .*[0-9.]+% more memory"):
-        shardconv.split(source, tmp_path / "split", tp=tp)
-
-
-@pytest.mark.parametrize(("name", "tp"), cases(NAMES_AND_TPS, lambda *one: one in PADDED_BY_DEFAULT))
 def test_padded_models_compute_the_same(written_once, name, tp, tmp_path, request):
     """Compares outputs, cached greedy tokens and gradients, of loaded models and of models converted in memory."""
     run = request.getfixturevalue("twelve_ranks" if tp == 12 else "ranks")
@@ -425,8 +418,10 @@ def test_padded_models_compute_the_same(written_once, name, tp, tmp_path, reques
 
 
 @pytest.mark.parametrize(("name", "tp"), cases(NAMES_AND_TPS, lambda name, tp: tp == RUN[name][0]))
-def test_merge_removes_padding(written_once, name, tp, tmp_path):
+def test_padding_is_proposed_and_removed_by_a_merge(written_once, name, tp, tmp_path):
     _, source = written_once(name)
+    with pytest.raises(PlanError, match=rf"^tp={tp} is unsupported .*, or pad=True to pad .*[0-9.]+% more memory"):
+        shardconv.split(source, tmp_path / "split", tp=tp)
     shardconv.split(source, tmp_path / "split", tp=tp, pad=True)
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)
@@ -516,18 +511,13 @@ def one_layer(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("one-layer") / "source", config=llama_config(layers=1))
 
 
-def test_reshard_removes_padding_that_is_not_needed(one_layer, tmp_path):
-    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
-    report = shardconv.reshard(tmp_path / "three", tmp_path / "two", tp=2)
-    assert report.padding.units == ()
-    shardconv.split(one_layer, tmp_path / "direct", tp=2)
-    assert contents(tmp_path / "two") == contents(tmp_path / "direct")
-
-
-def test_reshard_pads_only_on_request(one_layer, tmp_path):
+def test_reshard_pads_only_on_request_and_where_it_is_needed(one_layer, tmp_path):
     shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     with pytest.raises(PlanError, match=r"or pad=True to pad with zeros \([0-9.]+% more memory\)"):
         shardconv.reshard(tmp_path / "three", tmp_path / "six", tp=6)
+    assert shardconv.reshard(tmp_path / "three", tmp_path / "two", tp=2).padding.units == ()
+    shardconv.split(one_layer, tmp_path / "direct", tp=2)
+    assert contents(tmp_path / "two") == contents(tmp_path / "direct")
 
 
 def test_reported_cost_is_that_of_the_files(one_layer, tmp_path):
@@ -582,21 +572,24 @@ def test_models_that_are_not_padded(case, tmp_path):
     assert not (tmp_path / "split").exists()
 
 
+def padded_units(source: Path, tp: int) -> dict[str, tuple[int, int]]:
+    """The units that a plan pads, each with its number without and with padding."""
+    return {
+        unit.name: (unit.size, unit.padded_size)
+        for unit in shardconv.report_plan(source, tp=tp, pad=True).padding.units
+    }
+
+
 def test_one_value_per_head_is_padded_like_the_heads(tmp_path):
     """MPNet's bias has a column per head, in another module than the heads; widths are padded further."""
-    model = small(model_class("fill-mask", "mpnet"))
-    model.save_pretrained(tmp_path / "source")
-    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=3, pad=True)
-    found = {unit.name: (unit.size, unit.padded_size) for unit in report.padding.units}
+    small(model_class("fill-mask", "mpnet")).save_pretrained(tmp_path)
+    found = padded_units(tmp_path, 3)
     assert (found["query_head"], found["column"]) == ((4, 6), (4, 6))
 
 
 def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
-    source = write_checkpoint(tmp_path / "source", config=llama_config(layers=1, intermediate=100))
-    report = shardconv.split(source, tmp_path / "split", tp=3, pad=True)
-    assert [astuple(unit) for unit in report.padding.units if unit.name == "intermediate"] == [
-        ("intermediate", 100, 120)
-    ]
+    source = write_checkpoint(tmp_path, config=llama_config(layers=1, intermediate=100))
+    assert padded_units(source, 3)["intermediate"] == (100, 120)
 
 
 def test_manifest_without_the_key_pad_has_no_padding(one_layer, tmp_path):
@@ -605,17 +598,6 @@ def test_manifest_without_the_key_pad_has_no_padding(one_layer, tmp_path):
     shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
     manifest = json.loads((tmp_path / "three" / "shardconv.json").read_text())
     assert (manifest["request"]["pad"], manifest["plan"]["rules"]["models"][0]["pad"]) == (1, 1)
-
-
-@pytest.fixture(scope="module")
-def costs(one_layer) -> dict[int, str]:
-    """Tensor parallel size to the additional memory, as commands print it."""
-    return {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(one_layer).padded_tp}
-
-
-def test_plan_lists_the_costs_of_padding(one_layer, costs):
-    listed = call("plan", one_layer).out
-    assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
 
 
 def test_plan_lists_large_sizes_if_only_these_need_padding(tmp_path):
@@ -639,23 +621,18 @@ def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
     assert "--experts" not in call("plan", source, "--tp", 3).err  # 3 does not divide the heads, nor four experts
 
 
-def test_split_without_the_option_reports_the_cost_of_padding(one_layer, costs, tmp_path):
+def test_commands_report_padded_sizes_and_their_cost(one_layer, tmp_path):
+    costs = {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(one_layer).padded_tp}
+    listed = call("plan", one_layer).out
+    assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
     refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1
     assert "--tp 3 is unsupported (expected one of 1, 2, 4, 8) because of " in refused.err
     assert f": pass a supported size, or --pad to pad with zeros ({costs[3]} more memory)" in refused.err
-
-
-def test_split_prints_padded_sizes_and_their_cost(one_layer, costs, tmp_path):
-    done = call("split", one_layer, "--tp", 3, "--pad", "-o", tmp_path / "three")
-    assert "query_head from 8 to 12, kv_head from 2 to 3" in done.out
-    assert "lm_head from 131 to 132" in done.out
-    assert "model.embed_tokens from 131 to 132" in done.out
-    assert f"{costs[3]} more memory" in done.out
-
-
-def test_reshard_and_plan_report_the_padded_sizes(one_layer, costs, tmp_path):
-    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
+    done = call("split", one_layer, "--tp", 3, "--pad", "-o", tmp_path / "three").out
+    for text in ("query_head from 8 to 12, kv_head from 2 to 3", "lm_head from 131 to 132",
+                 "model.embed_tokens from 131 to 132", f"{costs[3]} more memory"):  # fmt: skip
+        assert text in done
     report = json.loads(call("reshard", tmp_path / "three", "--tp", 6, "--pad", "-o", tmp_path / "six", "--json").out)
     units = [f"{one['name']} from {one['size']} to {one['padded_size']}" for one in report["padding"]["units"]]
     assert "query_head from 8 to 12" in units
