@@ -6,14 +6,14 @@ padded.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
-from itertools import product
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.plan.families.rule import CHOICE, STYLES, Rule
+from shardconv.plan.families.matcher import pattern_for
+from shardconv.plan.families.rule import STYLES, Rule
 from shardconv.plan.placement import Unit, round_up
 from shardconv.support.errors import PlanError
 
@@ -172,83 +172,63 @@ def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitP
     """The padding of a unit of a rule; for None that of elements, which modules with heads do not allow."""
     if unit is not None:
         return unit_paddings(model_rules)[unit]
-    by_module = _units_by_module(model_rules)
-    paddings = unit_paddings(model_rules)
-    for module in _modules_of(rule.pattern):
-        units = by_module[module]
+    by_module, paddings = _units_by_module(model_rules), unit_paddings(model_rules)
+    modules = [by_module[module] for module in {*map(_parent, _layers_of(model_rules, rule))}]
+    for units in modules:
         if units.refusal:
             return UnitPadding(refusal=units.refusal)
         if any(paddings[name].heads for name in units.names):
             return UnitPadding(refusal=f"{rule.pattern} is sharded by elements in a module with heads")
-    block = lcm(*(by_module[module].block for module in _modules_of(rule.pattern)))
+    block = lcm(*(units.block for units in modules))
     return UnitPadding(align=_ALIGN, block=block)
 
 
 @lru_cache(maxsize=64)
 def _units_by_module(model_rules: "ModelRules") -> dict[str, _LinkedUnits]:
-    """The units of each module, by the pattern of the module."""
+    """The units of each module, by its name."""
     by_module: dict[str, _LinkedUnits] = {}
-    units = model_rules.family.units
+    layers: set[str] = set()
     for rule in model_rules.used_rules():
         if STYLES[rule.style].weight is None:
             continue
-        for module in _modules_of(rule.pattern):
-            linked = by_module.setdefault(module, _LinkedUnits())
-            names = {name for name in (rule.unit, *rule.segments) if name is not None}
-            linked.names |= names
-            sizes = [_count_and_size(name, model_rules)[1] for name in names] or [1]
-            block = model_rules.blocks.get(rule.pattern, 1)
-            linked.block = lcm(linked.block, *(block // gcd(block, size) for size in sizes))
-            if rule.groups != 1:
-                linked.groups.add(rule.groups)
-                linked.of_group |= names
-            if rule.style == "by_rows" and len(names) != 1:
-                linked.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
-    layers = list(layers_by_module(model_rules))
+        layers |= (of_rule := _layers_of(model_rules, rule))
+        units, block = _LinkedUnits({*rule.units}), model_rules.blocks.get(rule.pattern, 1)
+        sizes = [_count_and_size(name, model_rules)[1] for name in units.names] or [1]
+        units.block = lcm(*(block // gcd(block, size) for size in sizes))
+        if rule.groups != 1:
+            units.groups, units.of_group = {rule.groups}, units.names
+        if rule.style == "by_rows" and len(units.names) != 1:
+            units.refusal = f"{rule.pattern} computes along the dim that would be padded (style by_rows)"
+        for module in {*map(_parent, of_rule)}:
+            by_module[module] = by_module.get(module, _LinkedUnits()).joined(units)
     for regex, override in model_rules.modules():
-        if names := override.reads() & units.keys():
-            for module in by_module.keys() & {*expand_choices(override.pattern), *matched_modules(layers, regex)}:
-                by_module[module].names |= names
-    gathering = (rule.pattern for _, rule in model_rules.modules() if rule.gathered_output)
-    for module in (module for pattern in gathering for module in expand_choices(pattern) if module in by_module):
-        by_module[module].refusal = f"the output of {module} is gathered with its padding"
+        names = override.reads() & model_rules.family.units.keys()
+        for module in matched_modules(layers, regex) if names else ():
+            by_module[module].names |= names
+        for module in filter(regex.fullmatch, by_module) if override.gathered_output else ():
+            by_module[module].refusal = f"the output of {pattern_for(module)} is gathered with its padding"
     return by_module
 
 
-def layers_by_module(model_rules: "ModelRules") -> Iterator[tuple[str, str]]:
-    """The pattern of each module that has tensors, with the name of each of its layers."""
-    for rule, layers in (model_rules.used or {}).items():
-        last_names = {layer.rpartition(".")[2] for layer in layers}
-        for pattern in expand_choices(rule.pattern):
-            of_layer = pattern.removesuffix(".weight").removesuffix(".bias")
-            last_name = of_layer.rpartition(".")[2]
-            if last_name in last_names or "*" in last_name:  # else compiling hundreds of patterns takes the time
-                regex = re.compile(model_rules.regex(of_layer))
-                yield from ((pattern.rpartition(".")[0], layer) for layer in layers if regex.fullmatch(layer))
+def _layers_of(model_rules: "ModelRules", rule: Rule) -> frozenset[str]:
+    """The names of the layers and parameters that a rule matches, or a rule of the same pattern."""
+    used: Mapping[Rule, frozenset[str]] = model_rules.used or {}
+    return frozenset[str]().union(*(names for one, names in used.items() if one.pattern == rule.pattern))
 
 
-def matched_modules(layers: Iterable[tuple[str, str]], regex: re.Pattern[str]) -> Iterator[str]:
-    """The patterns of modules with a layer that an override matches, or a layer of a module that it matches.
+def _parent(name: str) -> str:
+    """The module of a layer or parameter."""
+    return name.rpartition(".")[0]
+
+
+def matched_modules(layers: Collection[str], regex: re.Pattern[str]) -> set[str]:
+    """The modules with a layer that an override matches, or a layer of a module that it matches.
 
     The layer may be inside of a module of its own, such as ``self_attn.q_proj.linear``.
     """
-    for module, name in layers:
-        parent = name.rpartition(".")[0]
-        if any(map(regex.fullmatch, (name, parent, parent.rpartition(".")[0]))):
-            yield module
-
-
-def _modules_of(pattern: str) -> list[str]:
-    """The patterns of the modules that have the layers or parameters of a pattern."""
-    return list(dict.fromkeys(expanded.rpartition(".")[0] for expanded in expand_choices(pattern)))
-
-
-def expand_choices(pattern: str) -> Iterator[str]:
-    """Expand ``{a,b}``: the patterns without choices that together match the same names."""
-    texts = CHOICE.split(pattern)
-    choices = [choice[1:-1].split(",") for choice in CHOICE.findall(pattern)]
-    for chosen in product(*choices):
-        yield "".join(text + choice for text, choice in zip(texts, (*chosen, ""), strict=True))
+    modules = {*map(_parent, layers)}
+    found = {module for module in modules if regex.fullmatch(module) or regex.fullmatch(_parent(module))}
+    return found | {_parent(layer) for layer in layers if regex.fullmatch(layer)}
 
 
 def _paddings(linked: _LinkedUnits, model_rules: "ModelRules") -> dict[str, UnitPadding]:

@@ -23,7 +23,7 @@ from shardconv.plan.families.family import Family
 from shardconv.plan.families.rule import ModuleRule, Rule, SliceRule, UnitRule
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padded_config import change_config
-from shardconv.plan.padding import Heads, UnitPadding, layers_by_module, matched_modules, unit_paddings
+from shardconv.plan.padding import Heads, UnitPadding, matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
@@ -196,7 +196,8 @@ def beside_heads(unit: str, **config: int) -> ModelRules:
     """The rules of a model with query and KV heads, and a unit in another module; with padding."""
     rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
     family = Family("made up", units=UNITS_OF, rules=rules)
-    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1)
+    used = {rule: frozenset({rule.pattern}) for rule in rules}
+    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1, used=used)
 
 
 def test_values_per_head_in_other_modules_are_padded_like_the_heads():
@@ -210,11 +211,8 @@ def test_values_per_head_in_other_modules_are_padded_like_the_heads():
 
 def test_override_applies_to_one_module_of_a_rule():
     """A rule may match layers of several modules, and an override only one of them."""
-    rule, kv = Rule("{block.q,mlp.up}", "colwise", "number"), Rule("mlp.down", "rowwise", "width")
-    family = Family("made up", units=UNITS_OF, rules=(rule, kv), modules=(ModuleRule("**.block", norms="kv"),))
-    used = {rule: frozenset({"block.q"}), kv: frozenset({"mlp.down"})}
-    model_rules = ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
-    assert "mlp" not in set(matched_modules(layers_by_module(model_rules), re.compile(model_rules.regex("**.block"))))
+    regex = re.compile(model_rules_of(q="query").regex("**.block"))
+    assert matched_modules(["block.q", "mlp.up", "mlp.down"], regex) == {"block"}
 
 
 def test_units_of_unknown_order_are_not_padded():
