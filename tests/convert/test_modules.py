@@ -218,7 +218,11 @@ NORMS = {
 }
 
 
-def check_norm_of_torch(axis, path, name, dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+@on_ranks("pair", plan=NORMED)
+def test_norms_of_torch_over_sharded_features(axis, path, name, dtype):
+    """The default eps of RMSNorm is that of the dtype in which torch computes."""
     torch.manual_seed(0)
     before, x = Normed(NORMS[name](), dtype), torch.randn(3, 8, dtype=dtype)
     after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
@@ -232,27 +236,15 @@ def check_norm_of_torch(axis, path, name, dtype):
         assert (parameter.grad - wanted).abs().max() <= near["rtol"] * full.grad.abs().max(), key
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_of_torch_over_sharded_features(ranks, tmp_path, name, dtype):
-    """The default eps of RMSNorm is that of the dtype in which torch computes."""
-    (tmp_path / "normed.toml").write_text(NORMED)
-    ranks("pair", check_norm_of_torch, tmp_path / "normed.toml", name, dtype)
-
-
 class Planes(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.norm = nn.Linear(8, 16), nn.RMSNorm((16, 4))
 
 
-def check_norm_over_two_dims(axis, path):
+@on_ranks("pair", plan=NORMED.replace('"down" = { style = "rowwise", unit = "feature" }', ""))
+def test_norm_over_two_dims_is_refused(axis, path):
     with pytest.raises(
         ValueError, match=r"norm: a RMSNorm over 2 dims cannot be sharded \(expected one dim\): flatten"
     ):
         shardconv.convert_model(Planes(), rules=path, group=axis)
-
-
-def test_norm_over_two_dims_is_refused(ranks, tmp_path):
-    (tmp_path / "planes.toml").write_text(NORMED.replace('"down" = { style = "rowwise", unit = "feature" }', ""))
-    ranks("pair", check_norm_over_two_dims, tmp_path / "planes.toml")

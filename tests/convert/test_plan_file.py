@@ -13,6 +13,7 @@ from torch import nn
 import shardconv
 from shardconv.convert import model as conversion
 from shardconv.distributed import Axis
+from tests.support.ranks import on_ranks
 
 UNITS = """
 [units]
@@ -65,7 +66,8 @@ class Net(nn.Module):
         return x
 
 
-def check_converted(axis, path):
+@on_ranks("pair", plan=PLAN_FILE)
+def test_module_without_a_config_is_converted_by_a_plan_file(axis, path):
     torch.manual_seed(0)
     before, x = Net(), torch.randn(2, 5, 32)
     after = shardconv.convert_model(copy.deepcopy(before), rules=str(path), group=axis)
@@ -74,11 +76,6 @@ def check_converted(axis, path):
     before(x).square().sum().backward()
     columns = before.layers[1].o.weight.grad.chunk(axis.size, 1)[axis.rank]
     torch.testing.assert_close(after.layers[1].o.weight.grad, columns, atol=1e-5, rtol=1e-4)
-
-
-def test_module_without_a_config_is_converted_by_a_plan_file(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(PLAN_FILE)
-    ranks("pair", check_converted, tmp_path / "net.toml")
 
 
 def warnings_of(axis, path, is_right=True):
@@ -143,18 +140,14 @@ class Grouped(Net):
             layer.num_heads = 4
 
 
-def check_no_warning(axis, path):
+@on_ranks("pair", plan=GROUPS)
+def test_units_that_are_counted_per_group_are_not_compared(axis, path):
     torch.manual_seed(0)
     before, x = Grouped(), torch.randn(2, 5, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardconv.PlanWarning)
         after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
     torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
-
-
-def test_units_that_are_counted_per_group_are_not_compared(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(GROUPS)
-    ranks("pair", check_no_warning, tmp_path / "net.toml")
 
 
 @pytest.mark.parametrize(("modules", "is_right"), [(MODULES, True), (KEPT, False)], ids=["override", "kept"])
@@ -186,7 +179,8 @@ channel = { count = 16 }
 """
 
 
-def check_layers_of_torch(axis, path):
+@on_ranks("pair", plan=CHANNELS)
+def test_layers_of_torch_are_converted_with_their_numbers(axis, path):
     """Convert with warnings as errors, and compare the outputs."""
     torch.manual_seed(0)
     before, x = Channels(), torch.randn(2, 5, 8)
@@ -194,11 +188,6 @@ def check_layers_of_torch(axis, path):
         warnings.simplefilter("error", shardconv.PlanWarning)
         after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
     torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
-
-
-def test_layers_of_torch_are_converted_with_their_numbers(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(CHANNELS)
-    ranks("pair", check_layers_of_torch, tmp_path / "net.toml")
 
 
 def test_numbers_of_units_are_not_compared_on_one_rank(tmp_path):
@@ -241,7 +230,8 @@ class Unet(nn.Module):
         torch.save(self.state_dict(), f"{folder}/model.pt")
 
 
-def check_other_library(axis, path):
+@on_ranks("pair", plan=CONFIG_RULES)
+def test_model_of_another_library(axis, path):
     """Check a config of each kind, forward, and that no shards are written, also of a model inside another one."""
     for config in (Frozen(width=8), SimpleNamespace(width=8)):
         torch.manual_seed(0)
@@ -259,11 +249,6 @@ def check_other_library(axis, path):
     assert not list(path.parent.glob("*.pt"))
     with pytest.raises(shardconv.PlanError, match=r"^config field width is missing: set it in the config of the model"):
         shardconv.convert_model(Unet(Frozen()), str(path), group=axis)
-
-
-def test_model_of_another_library(ranks, tmp_path):
-    (tmp_path / "unet.toml").write_text(CONFIG_RULES)
-    ranks("pair", check_other_library, tmp_path / "unet.toml")
 
 
 class Mlps(nn.Module):

@@ -567,14 +567,10 @@ def test_activation_that_may_need_all_features_is_refused(ranks, tmp_path, activ
     ranks("pair", check_refused, tmp_path / "plan.toml", message, {"activation": globals()[activation]})
 
 
-def check_boundary(axis, path):
+@on_ranks("pair", plan=PLAN_FILE.replace("count = 4, size = 2", "count = 8").split('"**.linear1"')[0])
+def test_boundary_in_a_head_is_refused(axis, path):
     with pytest.raises(ValueError, match=r"^m: in_proj_weight and in_proj_bias .* by heads: .* heads of 8 rows"):
         shardconv.convert_model(Holder(nn.MultiheadAttention(WIDTH, 1)), str(path), group=axis)
-
-
-def test_boundary_in_a_head_is_refused(ranks, tmp_path):
-    (tmp_path / "plan.toml").write_text(PLAN_FILE.replace("count = 4, size = 2", "count = 8").split('"**.linear1"')[0])
-    ranks("pair", check_boundary, tmp_path / "plan.toml")
 
 
 def normalized(x):

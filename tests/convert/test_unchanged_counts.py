@@ -403,17 +403,13 @@ class Fused(Named):
         return self.down(functional.silu(both[..., :half]) * both[..., half:])
 
 
-def check_fused(axis, path):
+@on_ranks("pair", plan=GATED_PLAN)
+def test_gated_mlp_with_a_fused_projection_is_not_taken_for_an_attention(axis, path):
     torch.manual_seed(0)
     module, x = Fused(), torch.randn(1, 3, WIDTH)
     expected = module(x)
     shardconv.convert_model(module, rules=path, group=axis)
     torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
-
-
-def test_gated_mlp_with_a_fused_projection_is_not_taken_for_an_attention(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(GATED_PLAN)
-    ranks("pair", check_fused, tmp_path / "net.toml")
 
 
 def unavailable(kind):
@@ -440,7 +436,8 @@ class Property(Attention):
         return x.unflatten(-1, (self.heads_of_all, -1))
 
 
-def check_property(axis, path):
+@on_ranks("pair", plan=f'{PLAN}[modules]\n"attn" = {{ attributes = {{ heads_of_all = "head" }} }}\n')
+def test_properties_without_a_setter_are_refused_before_anything_changes(axis, path):
     """Check that a property without a setter is refused before anything changes, and is not proposed."""
     module = Property()
     with pytest.raises(ValueError, match=r"counts: heads_of_all of Property is a property without a setter"):
@@ -451,11 +448,6 @@ def check_property(axis, path):
     with pytest.raises(shardconv.PlanError, match=r"^Property: 'heads_of_all' is a property without a setter \(exp"):
         shardconv.convert_model(net, rules=path, group=axis)
     assert {type(one) for one in (module.q, module.k, module.v)} == {nn.Linear}
-
-
-def test_properties_without_a_setter_are_refused_before_anything_changes(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(f'{PLAN}[modules]\n"attn" = {{ attributes = {{ heads_of_all = "head" }} }}\n')
-    ranks("pair", check_property, tmp_path / "net.toml")
 
 
 @on_ranks("pair")
@@ -527,7 +519,8 @@ class NanoAttention(nn.Module):
         return self.c_proj(found.transpose(1, 2).contiguous().view(B, T, C))
 
 
-def check_nano(axis, path):
+@on_ranks("pair", plan=NANO)
+def test_attention_that_reshapes_to_the_width_of_the_input_is_gathered(axis, path):
     torch.manual_seed(0)
     net, x = Net(NanoAttention()), torch.randn(2, 5, WIDTH)
     before = copy.deepcopy(net)
@@ -537,11 +530,6 @@ def check_nano(axis, path):
     before(x).square().sum().backward()
     columns = before.attn.c_proj.weight.grad.chunk(axis.size, 1)[axis.rank]
     torch.testing.assert_close(net.attn.c_proj.weight.grad, columns, atol=1e-5, rtol=1e-4)  # sums in another order
-
-
-def test_attention_that_reshapes_to_the_width_of_the_input_is_gathered(ranks, tmp_path):
-    (tmp_path / "net.toml").write_text(NANO)
-    ranks("pair", check_nano, tmp_path / "net.toml")
 
 
 def test_unknown_units_in_expressions_are_named(ranks, tmp_path):

@@ -103,19 +103,23 @@ def ranks_in(folder: Path, world: int = 4) -> Iterator[Callable[..., list[Any]]]
         ranks.stop()
 
 
-def on_ranks(layout: str = "") -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def on_ranks(layout: str = "", plan: str = "") -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Make a test of a check, whose first parameter is the axis of a rank, and the others are those of the test.
 
     Args:
         layout: a key of :data:`LAYOUTS`; by default the parameter ``layout`` of the test.
+        plan: the text of a plan file, whose path is the second parameter of the check.
     """
 
     def decorate(check: Callable[..., Any]) -> Callable[..., None]:
-        def test(ranks: Callable[..., list[Any]], **arguments: Any) -> None:
+        def test(ranks: Callable[..., list[Any]], tmp_path: Path, **arguments: Any) -> None:
+            if plan:
+                arguments[names[0]] = tmp_path / "net.toml"
+                arguments[names[0]].write_text(plan)
             ranks(layout or arguments.pop("layout"), check, *(arguments[name] for name in names))
 
         _, *names = inspect.signature(check).parameters
-        own = ["ranks", *([] if layout else ["layout"]), *names]
+        own = ["ranks", "tmp_path", *([] if layout else ["layout"]), *names[bool(plan) :]]
         test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in own])
         test.check = check
         update_wrapper(test, check, updated=())
