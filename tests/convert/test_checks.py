@@ -6,6 +6,7 @@ otherwise.
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from shardconv.layers import (
     VocabParallelEmbedding,
 )
 from shardconv.layers.functional import parallel_linear
+from tests.support.comparison import check_refused
 from tests.support.matrix import cases
 from tests.support.ranks import on_ranks
 
@@ -36,13 +38,8 @@ def linears(*sizes):
     return [one for layer in layers for one in (layer, nn.GELU())][:-1]
 
 
-def refused(model, message, axis, convert=convert_parallel_linear, dim=-1, **options):
-    """Check that a conversion raises and does not change the model."""
-    kinds, before = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=message):
-        convert(model, dim, group=axis, **options)
-    assert kinds == [type(module) for module in model.modules()]
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+def refused(model, message, axis):
+    check_refused(model, partial(convert_parallel_linear, dim=-1, group=axis), message)
 
 
 class Mlp(nn.Module):

@@ -135,22 +135,19 @@ def converted(name, module, kind, dim, sizes):
 
 
 @pytest.mark.parametrize(
-    ("dim", "sizes"), [(1, {"weight": 2, "bias": 8}), (0, {"weight": 8, "bias": 4})], ids=["dim 1", "part of the bias"]
+    ("conv", "dim", "sizes", "message"),
+    [
+        ((8, 8, 8), 1, {"weight": 2, "bias": 8}, "only the channels of a convolution can be sharded"),
+        ((8, 8, 8), 0, {"weight": 8, "bias": 4}, "only the channels of a convolution can be sharded"),
+        ((9, 6, 3), 0, {"weight": 6, "bias": 6}, "a convolution is split between its groups of 2 channels"),
+        ((8, 8, 8), 0, {"weight": 8}, "weight and bias"),
+    ],
+    ids=["dim 1", "part of the bias", "boundary in a group", "weight alone"],
 )
-def test_only_channels_of_a_convolution_can_be_sharded(dim, sizes):
-    with pytest.raises(ValueError, match="conv: only the channels of a convolution can be sharded"):
-        converted("conv", nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, dim, sizes)
-
-
-def test_boundary_inside_a_group_of_a_convolution_is_refused():
-    groups = nn.Conv1d(9, 6, 3, groups=3)
-    with pytest.raises(ValueError, match="conv: a convolution is split between its groups of 2 channels"):
-        converted("conv", groups, ParallelDepthwise, 0, {"weight": 6, "bias": 6})
-
-
-def test_placement_of_the_weight_of_a_convolution_alone_is_refused():
-    with pytest.raises(ValueError, match="weight and bias"):
-        converted("conv", nn.Conv1d(8, 8, 3, groups=8), ParallelDepthwise, 0, {"weight": 8})
+def test_only_groups_of_a_convolution_can_be_sharded(conv, dim, sizes, message):
+    channels, outputs, groups = conv
+    with pytest.raises(ValueError, match=f"conv: .*{message}"):
+        converted("conv", nn.Conv1d(channels, outputs, 3, groups=groups), ParallelDepthwise, dim, sizes)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +157,7 @@ def test_sharded_convolution_has_the_local_channels(channels, groups, local):
     conv = nn.Conv1d(channels, 8, 3, groups=groups)
     sharded = converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
     assert (sharded.groups, sharded.in_channels, sharded.out_channels) == local
-
-
-def test_sharding_does_not_change_the_original_convolution():
-    conv = nn.Conv1d(8, 8, 3, groups=8)
-    converted("conv", conv, ParallelDepthwise, 0, {"weight": 8, "bias": 8})
-    assert (type(conv), conv.groups) == (nn.Conv1d, 8)
+    assert (type(conv), conv.groups) == (nn.Conv1d, groups)
 
 
 class Norm(nn.Module):

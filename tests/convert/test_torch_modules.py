@@ -27,6 +27,7 @@ from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.feature_checks import check_chains, is_elementwise
 from shardconv.distributed import Axis
 from shardconv.layers import ColumnParallelLinear, ParallelLinear
+from tests.support.comparison import check_refused
 from tests.support.matrix import each_once
 from tests.support.ranks import on_ranks
 
@@ -544,12 +545,9 @@ REFUSED = {
 }  # fmt: skip
 
 
-def check_refused(axis, path, message, options):
-    model = stack("TransformerEncoder", **options)
-    kinds = [type(module) for module in model.modules()]
-    with pytest.raises((ValueError, shardconv.PlanError), match=message):
-        shardconv.convert_model(model, str(path), group=axis)
-    assert kinds == [type(module) for module in model.modules()]
+def check_plan(axis, path, message, options):
+    convert = partial(shardconv.convert_model, rules=str(path), group=axis)
+    check_refused(stack("TransformerEncoder", **options), convert, message, (ValueError, shardconv.PlanError))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -557,14 +555,14 @@ def test_transformer_of_torch_that_is_sharded_otherwise_is_refused(ranks, tmp_pa
     old, new, message = REFUSED[name]
     assert old in PLAN_FILE
     (tmp_path / "plan.toml").write_text(PLAN_FILE.replace(old, new))
-    ranks("pair", check_refused, tmp_path / "plan.toml", message, {})
+    ranks("pair", check_plan, tmp_path / "plan.toml", message, {})
 
 
 @pytest.mark.parametrize("activation", ["normalized", "failing"])
 def test_activation_that_may_need_all_features_is_refused(ranks, tmp_path, activation):
     (tmp_path / "plan.toml").write_text(PLAN_FILE)
     message = r"layers\.0: this TransformerEncoderLayer is not known .* parallel layers\.0\.linear1"
-    ranks("pair", check_refused, tmp_path / "plan.toml", message, {"activation": globals()[activation]})
+    ranks("pair", check_plan, tmp_path / "plan.toml", message, {"activation": globals()[activation]})
 
 
 @on_ranks("pair", plan=PLAN_FILE.replace("count = 4, size = 2", "count = 8").split('"**.linear1"')[0])

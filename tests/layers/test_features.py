@@ -27,54 +27,29 @@ def tagged(dim, *shape, dtype=torch.float32):
     return RegisterParallelDim(dim)(torch.zeros(shape, dtype=dtype))
 
 
-def test_tensor_has_no_tag_at_first():
-    assert get_parallel_dim(torch.zeros(3)) is None
-
-
-def test_tag_is_set_in_place():
-    x = torch.zeros(3)
-    assert RegisterParallelDim(dim=0)(x) is x
-    assert get_parallel_dim(x) == 0
-
-
-def test_results_of_operations_have_no_tag():
-    x = RegisterParallelDim(dim=0)(torch.zeros(3))
-    assert get_parallel_dim(x + 1) is None
-
-
-def test_all_tensors_of_a_tuple_are_tagged():
-    pair = torch.zeros(3), torch.zeros(2)
-    assert RegisterParallelDim(-1)(pair) is pair
-    assert [get_parallel_dim(tensor) for tensor in pair] == [-1, -1]
-
-
-@pytest.mark.parametrize(("arguments", "dim"), [((-1,), -1), ((), None)], ids=["dim", "no dim"])
-def test_tag_is_replaced(arguments, dim):
-    x = RegisterParallelDim(dim=0)(torch.zeros(3))
-    RegisterParallelDim(*arguments)([x])
-    assert get_parallel_dim(x) == dim
-
-
-def test_repr_has_the_dim():
-    assert repr(RegisterParallelDim(0)) == "RegisterParallelDim(dim=0)"
+def test_tags_are_set_in_place_and_replaced():
+    x, pair = torch.zeros(3), (torch.zeros(3), torch.zeros(2))
+    assert get_parallel_dim(x) is None
+    for module, dim in ((RegisterParallelDim(dim=0), 0), (RegisterParallelDim(-1), -1), (RegisterParallelDim(), None)):
+        assert module(x) is x
+        assert get_parallel_dim(x) == dim
+        assert get_parallel_dim(x + 1) is None
+        assert module(pair) is pair
+        assert [get_parallel_dim(tensor) for tensor in pair] == [dim, dim]
+        assert repr(module) == f"RegisterParallelDim(dim={dim})"
 
 
 @pytest.mark.parametrize(
-    "wrong", ["text", {"a": torch.zeros(3)}, [torch.zeros(3), 1]], ids=["text", "dict", "list with a number"]
+    ("dim", "tensors", "message"),
+    [
+        *((0, wrong, "expected a tensor, or a list or tuple of tensors") for wrong in ("text", {"a": 1}, [1])),
+        (3, torch.zeros(3), r"dim is not supported \(got 3, expected None, 0, 1 or -1\)"),
+        (1, [torch.zeros(2, 2), torch.zeros(3)], r"input of shape \[3\] does not have dim 1"),
+    ],
 )
-def test_inputs_that_are_not_tensors_are_refused(wrong):
-    with pytest.raises(ValueError, match="expected a tensor, or a list or tuple of tensors"):
-        RegisterParallelDim(0)(wrong)
-
-
-def test_unsupported_dim_is_refused():
-    with pytest.raises(ValueError, match=r"dim is not supported \(got 3, expected None, 0, 1 or -1\)"):
-        RegisterParallelDim(3)
-
-
-def test_dim_that_a_tensor_does_not_have_is_refused():
-    with pytest.raises(ValueError, match=r"input of shape \[3\] does not have dim 1"):
-        RegisterParallelDim(1)([torch.zeros(2, 2), torch.zeros(3)])
+def test_invalid_dims_and_inputs_are_refused(dim, tensors, message):
+    with pytest.raises(ValueError, match=message):
+        RegisterParallelDim(dim)(tensors)
 
 
 def check_allowed(axis, call, shape, dims, *, name="input", dtype=torch.float32):

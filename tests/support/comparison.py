@@ -1,5 +1,8 @@
-"""Inputs for the models of models.py, and the comparison of gradients of converted and unsharded models."""
+"""Inputs for the models of models.py, and comparisons of converted and unsharded models."""
 
+import copy
+
+import pytest
 import torch
 
 from shardconv.layers.sharding import take_shard
@@ -33,3 +36,12 @@ def check_gradients(before, after, axis):
             mine = full if placement is None else take_shard(full, placement, axis.rank)
             allowed = 1e-4 * max(full.abs().max(), 1e-3 * largest)
             assert (parameter.grad - mine).abs().max() <= allowed, f"{name}.{own}"
+
+
+def check_refused(model, convert, message, error=ValueError):
+    """Check that a conversion raises, and that the model keeps its classes and values."""
+    kinds, before = [type(module) for module in model.modules()], copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        convert(model)
+    assert kinds == [type(module) for module in model.modules()]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -1,5 +1,6 @@
 """Layouts of tensors: valid placements, and the equivalent dicts."""
 
+import copy
 import re
 
 import pytest
@@ -117,53 +118,35 @@ def test_partial_placements_have_no_dims():
         dims_of([S0, P])
 
 
-def test_normalize_dims_keeps_the_order():
-    assert list(normalize_dims(2, {-1: [0], 0: [1]}).items()) == [(1, [0]), (0, [1])]
+@pytest.mark.parametrize(
+    ("convert", "ndim", "dims", "expected"),
+    [
+        (normalize_dims, 2, {-1: [0], 0: [1]}, {1: [0], 0: [1]}),
+        (merge_dims, 2, {1: [0], -1: [1]}, {1: [0, 1]}),
+        (merge_dims, 3, {-1: [1], 2: [0]}, {2: [1, 0]}),
+    ],
+)
+def test_negative_dims(convert, ndim, dims, expected):
+    """Check that the order stays, and that, unlike in Colossal-AI, the argument does, too."""
+    given = copy.deepcopy(dims)
+    found = convert(ndim, given)
+    assert list(found.items()) == list(expected.items())
+    if convert is merge_dims:
+        next(iter(found.values())).append(9)
+    assert list(given.items()) == list(dims.items())
 
 
-def test_normalize_dims_does_not_change_its_argument():
-    """Unlike in Colossal-AI."""
-    given = {-1: [0], 0: [1]}
-    normalize_dims(2, given)
-    assert list(given.items()) == [(-1, [0]), (0, [1])]
+@pytest.mark.parametrize("convert", [normalize_dims, merge_dims])
+@pytest.mark.parametrize("dim", [2, -3])
+def test_dims_out_of_range_are_refused(convert, dim):
+    with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
+        convert(2, {dim: [0]})
 
 
 def test_normalize_dims_refuses_duplicates():
     """Unlike in Colossal-AI."""
     with pytest.raises(ValueError, match=r"dim 1 occurs twice in \{1: \[0\], -1: \[1\]\}: merge the entries"):
         normalize_dims(2, {1: [0], -1: [1]})
-
-
-@pytest.mark.parametrize("dim", [2, -3])
-def test_normalize_dims_refuses_dims_out_of_range(dim):
-    with pytest.raises(ValueError, match=f"dim {dim} .* is out of range for 2 dims"):
-        normalize_dims(2, {dim: [0]})
-
-
-@pytest.mark.parametrize(
-    ("num_dims", "dims", "expected"),
-    [(2, {1: [0], -1: [1]}, {1: [0, 1]}), (3, {-1: [1], 2: [0]}, {2: [1, 0]})],
-)
-def test_merge_dims_joins_the_axes_of_a_dim(num_dims, dims, expected):
-    assert merge_dims(num_dims, dims) == expected
-
-
-def test_merge_dims_does_not_change_its_argument():
-    """Unlike in Colossal-AI."""
-    given = {1: [0], -1: [1]}
-    merge_dims(2, given)
-    assert given == {1: [0], -1: [1]}
-
-
-def test_merged_axes_are_not_those_of_the_argument():
-    alone = {0: [1]}
-    merge_dims(1, alone)[0].append(2)
-    assert alone == {0: [1]}
-
-
-def test_merge_dims_refuses_dims_out_of_range():
-    with pytest.raises(ValueError, match="out of range for 1 dims"):
-        merge_dims(1, {1: [0]})
 
 
 @on_ranks("four")
