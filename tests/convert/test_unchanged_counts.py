@@ -61,6 +61,8 @@ class Core(nn.Module):
 class Attention(nn.Module):
     """Attention whose derived classes divide features into heads."""
 
+    columns, rows = ("q", "k", "v"), ("to_out.0",)
+
     def __init__(self):
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE) for _ in range(3))
@@ -170,16 +172,10 @@ class Segments(Attention):
         return self.to_out[0](torch.cat([first * 2, second], -1) + self.q(x) + self.v(x))
 
 
-RIGHT = (Sizes, Computed, Parts, Condition)
-WRONG = (
-    Counts, Both, Sum, FromConfig, Literal, Inherited, Mapped, Processed, WithCore, OneHead, Segments,
-)  # fmt: skip
-
-
 def converted(module, axis, counts=None):
     """Convert layers by hand, without the module that contains them."""
-    convert_parallel_linear(nn.ModuleList([module.q, module.k, module.v]), -1, counts=counts, group=axis)
-    convert_parallel_linear(nn.ModuleList([module.to_out[0]]), 0, counts=counts, group=axis)
+    for names, dim in ((module.columns, -1), (module.rows, 0)):
+        convert_parallel_linear(nn.ModuleList(map(module.get_submodule, names)), dim, counts=counts, group=axis)
     return module
 
 
@@ -189,22 +185,6 @@ def is_right(module, expected):
     except RuntimeError:  # a size does not divide
         return False
     return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)  # sums in another order
-
-
-@pytest.mark.parametrize("kind", [*RIGHT, *WRONG])
-@on_ranks("pair")
-def test_forms_that_compute_something_else_are_refused(axis, kind):
-    torch.manual_seed(0)
-    module = kind()
-    expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
-    right = is_right(converted(copy.deepcopy(module), axis, counts=()), expected)
-    assert right is (kind in RIGHT)
-    if right:
-        converted(module, axis)
-        assert is_right(module, expected)
-        return
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: (its forward divides|has the sharded layers) .* counts="):
-        converted(module, axis)
 
 
 @on_ranks("pair")
@@ -371,17 +351,6 @@ class Gated(Named):
 
     def forward(self, x):
         return self.w2(functional.silu(self.w1(x)) * self.w3(x) + self.w4(x))
-
-
-@pytest.mark.parametrize("kind", [Experts, Looping, Gated])
-@on_ranks("pair")
-def test_modules_with_several_layers_are_not_taken_for_attentions(axis, kind):
-    torch.manual_seed(0)
-    module, x = kind(), torch.randn(1, 3, WIDTH)
-    expected = module(x)
-    for names, dim in ((kind.columns, -1), (kind.rows, 0)):
-        convert_parallel_linear(nn.ModuleList(map(module.get_submodule, names)), dim, group=axis)
-    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
 
 
 GATED_PLAN = """
@@ -566,7 +535,7 @@ def test_remedies_name_attributes_that_exist(ranks, tmp_path, kind, advice):
 class Mlp(nn.Module):
     """Two layers, between which derived classes compute with the features of the first."""
 
-    inner = 2 * WIDTH
+    inner, columns, rows = 2 * WIDTH, ("a",), ("b",)
 
     def __init__(self):
         super().__init__()
@@ -658,36 +627,6 @@ class RowWeight(Mlp):
 class TypeOfWeight(Mlp):
     def features(self, h):
         return h.to(self.b.weight.dtype) if isinstance(self.b.weight, torch.Tensor) else h
-
-
-MLPS = {
-    True: (OfTokens, Pairs, TypeOfWeight),
-    False: (
-        Glu, GluModule, Sliced, SplitInHalves, ViewedAsHalves, OfFeatures, Mean, Normalized, SoftmaxModule, Weights,
-        RowWeight,
-    ),
-}  # fmt: skip
-
-
-def converted_mlp(module, axis, counts=None):
-    convert_parallel_linear(nn.ModuleList([module.a]), -1, counts=counts, group=axis)
-    convert_parallel_linear(nn.ModuleList([module.b]), 0, counts=counts, group=axis)
-    return module
-
-
-@pytest.mark.parametrize("kind", [*MLPS[True], *MLPS[False]])
-@on_ranks("pair")
-def test_layers_between_which_features_of_a_shard_are_computed_with(axis, kind):
-    torch.manual_seed(0)
-    module = kind()
-    expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
-    right = is_right(converted_mlp(copy.deepcopy(module), axis, counts=()), expected)
-    assert right is (kind in MLPS[True])
-    if right:
-        assert is_right(converted_mlp(module, axis), expected)
-        return
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: its forward "):
-        converted_mlp(module, axis)
 
 
 class FusedAttention(nn.Module):
@@ -798,13 +737,29 @@ class OfWeight(Attention):
         return x.view(*x.shape[:2], self.count, -1)
 
 
-@pytest.mark.parametrize("kind", [Flag, Flags, Checkpointed, OfWeight])
+RIGHT = (
+    Sizes, Computed, Parts, Condition, Flag, Flags, Checkpointed, OfWeight, Experts, Looping, Gated, OfTokens, Pairs,
+    TypeOfWeight,
+)  # fmt: skip
+WRONG = (
+    Counts, Both, Sum, FromConfig, Literal, Inherited, Mapped, Processed, WithCore, OneHead, Segments, Glu, GluModule,
+    Sliced, SplitInHalves, ViewedAsHalves, OfFeatures, Mean, Normalized, SoftmaxModule, Weights, RowWeight,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*RIGHT, *WRONG])
 @on_ranks("pair")
-def test_forms_that_are_followed_are_accepted(axis, kind):
+def test_forms_that_compute_something_else_are_refused(axis, kind):
     torch.manual_seed(0)
     module = kind()
     expected = module(torch.ones(1, 3, WIDTH).cumsum(1))
-    assert is_right(converted(module, axis), expected)
+    right = is_right(converted(copy.deepcopy(module), axis, counts=()), expected)
+    assert right is (kind in RIGHT)
+    if right:
+        assert is_right(converted(module, axis), expected)
+        return
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: (its forward|has the sharded layers) .*counts="):
+        converted(module, axis)
 
 
 def check_released(axis):
