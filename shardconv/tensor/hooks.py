@@ -3,9 +3,7 @@
     pre_forward(params) -> operation -> post_forward(params)
     ... in each backward pass ...  pre_backward(params) -> backward of the operation -> post_backward(params)
 
-Built on :class:`torch.overrides.TorchFunctionMode`, which intercepts calls of torch's functions and methods. An
-identity node of autograd is inserted before the inputs of an operation: its backward runs after the whole backward of
-the operation, a point that hooks on torch's nodes or tensors do not signal.
+Built on :class:`torch.overrides.TorchFunctionMode`, which intercepts calls of torch's functions and methods.
 
 - **Sharded parameter**: an nn.Parameter that is a DTensor with a sharded placement, or a shard of a shardconv layer.
 - **Operation**: a call of torch with a sharded parameter, or a view of one, anywhere in its arguments. Calls that only
@@ -29,21 +27,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shardconv.tensor.sharded import is_sharded
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 #: Positional and keyword arguments of an operation.
 Arguments = tuple[object, ...]
@@ -225,21 +219,20 @@ class _Use:
                 getattr(hook, phase)(list(self.params))
 
 
-class _Context(FunctionCtx):
-    use: _Use
-
-
 class _Enter(torch.autograd.Function):
-    """Identity on the inputs of an operation; its backward ends the backward of the operation."""
+    """Identity on the inputs of an operation; its backward ends the backward of the operation.
+
+    Hooks on torch's nodes or tensors do not signal that point.
+    """
 
     @staticmethod
-    def forward(ctx: _Context, use: _Use, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, use: _Use, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
         return tuple(value.view_as(value) for value in inputs)
 
     @staticmethod
-    def backward(ctx: _Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.use.end()
         return None, *grads
 
@@ -320,11 +313,11 @@ def _active_hooks() -> tuple[ParamHook, ...]:
     return next((mode.hooks for mode in reversed(modes) if isinstance(mode, _HookMode)), ())
 
 
-def _with_active_hooks(function: Callable[_P, _T]) -> Callable[_P, _T]:
+def _with_active_hooks(function: Callable[..., object]) -> Callable[..., object]:
     """Bind a function to the currently active hooks."""
     hooks = _active_hooks()
 
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def run(*args: object, **kwargs: object) -> object:
         with _interrupted_backward():
             if _active_hooks() == hooks:
                 return function(*args, **kwargs)

@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 
 from shardconv.convert import convert_parallel_linear
@@ -22,6 +21,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.loss import parallel_cross_entropy
 from tests.support.matrix import cases
+from tests.support.mesh_layouts import spied
 from tests.support.ranks import on_ranks
 
 BATCH = 6
@@ -109,26 +109,16 @@ def test_probabilities(axis, num_classes, shape):
 
 @on_ranks("four")
 def test_collectives(axis):
-    counts = []
-    original = dist.all_reduce
-
-    def counting(tensor, *arguments, **options):
-        counts.append(tensor.numel())
-        return original(tensor, *arguments, **options)
-
-    dist.all_reduce = counting
-    try:
-        logits = torch.randn(BATCH, 8, requires_grad=True)
+    logits = torch.randn(BATCH, 8, requires_grad=True)
+    with spied() as seen:
         loss = parallel_cross_entropy(
             logits, torch.arange(BATCH), label_smoothing=0.1, num_classes=8 * axis.size, group=axis
         )
-        assert len(counts) <= 3
-        assert max(counts) <= 3 * BATCH  # much less than the logits
-        forward = len(counts)
+    assert len(seen) <= 3
+    assert max(num_bytes for _, num_bytes in seen) <= 3 * BATCH * 4  # much less than the logits
+    with spied() as seen:
         loss.backward()
-        assert len(counts) == forward
-    finally:
-        dist.all_reduce = original
+    assert seen == []
 
 
 @on_ranks("pairs")
