@@ -97,8 +97,7 @@ class CodeReader(ABC):
             inputs, function = [Value(function.__self__), *inputs], function.__func__
         function = inspect.unwrap(function)
         code = _source(function.__code__) if isinstance(function, FunctionType) else None
-        self._calls += 1
-        if code is None or code in self._active or len(self._active) > _MAX_DEPTH or self.is_exhausted:
+        if code is None:
             return joined((*inputs, *options.values()))
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         enclosing = ChainMap({name: Value(_content(cell)) for name, cell in cells})
@@ -111,6 +110,9 @@ class CodeReader(ABC):
         options: Mapping[str, Value],
         enclosing: Names,
     ) -> Value:
+        self._calls += 1
+        if code in self._active or len(self._active) > _MAX_DEPTH or self.is_exhausted:
+            return joined((*inputs, *options.values()))
         names = enclosing.inner()
         names.values.update(_bound(code.args, inputs, options))
         self._active.append(code)

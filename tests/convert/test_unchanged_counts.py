@@ -105,6 +105,16 @@ class Condition(Attention):
         return x.unflatten(-1, (-1, self.head_dim))
 
 
+class Recursive(Sizes):
+    """A function in the forward calls itself."""
+
+    def forward(self, x):
+        def halved(x, times):
+            return halved(x / 2, times - 1) if times else x
+
+        return super().forward(halved(x, 2))
+
+
 class Counts(Attention):
     def heads(self, x):
         return x.view(x.shape[0], x.size(1), self.num_heads, -1)
@@ -738,8 +748,8 @@ class OfWeight(Attention):
 
 
 RIGHT = (
-    Sizes, Computed, Parts, Condition, Flag, Flags, Checkpointed, OfWeight, Experts, Looping, Gated, OfTokens, Pairs,
-    TypeOfWeight,
+    Sizes, Computed, Parts, Condition, Recursive, Flag, Flags, Checkpointed, OfWeight, Experts, Looping, Gated,
+    OfTokens, Pairs, TypeOfWeight,
 )  # fmt: skip
 WRONG = (
     Counts, Both, Sum, FromConfig, Literal, Inherited, Mapped, Processed, WithCore, OneHead, Segments, Glu, GluModule,
