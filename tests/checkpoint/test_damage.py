@@ -212,6 +212,20 @@ def test_against_a_source_of_another_shape(made, tmp_path, change, said):
     assert "is another model" not in result.out
 
 
+def test_against_a_source_with_an_additional_tensor_compares_all_others(made, tmp_path):
+    source = shutil.copytree(made / "source", tmp_path / "source")
+    write_weights(source / "extra.safetensors", {"model.layers.0.mlp.gate_proj.bias": ("BF16", (96,))})
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.0.mlp.gate_proj.bias"] = "extra.safetensors"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    path = min(source.glob("model-*.safetensors"))
+    flip(path)
+    name = [*read_header(path).tensors][-1]
+    found = verify(made / "unsummed", against=source).differences
+    assert any("gate_proj.bias: is in " in text for text in found)
+    assert any(text.startswith(f"{name}: byte ") for text in found)
+
+
 def test_against_another_model_is_one_difference(made, tmp_path):
     other = write_checkpoint(tmp_path / "other", config=llama_config(hidden=32))
     result = call("verify", made / "split", "--against", other)

@@ -5,13 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta, write_meta
 from shardconv.checkpoint.operations.split_sources import plan_sources
-from shardconv.checkpoint.operations.split_writing import write_split, writer_of
+from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
@@ -24,7 +23,6 @@ from shardconv.files.paths import SourcePath
 from shardconv.layouts import META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
-from shardconv.plan.plan import Plan
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
@@ -137,28 +135,30 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     destination = given or Destination(Path(f"{source.name}-tp{tp}"))
     _check_team(team, destination, resume=resume)
     if layout == META:
-        is_whole = len(chosen) == tp and team.size == 1
-        output = _meta_output(planned, tp, of_adapters, max_file_size, destination, is_whole=is_whole)
-    else:
-        is_identified = checksums and not destination.is_remote
-        output = _output(planned, tp, of_adapters, layout, max_file_size, checksums=is_identified, ranks=chosen)
-    writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=output.adapters)
+        _check_meta_options(destination, of_adapters, max_file_size, is_whole=len(chosen) == tp and team.size == 1)
+        check_meta(source, tp)
+    is_identified = checksums and not destination.is_remote
+    manifest, nested = _manifests(
+        planned, of_adapters, tp, layout, max_file_size, checksums=is_identified, ranks=chosen
+    )
+    rank_bytes, write = _ranks(planned, manifest, nested, is_meta=layout == META)
+    writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=nested)
     read = [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)]
-    outcome = writer.run(read, output.write, began=began)
+    outcome = writer.run(read, write, began=began)
     held = team.folder_ranks(chosen)
     return SplitReport(
         **outcome,
         tp=tp,
-        family=output.plan.family,
+        family=manifest.plan.family,
         layout=layout,
         num_tensors=len(source.specs),
         source_bytes=source.num_bytes,
-        rank_bytes=tuple(count for rank, count in zip(chosen, output.rank_bytes, strict=True) if rank in held),
-        assumed=output.plan.assumed,
+        rank_bytes=tuple(count for rank, count in zip(chosen, rank_bytes, strict=True) if rank in held),
+        assumed=manifest.plan.assumed,
         left_out=source.left_out,
         padding=padding_report(planned.planner, tp),
         derived=source.derived,
-        files_per_rank=output.files_per_rank,
+        files_per_rank=manifest.files_per_rank,
         adapters=tuple(of_adapters),
         ranks=held,
     )
@@ -177,34 +177,10 @@ def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
         raise UsageError(f"{destination}: several processes write one URL (got {team.size}): start one process")
 
 
-class _Output(NamedTuple):
-    """What a split writes.
-
-    Attributes:
-        plan: the plan.
-        rank_bytes: bytes of each rank's files.
-        files_per_rank: number of files of each rank.
-        write: writes it, and returns the bytes that an interrupted run had written.
-        adapters: the adapters in it.
-    """
-
-    plan: Plan
-    rank_bytes: tuple[int, ...]
-    files_per_rank: int
-    write: Callable[[CheckpointWriter], int]
-    adapters: Mapping[str, tuple[Source, Manifest]] = MappingProxyType({})
-
-
-def _meta_output(
-    planned: PlannedSource,
-    tp: int,
-    adapters: Mapping[str, PlannedSource],
-    max_file_size: int | str | None,
-    destination: Destination,
-    *,
-    is_whole: bool,
-) -> _Output:
-    """The files of layout meta."""
+def _check_meta_options(
+    destination: Destination, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None, *, is_whole: bool
+) -> None:
+    """Refuse options that layout meta does not support."""
     if destination.is_remote:
         raise UsageError(
             f"{destination}: is a URL, and layout meta is only written to local folders: upload it afterwards"
@@ -220,41 +196,38 @@ def _meta_output(
             f"layout meta does not hold adapters: pass {option(merge_adapter=True)}, or split them alone "
             f"({option('base')})"
         )
-    source = planned.source
-    check_meta(source, tp)
-    plan = planned.plan(tp)
-    files = lay_out_meta(source, plan)
-    manifest = Manifest.of_source(source, plan, planned.request, checksums=False)
-    settings = settings_of("split", manifest) | {"layout": META}
-    write = partial(write_meta, source=source, files=files, settings=settings, read=planned.paths)
-    return _Output(plan, tuple(files.file_bytes), 1, write)
 
 
-def _output(
+def _manifests(
     planned: PlannedSource,
-    tp: int,
     adapters: Mapping[str, PlannedSource],
+    tp: int,
     layout: str,
     max_file_size: int | str | None,
     *,
     checksums: bool,
     ranks: tuple[int, ...],
-) -> _Output:
-    """A split checkpoint, with those of its adapters in it."""
-    source = planned.source
-    chosen = choose_layout(layout, planned.tensors, config_with_quantization(source))
-    file_layout = with_max_file_size(chosen, max_file_size)
-    plan = planned.plan(tp)
-    manifest = Manifest.of_source(
-        source, plan, planned.request, layout=file_layout, checksums=checksums,
-        adapters=tuple(adapters), ranks=ranks,
-    )  # fmt: skip
-    nested = {
-        name: (
-            one.source,
-            Manifest.of_source(one.source, one.plan(tp), one.request, checksums=checksums, ranks=ranks),
-        )
-        for name, one in adapters.items()
-    }
-    write = partial(write_split, source=source, manifest=manifest, adapters=nested, read=planned.paths)
-    return _Output(plan, manifest.rank_layout.rank_bytes, manifest.files_per_rank, write, nested)
+) -> tuple[Manifest, Adapters]:
+    """The manifests of a split checkpoint, and of its adapters; that of layout meta is not written."""
+    of_source = partial(Manifest.of_source, checksums=checksums, ranks=ranks)
+    file_layout = NATIVE
+    if layout != META:
+        chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
+        file_layout = with_max_file_size(chosen, max_file_size)
+    plan, names = planned.plan(tp), tuple(adapters)
+    manifest = of_source(planned.source, plan, planned.request, layout=file_layout, adapters=names)
+    nested = {name: (one.source, of_source(one.source, one.plan(tp), one.request)) for name, one in adapters.items()}
+    return manifest, nested
+
+
+def _ranks(
+    planned: PlannedSource, manifest: Manifest, adapters: Adapters, *, is_meta: bool
+) -> tuple[Sequence[int], Callable[[CheckpointWriter], int]]:
+    """For each rank the bytes of its files, and the function that writes them."""
+    source, read = planned.source, planned.paths
+    if not is_meta:
+        write = partial(write_split, source=source, manifest=manifest, adapters=adapters, read=read)
+        return manifest.rank_layout.rank_bytes, write
+    files = lay_out_meta(source, manifest.plan)
+    settings = settings_of("split", manifest) | {"layout": META}
+    return files.file_bytes, partial(write_meta, source=source, files=files, settings=settings, read=read)

@@ -21,32 +21,26 @@ Result = TypeVar("Result")
 MAX_REQUESTS = 32
 
 
-class _Loop:
-    """An event loop in a thread of its own, which does not keep the process alive."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._room = asyncio.Semaphore(MAX_REQUESTS)
-        threading.Thread(target=self._loop.run_forever, name="shardconv-transfer", daemon=True).start()
-
-    def submit(self, request: Coroutine[None, None, Result]) -> Future[Result]:
-        """Start a request."""
-        return asyncio.run_coroutine_threadsafe(self._limited(request), self._loop)
-
-    async def _limited(self, request: Coroutine[None, None, Result]) -> Result:
-        async with self._room:
-            return await request
-
-
 @lru_cache(maxsize=1)
-def _loop_of(_process: int) -> _Loop:
-    """The loop of this process; a forked process does not have the threads of its parent."""
-    return _Loop()
+def _loop_of(_process: int) -> tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]:
+    """The loop of this process, and room for its requests; a forked process does not have the threads of its parent.
+
+    The thread of the loop does not keep the process alive.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="shardconv-transfer", daemon=True).start()
+    return loop, asyncio.Semaphore(MAX_REQUESTS)
 
 
 def submit(request: Coroutine[None, None, Result]) -> Future[Result]:
     """Start a request, from any thread; cancelling the future cancels the request."""
-    return _loop_of(os.getpid()).submit(request)
+    loop, room = _loop_of(os.getpid())
+
+    async def limited() -> Result:
+        async with room:
+            return await request
+
+    return asyncio.run_coroutine_threadsafe(limited(), loop)
 
 
 def wait(request: Future[Result]) -> Result:
