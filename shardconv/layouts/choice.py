@@ -73,8 +73,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
         rules, constants = quantized.rules(rules), [*constants, *quantized.constants()]
     changed = file_tensors(rules, tensors, config)
     if quantized is not None:
-        changed = quantized.with_dropped(_joined_by_grids(changed, tensors), tensors)
-        changed = _with_vectors(changed, tensors, quantized.rules(file.all_rules.rules))
+        changed = quantized.file_tensors(changed, tensors, quantized.rules(file.all_rules.rules))
     layout = FileLayout(
         name=name,
         file_name=file.file_name,
@@ -208,32 +207,47 @@ class _Quantized:
         values = tuple(f".{end}" for end in self.table.values)
         return [f"{name.rpartition('.')[0]}.{WEIGHT}" if name.endswith(values) else name for name in names]
 
-    def with_dropped(self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec]) -> tuple[FileTensor, ...]:
-        """The file tensors that differ from a source tensor; those of values imply the dropped tensors of the layer."""
+    def file_tensors(
+        self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec], rules: Sequence[Rule]
+    ) -> tuple[FileTensor, ...]:
+        """The file tensors that differ from a source tensor.
+
+        Members are concatenated along the dim of the output features, tensors with values imply the dropped tensors of
+        their layer, and numbers are vectors.
+
+        Args:
+            changed: the file tensors by the rules.
+            tensors: name to dtype, shape and grid of the source tensors.
+            rules: of all model types, for quantized layers.
+
+        Raises:
+            PlanError: if a source tensor is one number for a layer that is several layers in other models: the engine
+                has a number for each of them.
+        """
         dropped: dict[str, list[str]] = {}
         for name, spec in tensors.items():
             layer, _, end = name.rpartition(".")
             if spec.grid is not None and end in self.table.dropped:
                 values = next(value for end in self.table.values if (value := f"{layer}.{end}") in tensors)
                 dropped.setdefault(values, []).append(name)
+        numbers = {one for one, spec in tensors.items() if spec.grid and prod(spec.shape) == 1 and len(spec.shape) <= 1}
         changed = list(changed)
         held = {member for tensor in changed for member in tensor.members}
+        for name in sorted(numbers - held):
+            if any(len(rule.sources) > 1 and not rule.is_last and rule.target.match(name) for rule in rules):
+                raise PlanError(
+                    f"{name}: is one number, of which the engine has one for each part of its layer: {REMEDY}"
+                )
+        alone = (*dropped, *(name for name in sorted(numbers) if not tensors[name].shape))
         return tuple(
             replace(
-                tensor, implied=(*tensor.implied, *(name for one in tensor.members for name in dropped.get(one, ())))
+                tensor,
+                dim=_output_dim(tensors[tensor.members[0]].grid) if len(tensor.members) > max(tensor.stack, 1) else 0,
+                implied=(*tensor.implied, *(name for one in tensor.members for name in dropped.get(one, ()))),
+                is_vector=numbers >= {*tensor.members},
             )
-            for tensor in (*changed, *(FileTensor(name, (name,)) for name in dropped if name not in held))
+            for tensor in (*changed, *(FileTensor(name, (name,)) for name in alone if name not in held))
         )
-
-
-def _joined_by_grids(changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec]) -> tuple[FileTensor, ...]:
-    """The file tensors, their members concatenated along the dim of the output features of quantized layers."""
-    return tuple(
-        replace(tensor, dim=_output_dim(tensors[tensor.members[0]].grid))
-        if len(tensor.members) > max(tensor.stack, 1)
-        else tensor
-        for tensor in changed
-    )
 
 
 def _output_dim(grid: Grid | None) -> int:
@@ -242,27 +256,3 @@ def _output_dim(grid: Grid | None) -> int:
         return 0
     of_output = grid.axes.index("output")
     return next((at for at, dim in enumerate(grid.dims) if dim.dim == of_output), 0)
-
-
-def _with_vectors(
-    changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec], rules: Sequence[Rule]
-) -> tuple[FileTensor, ...]:
-    """The file tensors that differ from a source tensor, with those of numbers as vectors.
-
-    Args:
-        changed: the file tensors by the rules.
-        tensors: name to dtype, shape and grid of the source tensors.
-        rules: of all model types, for quantized layers.
-
-    Raises:
-        PlanError: if a source tensor is one number for a layer that is several layers in other models: the engine has a
-            number for each of them.
-    """
-    numbers = {name for name, spec in tensors.items() if spec.grid and prod(spec.shape) == 1 and len(spec.shape) <= 1}
-    result = [replace(tensor, is_vector=True) if numbers >= set(tensor.members) else tensor for tensor in changed]
-    for name in sorted(numbers.difference(*(tensor.members for tensor in result))):
-        if any(len(rule.sources) > 1 and not rule.is_last and rule.target.match(name) for rule in rules):
-            raise PlanError(f"{name}: is one number, of which the engine has one for each part of its layer: {REMEDY}")
-        if not tensors[name].shape:
-            result.append(FileTensor(name, (name,), is_vector=True))
-    return tuple(result)
