@@ -107,13 +107,6 @@ def single_name(index: str) -> str:
     return ".".join(filter(None, (base, match["variant"], suffix)))
 
 
-def index_parts(index: str) -> tuple[str, str]:
-    """The name of the file in whose place an index is, without its variant, and the rest of the name of the index."""
-    match = _INDEX.fullmatch(index)
-    assert match is not None
-    return match["single"], index.removeprefix(match["single"])
-
-
 def variants(names: Iterable[str]) -> Iterator[list[str]]:
     """Yield the files and indexes of each checkpoint that has several variants, such as one in fp16, by their names.
 

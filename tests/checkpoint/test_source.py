@@ -440,12 +440,6 @@ def test_pipe(folder, name):
     refuses(folder, f"{path.name}: is not a regular file")
 
 
-@pytest.mark.timeout(20)
-def test_config_option_with_a_pipe(single, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    refuses(single, "pipe: is not a regular file", config=tmp_path / "pipe")
-
-
 @pytest.mark.parametrize("name", ["a:b.txt", "a\\b.txt", "a\nb.txt", "sub\\x/b.txt", os.fsdecode(b"\xff.txt")])
 def test_auxiliary_file_with_a_name_that_a_manifest_may_not_have(single, name):
     """The manifest could not be read, so the split is refused."""

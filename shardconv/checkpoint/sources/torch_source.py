@@ -17,7 +17,6 @@ from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import parse_object
-from shardconv.files.weight_formats import index_parts
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
@@ -89,8 +88,8 @@ def _index(folder: AnyPath, name: str, text: str, names: Mapping[str, str], tota
         "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
         "weight_map": {tensor: names[file] for tensor, file in weight_map.items()},
     }
-    single, rest = index_parts(name)
-    return f"{_new_names(folder, [single])[single]}{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    single, _, rest = name.rpartition(".index")
+    return f"{_new_names(folder, [single])[single]}.index{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
 
 
 def _stored(files: Sequence[TensorFile]) -> StoredTensors:
