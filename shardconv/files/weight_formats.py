@@ -1,7 +1,4 @@
-"""Formats of weight files, identified by file name, and instructions to convert them to safetensors.
-
-Reads only configs, which name the class for the instructions.
-"""
+"""Formats of weight files, identified by file name, and instructions to convert them to safetensors."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -11,7 +8,6 @@ from pathlib import PurePosixPath
 
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import folder_name
-from shardconv.files.text_files import read_json
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
@@ -165,9 +161,8 @@ def is_trainer_state(name: str) -> bool:
     return any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _TRAINER_STATE)
 
 
-def merge_adapter(folder: AnyPath) -> str:
-    """Instructions to merge the adapter in a folder into its base model, in Python."""
-    task = _config(folder / ADAPTER_CONFIG).get("task_type")
+def merge_adapter(folder: AnyPath, task: object) -> str:
+    """Instructions to merge the adapter in a folder, of a ``task_type``, into its base model, in Python."""
     class_name = _ADAPTER_CLASSES.get(task if isinstance(task, str) else None, "AutoPeftModelForCausalLM")
     target = _output_name(folder, "merged")
     return _python_steps(
@@ -206,11 +201,3 @@ def _python_steps(action: str, *lines: str) -> str:
 def _output_name(folder: AnyPath, suffix: str) -> str:
     """The name of an output folder in the current folder."""
     return f"{folder_name(folder)}-{suffix}"
-
-
-def _config(path: AnyPath) -> dict[str, object]:
-    """Read a config that only improves a message; empty if it cannot be read."""
-    try:
-        return read_json(path)
-    except SourceError:
-        return {}

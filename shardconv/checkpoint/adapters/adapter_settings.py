@@ -127,11 +127,6 @@ def read_settings(path: AnyPath) -> AdapterSettings:
         PlanError: if it is not that of a LoRA adapter, or a setting is not supported.
     """
     table = read_json(path)
-    kind = table.get("peft_type")
-    if kind != "LORA":
-        raise PlanError(
-            f"{path}: peft_type {kind!r:.40} is not supported (expected LORA): {merge_adapter(path.parent)}"
-        )
     _check_supported(path, table)
     try:
         settings = convert({key: value for key, value in table.items() if value is not None}, AdapterSettings)
@@ -146,7 +141,10 @@ def read_settings(path: AnyPath) -> AdapterSettings:
 
 
 def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
-    """Refuse settings that are not supported or not known, unless they are not in use."""
+    """Refuse other adapters than LoRA, and settings that are not supported or not known, unless they are not in use."""
+    remedy = merge_adapter(path.parent, table.get("task_type"))
+    if (kind := table.get("peft_type")) != "LORA":
+        raise PlanError(f"{path}: peft_type {kind!r:.40} is not supported (expected LORA): {remedy}")
     initializer = table.get("init_lora_weights", True)
     if initializer not in _INITIALIZERS:
         raise PlanError(
@@ -156,7 +154,7 @@ def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
         )
     for key, value in table.items():
         if key not in {*_WITHOUT_EFFECT, *AdapterSettings.__struct_fields__} and value:
-            raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {merge_adapter(path.parent)}")
+            raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {remedy}")
 
 
 def _names(modules: tuple[str, ...] | str) -> tuple[str, ...]:
