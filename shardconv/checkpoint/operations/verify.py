@@ -111,11 +111,11 @@ def verify(
     _check_options(against, ignore=ignore, follow_links=follow_links)
     split = open_folders(src, source_layout, may_miss=True, has_source=against is not None)
     manifest, external = split.manifest, split.source
-    source = None
-    if against is not None:
+    source, other = None, None if against is None else open_path(against)
+    if other is not None:
         _check_not_merged(split)
         source = open_source(
-            open_path(against), follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=None if external else source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
@@ -130,13 +130,13 @@ def verify(
     is_compared = data.is_readable and source is not None and source.specs == manifest.source_tensors
     return VerifyReport(
         paths=tuple(map(str, split.paths)),
-        against=None if against is None else str(open_path(against)),
+        against=None if other is None else str(other),
         tp=external.num_ranks if external else manifest.tp,
         layout=str(external.layout) if external else manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=_num_bytes(manifest),
         other_weights=tuple(name for folder in own for name in _other_weights(folder, len(own))),
-        checked=(*_checked(split, data), *([_compared(manifest, str(source.path))] if is_compared and source else [])),
+        checked=(*_checked(split, data), *([_compared(manifest, other)] if is_compared else [])),
         is_compared=is_compared,
         has_checksums=manifest.checksums is not None,
         differences=(*damages, *differences, *data.found),
@@ -166,7 +166,7 @@ def _num_bytes(manifest: Manifest) -> int:
     return sum(manifest.rank_layout.rank_bytes)
 
 
-def _compared(manifest: Manifest, compared_with: str | None) -> str:
+def _compared(manifest: Manifest, compared_with: AnyPath | None) -> str:
     text = f"every tensor of {compared_with}"
     ranks = _held(manifest)
     return text if len(ranks) == manifest.tp else f"{name_ranks(ranks)} of {text}"
