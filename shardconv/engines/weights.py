@@ -64,7 +64,8 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
             f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
     check_config(checkpoint)
-    remedy = _SOURCE if is_source else _OTHER_ENGINE if manifest.request.engine != engine else _SAME_ENGINE
+    of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
+    remedy = _SOURCE if is_source else of_split
     return RankSource(checkpoint.open_rank(rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp))
 
 

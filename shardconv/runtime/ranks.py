@@ -16,6 +16,7 @@ from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import has_groups, launched_size
+from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
@@ -122,24 +123,27 @@ def check_config(checkpoint: Loadable) -> None:
         SplitCheckpointError: if the config differs: shards may not fit, and no later check would detect that.
     """
     folder, source = checkpoint.path, checkpoint.source
-    path, known = folder / CONFIG_NAME, checkpoint.manifest.config or {}
-    if source is None:
-        refuse_split_adapter(folder, checkpoint.manifest.auxiliary_files)
-    if not path.is_file() if source is None else source.config is None:
-        other = "split the source again with shardconv split SRC --config FILE", "DIR"
-        remedy, arguments = other if source is None else (f"pass one with {option(config='FILE')}", "SRC, tp=N")
-        raise RunError(
-            f"{folder}: does not have a config.json, which names the model's class: {remedy}, or load it into your own "
-            f"module with shardconv.load({arguments}, model=...)"
-        )
     if source is not None:
+        if source.config is None:
+            raise _no_config(folder, f"pass one with {option(config='FILE')}", "SRC, tp=N")
         return
-    found = read_json(path)
+    refuse_split_adapter(folder, checkpoint.manifest.auxiliary_files)
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise _no_config(folder, "split the source again with shardconv split SRC --config FILE", "DIR")
+    found, known = read_json(path), checkpoint.manifest.config or {}
     if different := [name for name in sorted({*found, *known}) if _text(found.get(name)) != _text(known.get(name))]:
         raise SplitCheckpointError(
             f"{path}: differs from the config that was split, in {', '.join(different[:5])}: restore it, or split the "
             f"source again"
         )
+
+
+def _no_config(folder: AnyPath, remedy: str, arguments: str) -> RunError:
+    return RunError(
+        f"{folder}: does not have a config.json, which names the model's class: {remedy}, or load it into your own "
+        f"module with shardconv.load({arguments}, model=...)"
+    )
 
 
 def _text(value: object) -> str:
