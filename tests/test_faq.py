@@ -13,6 +13,7 @@ import pytest
 import shardconv
 from tests.support.checkpoints import DEMO
 from tests.support.command import call, run
+from tests.support.damage import flip
 from tests.support.matrix import needs_torch
 
 QUANTIZED = Path(__file__).parent / "data" / "quantized" / "gptq-3"
@@ -48,10 +49,7 @@ def add_weights(folder: Path) -> None:
 
 def damage(folder: Path) -> None:
     shardconv.split(folder / "model", folder / "split", tp=2)
-    path = folder / "split" / "rank-1-of-2.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(folder / "split" / "rank-1-of-2.safetensors")
 
 
 def remove_manifest(folder: Path) -> None:

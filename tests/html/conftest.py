@@ -16,6 +16,7 @@ from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
+from tests.support.damage import flip
 from tests.support.pages import HOSTILE, many_tensors, plan_report, tensor_report
 
 
@@ -45,11 +46,11 @@ def files(tmp_path_factory):
     damaged = folder / "damaged"
     shutil.copytree(folder / "tiny-tp4", damaged)
     (damaged / "config.json").write_text("{}")
-    damage(damaged / "rank-1-of-4.safetensors")
+    flip(damaged / "rank-1-of-4.safetensors")
     assert call("verify", damaged, "--html", folder / "damaged.html", "-q").code == 3
     adapters = [write_adapter(folder / name) for name in ("ad", "ad2")]
     shardconv.split(source, folder / "adapted", tp=4, adapters=adapters)
-    damage(folder / "adapted" / "adapters" / "ad" / "rank-1-of-4.safetensors")
+    flip(folder / "adapted" / "adapters" / "ad" / "rank-1-of-4.safetensors")
     assert call("verify", folder / "adapted", "--html", folder / "adapted.html", "-q").code == 3
     shardconv.split(source, folder / "tiny-rank1", tp=2, ranks=1)
     assert call("verify", folder / "tiny-rank1", "--html", folder / "rank1.html", "-q").code == 0
@@ -77,13 +78,6 @@ def files(tmp_path_factory):
     (folder / "nothing.html").write_bytes(write_page(nothing))
     (folder / "bidi.html").write_bytes(write_page(plan_report([tensor_report("a")], source="a\u202eb\udcff")))
     return folder
-
-
-def damage(path: Path) -> None:
-    """Change the last byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def write_adapter(folder: Path) -> Path:

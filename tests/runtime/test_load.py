@@ -20,6 +20,7 @@ import shardconv
 from shardconv.distributed.operations import ALL_GATHER
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PeerError, UsageError, WorldSizeError
+from tests.support.damage import flip
 from tests.support.loading import NAMES, TP, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config
@@ -294,10 +295,7 @@ def check_verified(axis, split, is_right):
 
 def test_contents_are_checked_unless_verify_is_false(ranks, damaged):
     ranks("pair", check_verified, damaged, True)
-    path = damaged / NATIVE.rank_file(0, 2)
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+    flip(damaged / NATIVE.rank_file(0, 2))
     ranks("pair", check_verified, damaged, False)
 
 

@@ -13,6 +13,7 @@ from shardconv.files.paths import open_path
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.command import run
+from tests.support.damage import flip
 from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
 from tests.support.matrix import MATRIX
@@ -90,12 +91,8 @@ def check_damaged(axis, url, endpoint):
 
 def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
     _, split = source_and_split(home, "llama", 2)
-    damaged = tmp_path / "damaged"
-    upload(split, "bucket", "damaged")
-    data = bytearray((split / "rank-0-of-2.safetensors").read_bytes())
-    data[-3] ^= 1
-    damaged.mkdir()
-    (damaged / "rank-0-of-2.safetensors").write_bytes(data)
+    damaged = shutil.copytree(split, tmp_path / "damaged")
+    flip(damaged / "rank-0-of-2.safetensors")
     upload(damaged, "bucket", "damaged")
     ranks("pair", check_damaged, "s3://bucket/damaged", s3.url)
 

@@ -25,6 +25,7 @@ from shardconv.support.errors import RunError, ShardconvError, UsageError
 from shardconv.support.launched import RENDEZVOUS
 from tests.support.checkpoints import DEMO
 from tests.support.command import ENVIRONMENT, call, finish, start
+from tests.support.damage import flip
 from tests.support.forked import run, run_python
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import change_config
@@ -523,10 +524,7 @@ def test_rank_file_missing(split, tmp_path):
 def test_rank_file_with_other_bytes(split, tmp_path):
     """Each rank checks its file, unless --no-verify is given; then a dtype may differ."""
     folder = shutil.copytree(split, tmp_path / "split")
-    path = folder / "rank-1-of-2.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(folder / "rank-1-of-2.safetensors")
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
     assert (result.code, result.out) == (1, "")
     assert re.fullmatch(
