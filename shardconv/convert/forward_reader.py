@@ -81,8 +81,8 @@ class ForwardReader(CodeReader):
             model, and on this rank.
 
     Attributes:
-        problems: divisions of local features by numbers of the unsharded model.
-        is_understood: whether local features are divided in a way that is right on each rank.
+        problems: divisions of local features by numbers of the unsharded model, in the module that was read last.
+        is_understood: whether it divides local features in a way that is right on each rank.
     """
 
     def __init__(
@@ -94,12 +94,11 @@ class ForwardReader(CodeReader):
         super().__init__()
         self._outputs, self._modules, self._changed = outputs, {id(one) for one in modules}, changed
         self._root: nn.Module = nn.Module()
-        self.problems: list[Problem] = []
-        self.is_understood = False
 
     def read(self, module: nn.Module) -> None:
         """Read the forward of a module, and the code that it calls."""
-        self._root = module
+        self._root, self._calls, self.is_understood = module, 0, False
+        self.problems: list[Problem] = []
         self._call_function(module.forward, [Value(kind="tensor")] * _number_of_inputs(module), {})
         self.is_understood &= not self.is_exhausted
 

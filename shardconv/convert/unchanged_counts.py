@@ -4,7 +4,6 @@ Owns which modules are examined, and the texts of errors. An attention that resh
 the heads of the full model computes wrong numbers, and no shape shows it.
 """
 
-import copy
 import gc
 import inspect
 import re
@@ -82,11 +81,9 @@ def examine_forwards(
     }
     modules = [(path, one) for path, one in named if _is_examined(one, parallel)]
     changed = dict([*_changed(overrides), *_recorded(one for _, one in named)])
-    new = ForwardReader(outputs, [one for _, one in modules], changed)
+    reader = ForwardReader(outputs, [one for _, one in modules], changed)
     for path, module in modules:
         if module not in checked:
-            reader = copy.copy(new)
-            reader.problems = []
             reader.read(module)
             is_known = reader.is_understood or module in overridden or _FULL_COUNTS in vars(module)
             yield Examined(

@@ -25,7 +25,7 @@ from shardconv.distributed.block_collectives import (
 )
 from shardconv.distributed.new_groups import group_over
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
-from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, describe_mesh, mesh_sizes
+from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, coordinate_in, describe_mesh, mesh_sizes
 
 #: One link for all axes, or a link per axis by name or number; None for ``Link()``.
 Links = Link | Mapping[MeshAxis, Link] | Mapping[int, Link] | Mapping[str, Link] | None
@@ -221,11 +221,7 @@ def axis_over(mesh: DeviceMesh, axes: Sequence[MeshAxis]) -> Axis:
     Raises:
         ValueError: if an axis does not exist, or this process is not in the mesh.
     """
-    numbers, coordinate = [axis_number(mesh, axis) for axis in axes], mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(
-            f"global rank {dist.get_rank()} is not in {describe_mesh(mesh)}: call this only on ranks of the mesh"
-        )
+    numbers, coordinate = [axis_number(mesh, axis) for axis in axes], coordinate_in(mesh)
     order = [*numbers, *(number for number in range(mesh.ndim) if number not in numbers)]
     ranks_at = mesh.mesh.permute(order)
     for number in reversed(order[len(numbers) :]):

@@ -18,7 +18,7 @@ from shardconv.distributed.operations import with_gradient
 from shardconv.layers.parallel_module import ParallelModule, description
 from shardconv.tensor.comm import Links
 from shardconv.tensor.redistribution import gradient_placements, layout_after, plan_redistribution
-from shardconv.tensor.spec import Placements, check_placements, describe_mesh, local_shape, mesh_sizes
+from shardconv.tensor.spec import Placements, check_placements, coordinate_in, describe_mesh, local_shape, mesh_sizes
 
 
 def from_local(
@@ -45,7 +45,7 @@ def from_local(
     else:
         full = list(shape)
     checked = check_placements(full, mesh, placements, uneven=shape is not None)
-    expected = local_shape(full, mesh_sizes(mesh), checked, _coordinate(mesh))
+    expected = local_shape(full, mesh_sizes(mesh), checked, coordinate_in(mesh))
     if expected != tuple(local.shape):
         raise ValueError(
             f"shape {full} over {describe_mesh(mesh)}, {list(checked)}: local tensor of global rank {dist.get_rank()} "
@@ -89,7 +89,7 @@ def to_mesh(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
             f"{list(tensor.placements)}, expected Replicate to move it to {describe_mesh(mesh)}: use "
             f"redistribute(tensor, placements, mesh), which gathers it first"
         )
-    _coordinate(mesh)
+    coordinate_in(mesh)
     local = tensor.to_local(grad_placements=tensor.placements)
     return _wrap_local(local, mesh, (Replicate(),) * mesh.ndim, tensor.shape)
 
@@ -122,42 +122,25 @@ def redistribute(
     target = check_placements(tensor.shape, mesh, placements, uneven=True)
     if layout == target:
         return tensor
-    _coordinate(mesh)
+    coordinate_in(mesh)
     run = partial(_redistributed, layout=layout, target=target, links=links)
     return with_gradient(tensor, run, partial(redistribute, placements=gradient_placements(layout), links=links))
 
 
 def _redistributed(tensor: DTensor, layout: Placements, target: Placements, links: Links) -> DTensor:
     """Redistribute without autograd."""
-    local = _redistribute_local(tensor.to_local(), tensor.device_mesh, tensor.shape, layout, target, links)
-    return _wrap_local(local, tensor.device_mesh, target, tensor.shape)
-
-
-def _redistribute_local(
-    local: Tensor, mesh: DeviceMesh, shape: torch.Size, layout: Placements, target: Placements, links: Links
-) -> Tensor:
-    """Redistribute the local tensor of this rank."""
-    coordinate = _coordinate(mesh)
+    local, mesh, shape = tensor.to_local(), tensor.device_mesh, tensor.shape
     for step in plan_redistribution(shape, local.dtype, mesh, layout, target, links):
         gathered = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(layout)]
-        local = step.apply(local, mesh, shape=local_shape(shape, mesh_sizes(mesh), gathered, coordinate))
+        local = step.apply(local, mesh, shape=local_shape(shape, mesh_sizes(mesh), gathered, coordinate_in(mesh)))
         layout = layout_after(layout, step.collective, step.axes, step.shard_dims)
-    return local.contiguous()
+    return _wrap_local(local.contiguous(), mesh, target, shape)
 
 
 def _wrap_local(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
     dtensor: DTensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return dtensor
-
-
-def _coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(
-            f"global rank {dist.get_rank()} is not in {describe_mesh(mesh)}: call this only on ranks of the mesh"
-        )
-    return tuple(coordinate)
 
 
 def shard_parameter(module: nn.Module, name: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
@@ -48,6 +49,20 @@ def axis_number(mesh: MeshLike, axis: MeshAxis) -> int:
     elif -ndim <= axis < ndim:
         return axis % ndim
     raise ValueError(f"axis {axis!r} is not an axis of {describe_mesh(mesh)}")
+
+
+def coordinate_in(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the coordinate of this process in a mesh.
+
+    Raises:
+        ValueError: if it is not in the mesh.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not in {describe_mesh(mesh)}: call this only on ranks of the mesh"
+        )
+    return tuple(coordinate)
 
 
 def check_placements(
