@@ -91,8 +91,9 @@ def test_model(axis):
     convert_parallel_linear(nn.ModuleList([up]), 1, group=axis)
     convert_parallel_embedding(nn.ModuleList([embedding]), 0, group=axis)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    with pytest.raises(ValueError, match="0: is already parallel"):
-        convert_parallel_linear(nn.ModuleList([up]), 0, group=axis)
+    for dim, options in ((0, {}), (-1, {"gather_output": True})):
+        with pytest.raises(ValueError, match="0: is already parallel"):
+            convert_parallel_linear(nn.ModuleList([up]), dim, group=axis, **options)
     model.train()
     unsharded.inner["down"].bias.requires_grad_(False)
     expected, found = unsharded(IDS), model(IDS)
@@ -232,13 +233,6 @@ def test_refused_model_stays_unchanged(axis, name):
     build, message, options = REFUSED[name]
     convert = options.get("convert", convert_parallel_linear)
     check_refused(build(), partial(convert, dim=options.get("dim", -1), group=axis), message)
-
-
-@on_ranks("four")
-def test_parallel_layers_are_refused(axis):
-    done = convert_parallel_linear(nn.Sequential(nn.Linear(8, 8)), -1, group=axis)
-    with pytest.raises(ValueError, match="0: is already parallel"):
-        convert_parallel_linear(done, -1, gather_output=True, group=axis)
 
 
 @on_ranks("pairs")

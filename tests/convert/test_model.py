@@ -311,29 +311,19 @@ def test_saved(ranks, tmp_path):
 
 
 @on_ranks("four")
-def test_embeddings_of_a_converted_model_are_not_resized(axis):
-    after = models_of(MODELS["mixtral"], axis)[1]
+def test_calls_that_a_converted_model_refuses(axis):
+    """Check sizes of the vocabulary, and attention weights by an argument or the config, also of a copy."""
+    after, inputs = models_of(MODELS["mixtral"], axis)[1], inputs_of(MODELS["mixtral"])
     assert after.get_input_embeddings() is after.resize_token_embeddings()
     with pytest.raises(ValueError, match="resize the embeddings before the model is converted"):
         after.resize_token_embeddings(50)
-
-
-@pytest.mark.parametrize("is_copied", [False, True], ids=["", "copy"])
-@on_ranks("four")
-def test_attentions_of_a_converted_model_are_refused(axis, is_copied):
-    after = models_of(MODELS["mixtral"], axis)[1]
-    after = copy.deepcopy(after) if is_copied else after
-    with pytest.raises(ValueError, match="output_attentions"):
-        after(**inputs_of(MODELS["mixtral"]), output_attentions=True)
-
-
-@on_ranks("four")
-def test_attentions_by_the_config_are_refused(axis):
-    after = models_of(MODELS["mixtral"], axis)[1]
+    for one in (after, copy.deepcopy(after)):
+        with pytest.raises(ValueError, match="output_attentions"):
+            one(**inputs, output_attentions=True)
     after.set_attn_implementation("eager")
     after.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions"):
-        after(**inputs_of(MODELS["mixtral"]), output_attentions=None)
+        after(**inputs, output_attentions=None)
 
 
 #: Model types with each kind of class that is created at run time.
