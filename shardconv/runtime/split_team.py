@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.destination import NewFolder, joined_folder
 from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
-from shardconv.checkpoint.output.team import Rows, Team
+from shardconv.checkpoint.output.team import Checksums, Team
 from shardconv.distributed.agreement import View, difference
 from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, UsageError
@@ -118,7 +118,7 @@ class SplitTeam(Team):
                 raise
         self._wait()  # until all folders have their final names
 
-    def gather(self, rows: Rows) -> Rows:
+    def gather(self, rows: Checksums) -> Checksums:
         """See :class:`Team`."""
         every = self._exchange(rows)
         return tuple(tuple(row) for process in self._members for row in every[process])

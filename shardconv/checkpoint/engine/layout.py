@@ -227,17 +227,15 @@ def _offsets_metadata(shapes: Mapping[str, tuple[int, ...]], placements: Mapping
 
     For a replicated tensor it finds the same box in several files, and reads the last.
     """
-    offsets = {name: {_OFFSETS_KEYS[1]: _offsets(placements[name], shape, rank)} for name, shape in shapes.items()}
-    return json.dumps(offsets, separators=(",", ":"), ensure_ascii=False)
-
-
-def _offsets(placement: Placement, shape: tuple[int, ...], rank: int) -> list[int]:
-    offsets = [0] * len(shape)
-    if placement.dim is not None:
-        rank_intervals = intervals(placement.ranks[rank])
-        # The reader identifies a box by its offsets: those of an empty shard must differ from all other boxes.
-        offsets[placement.dim] = rank_intervals[0].start if rank_intervals else placement.size
-    return offsets
+    found = {}
+    for name, shape in shapes.items():
+        placement, offsets = placements[name], [0] * len(shape)
+        if placement.dim is not None:
+            rank_intervals = intervals(placement.ranks[rank])
+            # The reader identifies a box by its offsets: those of an empty shard must differ from all other boxes.
+            offsets[placement.dim] = rank_intervals[0].start if rank_intervals else placement.size
+        found[name] = {_OFFSETS_KEYS[1]: offsets}
+    return json.dumps(found, separators=(",", ":"), ensure_ascii=False)
 
 
 def _positions(

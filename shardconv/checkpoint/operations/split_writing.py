@@ -12,8 +12,8 @@ from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import Destination
 from shardconv.checkpoint.output.job import Job, settings_of
-from shardconv.checkpoint.output.team import Team, facts
-from shardconv.checkpoint.output.writer import CheckpointWriter, Checksums, Staged, Weights, WriteOptions
+from shardconv.checkpoint.output.team import Checksums, Team, facts
+from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import open_tensors, sample_checksum
 from shardconv.checkpoint.split.chosen_ranks import as_option

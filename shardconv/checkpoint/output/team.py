@@ -19,8 +19,8 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import comparable
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 
-#: For each rank the checksum of each stripe.
-Rows = tuple[tuple[str, ...], ...]
+#: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
+Checksums = tuple[tuple[str, ...], ...]
 
 
 def facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
@@ -76,7 +76,7 @@ class Team:
         del target
         return open_staging()
 
-    def gather(self, rows: Rows) -> Rows:
+    def gather(self, rows: Checksums) -> Checksums:
         """The checksums of all ranks of the folder, from those of the ranks of each process."""
         return rows
 

@@ -20,14 +20,12 @@ from shardconv.checkpoint.output.destination import Destination, InnerDestinatio
 from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.checkpoint.output.job import Job, check_versions, job_of
 from shardconv.checkpoint.output.journal import Journal, ResumableWriter
-from shardconv.checkpoint.output.team import Team
+from shardconv.checkpoint.output.team import Checksums, Team
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.support.errors import UsageError, option
 
-#: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
-Checksums = tuple[tuple[str, ...], ...]
 #: Maps checksums to the first bytes of each file, before its shards.
 Identify = Callable[[Checksums], Sequence[bytes]]
 
