@@ -61,10 +61,10 @@ def read_manifest(folder: AnyPath, *, name: str = MANIFEST_NAME, remedy: str = "
         raise SplitCheckpointError(f"{folder}: {_missing(folder, name, remedy)}") from error
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ShardconvError as error:
-        raise SplitCheckpointError(f"{path}: cannot be used: {error.message}") from error
-    except (ValueError, RecursionError) as error:
-        raise SplitCheckpointError(f"{path}: cannot be used: {error}") from error
+    except (ShardconvError, ValueError, RecursionError) as error:
+        reason = error.message if isinstance(error, ShardconvError) else error
+        again = ": run shardconv pad again" if name == PADDING_NAME else ""
+        raise SplitCheckpointError(f"{path}: cannot be used: {reason}{again}") from error
     return manifest
 
 
