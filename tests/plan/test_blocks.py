@@ -24,6 +24,7 @@ from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError
+from tests.support.plans import plan_of
 
 LLAMA_LIKE = '[blocks]\n"model" = "decoder"\n"" = "heads"\n'
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 8, "intermediate_size": 12}
@@ -44,9 +45,7 @@ def family(data, base=None):
 
 def styles(specs, config, text):
     """The style of each tensor by a plan file."""
-    tensors = {name: TensorSpec("F32", shape) for name, shape in specs.items()}
-    plan = planner_for(tensors, config, PlanRequest(plan_file=("mine.toml", text))).plan(2)
-    return {name: planned.style for name, planned in plan.tensors.items()}
+    return {name: planned.style for name, planned in plan_of(specs, text, config).tensors.items()}
 
 
 def test_a_plan_file_mounts_blocks():
@@ -154,52 +153,41 @@ def test_override_that_is_false_replaces_one_that_is_true():
 
 
 @pytest.fixture
-def _block_with_a_condition(monkeypatch):
-    """Block ``one``, with a rule that depends on the field ``kind``."""
-    block = parse_block("one", {"rules": {"x": {"style": "replicate", "when": {"kind": 3}}}})
-    monkeypatch.setattr(loading, "load_block", lambda _: block)
+def _own_blocks(monkeypatch):
+    """Blocks ``when``, with a rule that depends on the field ``kind``, and ``one`` and ``two`` with other defaults."""
+    tables = {name: {"config": {"size": size}, "units": {"x": {"count": "size"}}} for name, size in SIZES.items()}
+    tables["when"] = {"rules": {"x": {"style": "replicate", "when": {"kind": 3}}}}
+    tables["circle"] = {"blocks": {"x": "circle"}}
+    monkeypatch.setattr(loading, "load_block", {name: parse_block(name, data) for name, data in tables.items()}.get)
 
 
-@pytest.mark.usefixtures("_block_with_a_condition")
+@pytest.mark.usefixtures("_own_blocks")
 def test_condition_on_a_field_that_is_replaced_by_another():
-    (found,) = family({"blocks": {"y": {"block": "one", "kind": "encoder.kind"}}}).rules
+    (found,) = family({"blocks": {"y": {"block": "when", "kind": "encoder.kind"}}}).rules
     assert found.when == {"encoder.kind": 3}
 
 
-@pytest.mark.usefixtures("_block_with_a_condition")
-@pytest.mark.parametrize("value", ["kind + 1", 3])
-def test_condition_on_a_field_that_is_replaced_by_an_expression_is_refused(value):
-    """An expression cannot be compared."""
-    with pytest.raises(PlanError, match=r"when compares a config field, and an entry .* replaces it by"):
-        family({"blocks": {"y": {"block": "one", "kind": value}}})
-
-
-@pytest.fixture
-def _different_defaults(monkeypatch):
-    """Blocks ``one`` and ``two``, which have different defaults for the field ``size``."""
-    blocks = {
-        name: parse_block(name, {"config": {"size": size}, "units": {"x": {"count": "size"}}})
-        for name, size in (("one", 1), ("two", 2))
-    }
-    monkeypatch.setattr(loading, "load_block", blocks.get)
-
-
+SIZES = {"one": 1, "two": 2}
+WHEN = r"when compares a config field, and an entry .* replaces it by"
 TWO_DEFAULTS = "config field size has two defaults, 1, and 2 in block 'two'"
 
 
-@pytest.mark.usefixtures("_different_defaults")
-def test_blocks_with_different_defaults_for_a_field_are_refused():
-    with pytest.raises(PlanError, match=TWO_DEFAULTS):
-        family({"blocks": {"y": ["one", "two"]}})
+@pytest.mark.usefixtures("_own_blocks")
+@pytest.mark.parametrize(
+    ("blocks", "inherited", "message"),
+    [
+        *(({"y": {"block": "when", "kind": value}}, {}, WHEN) for value in ("kind + 1", 3)),  # cannot be compared
+        ({"y": ["one", "two"]}, {}, TWO_DEFAULTS),
+        ({"y": "two"}, {"y": "one"}, TWO_DEFAULTS),
+        ({"": "circle"}, {}, "block 'circle' contains itself"),
+    ],
+)
+def test_blocks_that_contradict_each_other_are_refused(blocks, inherited, message):
+    with pytest.raises(PlanError, match=message):
+        family({"blocks": blocks}, family({"blocks": inherited}))
 
 
-@pytest.mark.usefixtures("_different_defaults")
-def test_default_other_than_that_of_an_inherited_block_is_refused():
-    with pytest.raises(PlanError, match=TWO_DEFAULTS):
-        family({"blocks": {"y": "two"}}, family({"blocks": {"y": "one"}}))
-
-
-@pytest.mark.usefixtures("_different_defaults")
+@pytest.mark.usefixtures("_own_blocks")
 def test_default_of_a_family_replaces_those_of_its_blocks():
     assert family({"blocks": {"y": ["one", "two"]}, "config": {"size": 3}}).config == {"size": 3}
 
@@ -228,7 +216,7 @@ def test_a_unit_of_a_plan_file_does_not_change_the_rules_of_the_family():
     """Unless it has override = true; a unit with the same value is allowed."""
     specs = {f"model.layers.0.{name}": shape for name, (shape, _) in LAYER.items()} | {"lm_head.weight": (8, 8)}
     rule = '"lm_head" = { style = "colwise", unit = "query_head" }\n'
-    with pytest.raises(PlanError, match=r"plan file mine\.toml: unit 'query_head' is .*, but .* in family llama"):
+    with pytest.raises(PlanError, match=r"plan file plan.toml: unit 'query_head' is .*, but .* in family llama"):
         styles(specs, CONFIG | {"model_type": "llama"}, OTHER_HEADS + rule)
     same = OTHER_HEADS.replace(" // 2", "").replace(" * 2", "")
     override = OTHER_HEADS.replace(" }", ", override = true }")
@@ -297,26 +285,17 @@ def test_invalid_blocks_are_refused(blocks, message):
         family({"blocks": blocks})
 
 
-def test_a_block_that_contains_itself_is_refused(monkeypatch):
-    circle = parse_block("circle", {"blocks": {"x": "circle"}})
-    monkeypatch.setattr(loading, "load_block", lambda name: circle)
-    with pytest.raises(PlanError, match="block 'circle' contains itself"):
-        family({"blocks": {"": "circle"}})
-
-
-def test_a_block_has_the_units_that_its_rules_name():
-    with pytest.raises(PlanError, match="unit 'head' is unknown"):
-        parse_block("wrong", {"rules": {"q_proj": {"style": "colwise", "unit": "head"}}})
-
-
-def test_a_unit_of_a_block_overrides_no_other():
-    with pytest.raises(PlanError, match="unit x: override = true is not for blocks"):
-        parse_block("wrong", {"units": {"x": {"override": True}}})
-
-
-def test_a_block_has_no_key_of_a_family():
-    with pytest.raises(PlanError, match="key 'model_types' is unknown"):
-        parse_block("wrong", {"model_types": ["x"]})
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"rules": {"q_proj": {"style": "colwise", "unit": "head"}}}, "unit 'head' is unknown"),
+        ({"units": {"x": {"override": True}}}, "unit x: override = true is not for blocks"),
+        ({"model_types": ["x"]}, "key 'model_types' is unknown"),
+    ],
+)
+def test_tables_that_are_not_blocks_are_refused(table, message):
+    with pytest.raises(PlanError, match=message):
+        parse_block("wrong", table)
 
 
 def test_every_block_is_mounted_somewhere():

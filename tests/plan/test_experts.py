@@ -1,6 +1,7 @@
 """Full experts distributed over ranks, on disk and in memory."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ TYPES = cases(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
+    @cache
     def make(model_type):
         folder = tmp_path_factory.mktemp(model_type)
         model = small(model_class(CAUSAL, model_type))
@@ -51,16 +53,16 @@ def test_experts_are_distributed_over_ranks(made, ranks, model_type):
 
 def test_rank_file_has_only_its_experts(made):
     _, folder = made("mixtral")
-    shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
+    shardconv.split(folder / "source", folder / "own", tp=2, experts="expert")
     full = load_file(folder / "source" / "model.safetensors")
     for rank in range(2):
-        own = load_file(folder / "split" / f"rank-{rank}-of-2.safetensors")
+        own = load_file(folder / "own" / f"rank-{rank}-of-2.safetensors")
         for name, tensor in own.items():
             if ".experts." in name:
                 number = int(name.split(".experts.")[1].split(".")[0])
                 expected = full[name] if number // 3 == rank else full[name][:0]
                 assert torch.equal(tensor, expected), name
-    shardconv.reshard(folder / "split", folder / "resharded", tp=1)
+    shardconv.reshard(folder / "own", folder / "resharded", tp=1)
     shardconv.split(folder / "source", folder / "direct", tp=1, experts="expert")
     assert contents(folder / "resharded") == contents(folder / "direct")
 
@@ -76,25 +78,24 @@ def test_plan_shows_the_rank_of_each_expert(mixtral):
     assert named == {"0": "0", "1": "0", "2": "0", "3": "1", "4": "1", "5": "1"}
 
 
-def test_tp_that_does_not_divide_the_number_of_experts_is_refused(mixtral):
-    with pytest.raises(PlanError, match="the number of experts, 6, is not a multiple of 4"):
-        shardconv.make_plan(mixtral, tp=4, experts="expert")
-
-
-def test_unknown_distribution_of_experts_is_refused(mixtral):
-    with pytest.raises(PlanError, match="expected one of tensor, expert"):
-        shardconv.make_plan(mixtral, tp=2, experts="experts")
-
-
-def test_replicated_tensors_of_distributed_experts_are_refused(mixtral):
-    with pytest.raises(PlanError, match='shards this expert, and experts="expert" distributes full experts'):
-        shardconv.make_plan(mixtral, tp=2, experts="expert", replicate=("**.experts.*.w2",))
-
-
-def test_checkpoint_without_experts_is_refused(made):
-    _, folder = made("llama")
-    with pytest.raises(UsageError, match="the checkpoint does not have tensors of experts"):
-        shardconv.make_plan(folder / "source", tp=2, experts="expert")
+@pytest.mark.parametrize(
+    ("model_type", "options", "error", "message"),
+    [
+        ("mixtral", {"tp": 4}, PlanError, "the number of experts, 6, is not a multiple of 4"),
+        ("mixtral", {"experts": "experts"}, PlanError, "expected one of tensor, expert"),
+        (
+            "mixtral",
+            {"replicate": ("**.experts.*.w2",)},
+            PlanError,
+            'shards this expert, and experts="expert" distributes full experts',
+        ),
+        ("llama", {}, UsageError, "the checkpoint does not have tensors of experts"),
+    ],
+)
+def test_distributions_that_are_not_possible_are_refused(made, model_type, options, error, message):
+    _, folder = made(model_type)
+    with pytest.raises(error, match=message):
+        shardconv.make_plan(folder / "source", **{"tp": 2, "experts": "expert", **options})
 
 
 def check_refused(axis, model_type, message):

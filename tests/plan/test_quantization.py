@@ -5,11 +5,10 @@ import json
 import pytest
 
 import shardconv
-from shardconv.files.containers.safetensors import num_bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import check_quantization
 from shardconv.support.errors import PlanError
-from tests.support.checkpoints import llama_config, safetensors_bytes
+from tests.support.checkpoints import llama_config, write_config, write_weights
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -38,13 +37,9 @@ def specs_of(what):
 
 
 @pytest.mark.parametrize("what", QUANTIZED)
-def test_quantized_tensors_without_settings_are_refused(what):
+def test_quantized_tensors_without_settings_for_them_are_refused(what):
     with pytest.raises(PlanError, match=r"no quantization_config describes it .*hf_quant_config.json.* pass config="):
         check_quantization(specs_of(what), {"model_type": "llama"})
-
-
-@pytest.mark.parametrize("what", QUANTIZED)
-def test_quantized_tensors_with_settings_of_another_format_are_refused(what):
     with pytest.raises(PlanError, match="not part of the format that quantization_config describes"):
         check_quantization(specs_of(what), {"quantization_config": {"quant_method": "fp8"}})
 
@@ -73,12 +68,8 @@ SETTINGS = {
 @pytest.mark.parametrize("file", SETTINGS)
 def test_settings_next_to_the_config(tmp_path, file):
     """They are read if config.json has none: here a value in them is not supported."""
-    header, end = {}, 0
-    for name, (dtype, shape) in QUANTIZED["fp8 by ModelOpt"].items():
-        start, end = end, end + num_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
-    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(header, bytes(end)))
-    (tmp_path / "config.json").write_text(json.dumps(llama_config(layers=1)))
+    write_weights(tmp_path / "model.safetensors", QUANTIZED["fp8 by ModelOpt"])
+    write_config(tmp_path, llama_config(layers=1))
     settings, message = SETTINGS[file]
     (tmp_path / file).write_text(json.dumps(settings))
     with pytest.raises(PlanError, match=message):
@@ -92,7 +83,6 @@ def test_settings_next_to_the_config(tmp_path, file):
 )
 def test_settings_that_name_no_method(tmp_path, file, text):
     (tmp_path / file).write_text(text)
-    header = {f"{LAYER}.weight": {"dtype": "F32", "shape": (64, 64), "data_offsets": (0, 16384)}}
-    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(header, bytes(16384)))
-    (tmp_path / "config.json").write_text(json.dumps(llama_config(layers=1)))
+    write_weights(tmp_path / "model.safetensors", {f"{LAYER}.weight": ("F32", (64, 64))})
+    write_config(tmp_path, llama_config(layers=1))
     assert shardconv.report_plan(tmp_path).num_tensors == 1

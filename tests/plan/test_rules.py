@@ -1,6 +1,7 @@
 """The ``rules`` argument: a family, a plan file, a Plan or policies, for every function that takes it."""
 
 import copy
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -9,7 +10,6 @@ import torch
 import shardconv
 from shardconv.checkpoint.operations.plan_report import report_plan
 from shardconv.support.errors import PlanError, UsageError
-from tests.support.command import call
 from tests.support.models import MODELS
 from tests.support.policies import MlpPolicy
 
@@ -23,32 +23,27 @@ def plan_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("as_text", [True, False])
-def test_plan_file_by_its_path(checkpoint, plan_file, as_text):
-    rules = str(plan_file) if as_text else plan_file
-    assert shardconv.make_plan(checkpoint("llama"), tp=2, rules=rules).placement("lm_head.weight").dim is None
-
-
-def test_plan_file_in_the_current_folder(checkpoint, plan_file, monkeypatch):
-    monkeypatch.chdir(plan_file.parent)
+@pytest.mark.parametrize("name", [Path, str, lambda path: path.name], ids=["path", "text", "in the current folder"])
+def test_plan_file_by_its_path(checkpoint, plan_file, monkeypatch, name):
     source = checkpoint("llama")
-    assert shardconv.make_plan(source, tp=2, rules="mine.toml").placement("lm_head.weight").dim is None
-
-
-def test_misspelled_plan_file_is_missing_and_gets_a_similar_one(checkpoint, plan_file, monkeypatch):
     monkeypatch.chdir(plan_file.parent)
-    with pytest.raises(PlanError, match=r"^mine\.tml: does not exist \(similar: mine\.toml\): correct the path$"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules="mine.tml")
+    assert shardconv.make_plan(source, tp=2, rules=name(plan_file)).placement("lm_head.weight").dim is None
 
 
-def test_missing_plan_file_in_a_folder_is_not_taken_for_a_model_of_the_hub(checkpoint):
-    with pytest.raises(PlanError, match=r"^nowhere/my\.tml: does not exist: correct the path$"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules="nowhere/my.tml")
-
-
-def test_name_with_a_version_is_a_family(checkpoint):
-    with pytest.raises(UsageError, match=r"family 'llama3\.1' is unknown \(similar: llama"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules="llama3.1")
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ("mine.tml", PlanError, r"^mine\.tml: does not exist \(similar: mine\.toml\): correct the path$"),
+        ("nowhere/my.tml", PlanError, r"^nowhere/my\.tml: does not exist: correct the path$"),  # not a model of the Hub
+        ("llama3.1", UsageError, r"family 'llama3\.1' is unknown \(similar: llama"),  # not a plan file
+        (MlpPolicy, UsageError, "a policy matches modules by class"),
+    ],
+)
+def test_rules_that_do_not_exist_are_refused(checkpoint, plan_file, monkeypatch, rules, error, message):
+    source = checkpoint("llama")
+    monkeypatch.chdir(plan_file.parent)
+    with pytest.raises(error, match=message):
+        shardconv.make_plan(source, tp=2, rules=rules)
 
 
 def test_plan_is_executed_as_it_was_made(checkpoint, plan_file, tmp_path):
@@ -103,18 +98,6 @@ def test_options_that_change_a_plan_are_refused(checkpoint, option):
     plan = shardconv.make_plan(checkpoint("llama"), tp=2)
     with pytest.raises(UsageError, match=f"{next(iter(option))} cannot change a plan"):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan, **option)
-
-
-def test_policy_for_a_checkpoint_is_refused(checkpoint):
-    with pytest.raises(UsageError, match="a policy matches modules by class"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=MlpPolicy)
-
-
-@pytest.mark.parametrize("name", ["lama", "mine"])
-def test_unknown_family_on_the_command_line(checkpoint, name):
-    result = call("plan", checkpoint("llama"), "--rules", name)
-    assert result.code == 2
-    assert f"family '{name}' is unknown" in result.err
 
 
 def check_converted(axis, source, plan_file):

@@ -159,14 +159,9 @@ def test_messages_name_experts_on_disk_or_in_memory(tmp_path):
     assert [name for name, *_ in checked(folder).mismatched] == ["model.layers.0.mlp.experts.down_proj"]
     change_config(folder, {"num_local_experts": 8})
     assert {name for name, *_ in checked(folder).mismatched} >= {"model.layers.1.mlp.experts.down_proj"}
-
-
-def test_packed_tensors_with_too_few_experts(tmp_path):
-    folder = MODELS["mixtral"].write(tmp_path / "mixtral")
-    save_file(pack_experts(read(folder)), folder / "model.safetensors")
+    save_file(pack_experts(read(MODELS["mixtral"].write(tmp_path / "packed"))), folder / "model.safetensors")
     change_config(folder, {"num_local_experts": 3})
-    message = r"expected \[3, "
-    assert re.search(message, checked(folder).differences())
+    assert re.search(r"expected \[3, ", checked(folder).differences())
 
 
 @pytest.mark.parametrize(("fields", "kind", "count"), [
@@ -192,11 +187,6 @@ def test_stored_or_missing_heads_of_tied_embeddings_pass(llama):
     assert checked(llama).is_right
 
 
-def test_check_source_reports_the_model(llama):
-    found = shardconv.check_source(llama)
-    assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
-
-
 @pytest.mark.parametrize("function", [shardconv.check_source, shardconv.prove])
 def test_missing_tensor_is_an_error_of_functions(llama, function):
     rewritten(llama, drop("model.norm.weight"))
@@ -205,6 +195,8 @@ def test_missing_tensor_is_an_error_of_functions(llama, function):
 
 
 def test_matching_checkpoint_is_reported(llama, tmp_path):
+    found = shardconv.check_source(llama)
+    assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
     line = "names and shapes are those of LlamaForCausalLM"
     for arguments in (["plan", llama], ["split", llama, "--tp", "2", "-o", tmp_path / "split"]):
         result = call(*arguments, "--check-model")

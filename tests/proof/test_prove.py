@@ -71,14 +71,8 @@ def test_correct_plan_is_proven(proof_report):
     assert all(
         proof["tokens"] and proof["output"] < 1e-4 and proof["sharded_fraction"] > 0.99 for proof in report["proofs"]
     )
-
-
-def test_proof_names_tensors_that_the_small_model_does_not_have(proof_report):
-    assert proof_report["unreached"] == ["model.layers.*.extra.weight"]
-
-
-def test_proof_has_the_supported_sizes_of_the_plan(proof_report):
-    assert proof_report["supported_tp"][:4] == [1, 2, 4, 8]
+    assert report["unreached"] == ["model.layers.*.extra.weight"]  # which the small model does not have
+    assert report["supported_tp"][:4] == [1, 2, 4, 8]
 
 
 def test_wrong_plan_is_not_proven(tmp_path):
@@ -158,14 +152,6 @@ def test_small_model_has_the_head_size_of_the_source():
     assert small.model.layers[0].self_attn.k_proj.weight.shape == (2 * 24, 64)
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 96 * 32, "n_head": 32}
     assert small_model(config, has_real_heads=True).transformer.wte.weight.shape == (99, 96 * 4)
-
-
-def test_source_of_an_unknown_model_class_is_refused(tmp_path):
-    source = shutil.copytree(DEMO, tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
-    with pytest.raises(RunError, match=r"does not name a model class .*'llama' and architectures \['NoSuchModel'\]"):
-        shardconv.prove(source)
 
 
 def test_unsupported_tp_is_skipped():
