@@ -57,7 +57,7 @@ OPTIONS = {
         "plan split run merge reshard verify",
         "checkpoint/test_external.py::test_reshard_of_metas_files_equals_a_split_of_them",
     ),
-    "--head-dim": ("plan split run", "plan/test_families.py::test_given_head_dim_decides_the_supported_sizes"),
+    "--head-dim": ("plan split run", "plan/test_head_inference.py::test_sizes_without_a_config"),
     "--html": ("plan verify", "commands/test_html.py::test_page_changes_no_output"),
     "--ignore": (
         "plan split run verify pad",
