@@ -34,7 +34,7 @@ from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, MOE, T5, Model, model_class
-from tests.support.placements import held
+from tests.support.plans import held
 from tests.support.ranks import ranks_in
 from tests.support.verdicts import verdict
 from tools.model_matrix.trial import small

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
-from tests.support.placements import held
+from tests.support.plans import held
 
 DECODER = msgspec.json.Decoder(Placement)
 

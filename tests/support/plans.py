@@ -1,8 +1,9 @@
-"""Plans of tensors without files."""
+"""Plans of tensors without files, and their placements."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from shardconv.plan.placement import Padding, Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
 
@@ -32,3 +33,11 @@ def plan_of(
 def intervals(plan: Plan, name: str) -> tuple[tuple[tuple[int, int], ...], ...]:
     """The start and stop of each interval of a tensor on each rank."""
     return tuple(tuple((one.start, one.stop) for one in rank) for rank in plan.placement(name).ranks)
+
+
+def held(placement: Placement, rank: int) -> list[int | None]:
+    """The elements of a rank's shard; None for padding."""
+    elements: list[int | None] = []
+    for entry in placement.ranks[rank]:
+        elements += [None] * entry.size if isinstance(entry, Padding) else range(entry.start, entry.stop)
+    return elements

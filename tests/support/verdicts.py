@@ -5,9 +5,8 @@ from typing import Any
 
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import write_reference
-from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT
 from shardconv.proof.small_models import REFERENCE
-from tools.model_matrix.trial import check, worst
+from tools.model_matrix.trial import check, verdict_of, worst
 
 
 def verdict(run: Any, layout: str, kind: Any, source: Path, split: Path, request: PlanRequest) -> str:
@@ -24,7 +23,7 @@ def verdict(run: Any, layout: str, kind: Any, source: Path, split: Path, request
     reference = split.parent / REFERENCE
     write_reference(kind, source, reference)
     found = worst(run(layout, check, kind.__name__, source, split, request, reference))
-    if isinstance(found, str):
-        return f"fails: {found}"
-    is_near = found.output <= OUTPUT_LIMIT and found.gradient is not None and found.gradient <= GRADIENT_LIMIT
-    return "right" if is_near and found.tokens is not False else f"wrong: {found}"
+    if not isinstance(found, str) and found.gradient is None:
+        return f"wrong: {found}"
+    result = verdict_of(found)
+    return result if result == "right" else f"{result}: {found}"

@@ -195,6 +195,14 @@ def worst(found: list[Any]) -> Differences | str:
     return Differences(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
 
 
+def verdict_of(found: Differences | str) -> str:
+    """``right``, ``wrong`` or ``fails``."""
+    if isinstance(found, str):
+        return "fails"
+    is_near = found.output <= OUTPUT_LIMIT and (found.gradient or 0.0) <= GRADIENT_LIMIT
+    return "right" if is_near and found.tokens is not False else "wrong"
+
+
 def try_type(
     run: Any,
     home: Path,
@@ -253,16 +261,13 @@ def try_type(
             found = worst(run(LAYOUTS[tp], checking, type(model).__name__, source, place, PlanRequest(), reference))
         except AssertionError as error:
             found = str(error)[-200:].replace("\n", " ")
+        verdicts.append(verdict_of(found))
         if isinstance(found, str):
-            verdicts.append("fails")
             notes.append(found)
             continue
-        output, tokens, gradient, note, cache, _ = found
-        caches.append(cache)
-        is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
-        verdicts.append("right" if is_right else "wrong")
-        errors += [output, gradient or 0.0]
-        notes += [note] if note else []
+        caches.append(found.cache)
+        errors += [found.output, found.gradient or 0.0]
+        notes += [found.note] if found.note else []
     notes = list(dict.fromkeys(notes))
     cache = caches[0] if caches else None
     verdict = tuple(verdicts), sharded or 0.0, max(errors), "; ".join(notes)
@@ -279,11 +284,6 @@ def try_padded(run: Any, home: Path) -> str:
         return "refused"
     kind = json.loads((source / "config.json").read_text("utf-8"))["architectures"][0]
     try:
-        found = worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE))
+        return verdict_of(worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE)))
     except AssertionError:
         return "fails"
-    if isinstance(found, str):
-        return "fails"
-    output, tokens, gradient, *_ = found
-    is_right = output <= OUTPUT_LIMIT and tokens is not False and (gradient or 0.0) <= GRADIENT_LIMIT
-    return "right" if is_right else "wrong"
