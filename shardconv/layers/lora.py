@@ -97,9 +97,7 @@ class LoRALayer(ParallelModule):
 
     def _squares(self) -> Tensor:
         """The squared norm of each output feature of this rank, over all ranks."""
-        weight, by_output = self._weight_by_output()
-        if not by_output:
-            weight = weight.t()
+        weight = self._weight_by_output()
         sums = [
             (rows.float() + self.scale * (low.float() @ self.lora_a.float())).square().sum(1)
             for rows, low in zip(weight.split(_NORM_ROWS), self.lora_b.split(_NORM_ROWS), strict=True)
@@ -110,8 +108,8 @@ class LoRALayer(ParallelModule):
             return squares
         return reduce_from_tp(squares, group=self.axis) / num_replicas(placement)
 
-    def _weight_by_output(self) -> tuple[Tensor, bool]:
-        """This rank's shard of the weight, and whether its first dim is that of output features."""
+    def _weight_by_output(self) -> Tensor:
+        """This rank's shard of the weight, with output features in its first dim."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -210,8 +208,8 @@ class LoRALinear(LoRALayer):
             return self.shard(name)
         return copy_to_tp(self.own_tensor(name), group=self.axis)
 
-    def _weight_by_output(self) -> tuple[Tensor, bool]:
-        return self.layer.weight, not self.layer.transposed
+    def _weight_by_output(self) -> Tensor:
+        return self.layer.weight.t() if self.layer.transposed else self.layer.weight
 
 
 class LoRAEmbedding(LoRALayer):
@@ -267,5 +265,5 @@ class LoRAEmbedding(LoRALayer):
         output = output + low.to(output.dtype)
         return output if factor is None else output * factor.to(output.dtype)
 
-    def _weight_by_output(self) -> tuple[Tensor, bool]:
-        return self.layer.weight, False
+    def _weight_by_output(self) -> Tensor:
+        return self.layer.weight.t()

@@ -215,16 +215,13 @@ def test_descriptions(axis):
     assert description(torch.zeros(1)) is None
 
 
-def check_parameters_stored(axis, path):
+@on_ranks("pairs")
+def test_parameters_stored(axis, tmp_path):
     """Check that parameters are stored as torch.Tensor, which can be loaded without code of shardconv."""
     layer = ParallelLinear(8, 16, dim=-1, group=axis)
-    torch.save(dict(layer.named_parameters()), f"{path}/{axis.ranks}-{axis.rank}")
-    loaded = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    torch.save(dict(layer.named_parameters()), f"{tmp_path}/{axis.ranks}-{axis.rank}")
+    loaded = torch.load(f"{tmp_path}/{axis.ranks}-{axis.rank}", weights_only=True)
     assert torch.equal(loaded["weight"], layer.weight)
-
-
-def test_parameters_stored(ranks, tmp_path):
-    ranks("pairs", check_parameters_stored, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -264,28 +261,27 @@ def test_single_layers(axis):
     assert torch.equal(graded.weight.grad, kept.chunk(axis.size, 1)[axis.rank])
 
 
-def check_stored(axis, path):
+@on_ranks("four")
+def test_stored_modules(axis, tmp_path):
     """Check that a stored layer gets its group from the current ones, and that another rank's is refused."""
     layer = convert_parallel_linear(nn.Linear(8, 16), -1, group=axis)
-    torch.save(layer, f"{path}/{axis.ranks}-{axis.rank}")
+    torch.save(layer, f"{tmp_path}/{axis.ranks}-{axis.rank}")
     dist.barrier()
-    stored = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=False)
+    stored = torch.load(f"{tmp_path}/{axis.ranks}-{axis.rank}", weights_only=False)
     assert torch.equal(stored.weight, layer.weight)
     assert torch.equal(stored.master_weight, layer.master_weight)  # its group works
     assert description(stored.weight)[0] == layer.placements["weight"]
     with pytest.raises(RuntimeError, match=r"does not have this axis: call shardconv.init_parallel as in"):
-        torch.load(f"{path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
-
-
-def test_stored_modules(ranks, tmp_path):
-    ranks("four", check_stored, str(tmp_path))
+        torch.load(f"{tmp_path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 
 
 def storage(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def check_state_dict_ties(axis, path):
+@pytest.mark.parametrize("layout", ["pairs", "four"])
+@on_ranks()
+def test_state_dict_ties(axis, tmp_path):
     """Check that tied names share storage as in the unsharded state dict: in memory, saved and loaded."""
     unsharded, model = net(), net()
     convert_parallel_embedding(model, 0, group=axis)
@@ -296,8 +292,8 @@ def check_state_dict_ties(axis, path):
         is_tied = storage(expected[first]) == storage(expected[second])
         assert (storage(state[first]) == storage(state[second])) is is_tied, (first, second)
     assert storage(state["head.weight"]) == storage(state["embedding.weight"])
-    torch.save(state, f"{path}/{axis.ranks}-{axis.rank}")
-    saved = torch.load(f"{path}/{axis.ranks}-{axis.rank}", weights_only=True)
+    torch.save(state, f"{tmp_path}/{axis.ranks}-{axis.rank}")
+    saved = torch.load(f"{tmp_path}/{axis.ranks}-{axis.rank}", weights_only=True)
     assert storage(saved["head.weight"]) == storage(saved["embedding.weight"])
     unsharded.load_state_dict(saved)
     for assign in (False, True):
@@ -309,11 +305,6 @@ def check_state_dict_ties(axis, path):
     untied = {**saved, "head.weight": saved["head.weight"] + 1}  # as in torch: two parameters with different values
     load_full_state_dict(model, untied, assign=True)
     assert all(torch.equal(tensor, untied[name]) for name, tensor in gather_state_dict(model).items())
-
-
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-def test_state_dict_ties(ranks, layout, tmp_path):
-    ranks(layout, check_state_dict_ties, str(tmp_path))
 
 
 @pytest.mark.parametrize("layout", ["pairs", "four"])

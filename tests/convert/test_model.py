@@ -293,21 +293,18 @@ def test_training(axis):
     after(**inputs)
 
 
-def check_saved(axis, folder):
+@on_ranks("four")
+def test_saved(axis, tmp_path):
     """Check that save_pretrained writes the unsharded model, not one rank's shards."""
     before, after = models_of(MODELS["mixtral"], axis)
-    after.save_pretrained(folder)
+    after.save_pretrained(tmp_path)
     dist.barrier(axis.group)
-    state = type(before).from_pretrained(folder).state_dict()
+    state = type(before).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(state[key], value) for key, value in before.state_dict().items())
     with pytest.raises(
         ValueError, match=r"^model \(MixtralModel\): save_pretrained would write the shards of one rank"
     ):
-        after.model.save_pretrained(folder)
-
-
-def test_saved(ranks, tmp_path):
-    ranks("four", check_saved, tmp_path)
+        after.model.save_pretrained(tmp_path)
 
 
 @on_ranks("four")
@@ -348,18 +345,15 @@ def test_pickled(model_type):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-def check_stored(axis, folder):
+@on_ranks("four")
+def test_stored(axis, tmp_path):
     """Check that each rank stores its model and loads it again."""
     _, after = models_of(MODELS["llama"], axis)
-    torch.save(after, f"{folder}/{axis.rank}")
-    loaded = torch.load(f"{folder}/{axis.rank}", weights_only=False)
+    torch.save(after, f"{tmp_path}/{axis.rank}")
+    loaded = torch.load(f"{tmp_path}/{axis.rank}", weights_only=False)
     inputs = inputs_of(MODELS["llama"])
     assert torch.equal(loaded(**inputs).logits, after(**inputs).logits)
     assert gather_state_dict(loaded).keys() == gather_state_dict(after).keys()
-
-
-def test_stored(ranks, tmp_path):
-    ranks("four", check_stored, tmp_path)
 
 
 def test_arguments_for_each_head():

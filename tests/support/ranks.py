@@ -112,15 +112,15 @@ def on_ranks(layout: str = "", plan: str = "") -> Callable[[Callable[..., Any]],
     """
 
     def decorate(check: Callable[..., Any]) -> Callable[..., None]:
-        def test(ranks: Callable[..., list[Any]], tmp_path: Path, **arguments: Any) -> None:
+        def test(ranks: Callable[..., list[Any]], **arguments: Any) -> None:
             if plan:
-                arguments[names[0]] = tmp_path / "net.toml"
+                arguments[names[0]] = arguments["tmp_path"] / "net.toml"
                 arguments[names[0]].write_text(plan)
             ranks(layout or arguments.pop("layout"), check, *(arguments[name] for name in names))
 
         _, *names = inspect.signature(check).parameters
         own = ["ranks", "tmp_path", *([] if layout else ["layout"]), *names[bool(plan) :]]
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in own])
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, KEYWORD) for name in dict.fromkeys(own)])
         test.check = check
         update_wrapper(test, check, updated=())
         del test.__wrapped__  # pytest would read its signature
