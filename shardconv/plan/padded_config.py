@@ -160,7 +160,7 @@ def _explicit(model_rules: ModelRules, changes: list[_Change]) -> Iterator[_Chan
             yield _Change(model_rules, name, model_rules.fields().evaluate(name))
             new[name] = model_rules.fields().evaluate(name)
     changed = reduce(lambda fields, item: with_field(fields, *item), new.items(), config)
-    for size in sizes:
+    for size in sorted(sizes, key=str):
         before, after = model_rules.fields().evaluate(size), Fields(changed, defaults).evaluate(size)
         if before != after:
             raise PlanError(
