@@ -80,6 +80,11 @@ class ModelRules(Data, frozen=True, eq=False):
         fields = self.fields()
         return (rule for rule in self.family.rules if all(starmap(fields.has, rule.when.items())))
 
+    def patterns(self) -> Iterator[str]:
+        """The patterns of all rules and module overrides, and of the place of the model."""
+        yield self.at
+        yield from (rule.pattern for rule in (*self.family.rules, *self.family.modules))
+
     def used_rules(self) -> Iterator[Rule]:
         """The rules whose ``when`` holds for the config and that match a tensor."""
         return (rule for rule in self.rules() if self.used is None or rule in self.used)

@@ -58,7 +58,7 @@ class Planner:
         self._sizes = Counter(group_of.values())
 
     def _set_padding(self, pad: int) -> None:
-        rules = self.rules.with_padding(pad, layers_by_rule(self.group_of), padding_blocks(self.group_of))
+        rules = self.rules.with_padding(pad, layers_by_rule(self.group_of, self.rules), padding_blocks(self.group_of))
         self._set_rules(rules, with_rules(self.group_of, rules))
 
     def padded(self, pad: int = 1) -> "Planner":

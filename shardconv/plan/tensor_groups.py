@@ -10,7 +10,7 @@ from math import lcm, prod
 
 from shardconv.plan.experts import find_experts
 from shardconv.plan.families.family import NAMES_FAMILY
-from shardconv.plan.families.matcher import Matcher, PatternMatch, pattern_for
+from shardconv.plan.families.matcher import Matcher, PatternMatch, layer_key, pattern_for
 from shardconv.plan.families.rule import Rule
 from shardconv.plan.grid import Grid
 from shardconv.plan.model_rules import ModelRules, UsedRules
@@ -64,11 +64,15 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str
     return group_of
 
 
-def layers_by_rule(group_of: Mapping[str, TensorGroup]) -> UsedRules:
-    """For each rule that matches a tensor the names of the layers that it matches, and of other parameters."""
+def layers_by_rule(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> UsedRules:
+    """For each rule that matches a tensor the names of the layers that it matches, and of other parameters.
+
+    Of layers that all rules treat alike, one stands for the others.
+    """
+    key = layer_key(pattern for model_rules in rules.models for pattern in model_rules.patterns())
     found: dict[Rule, set[str]] = {}
     for name, group in group_of.items():
-        found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
+        found.setdefault(group.rule, set()).add(key(name).removesuffix(f".{group.leaf}"))
     return UsedRules((rule, frozenset(names)) for rule, names in found.items())
 
 

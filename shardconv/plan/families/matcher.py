@@ -4,8 +4,8 @@ In a pattern, ``*`` is any text without a dot, ``{a,b}`` is a or b, and ``**.`` 
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple, Self
 
 from shardconv.plan.families.rule import CHOICE
@@ -43,7 +43,7 @@ class Matcher:
 
     def __init__(self, patterns: Sequence[tuple[str, str]]) -> None:
         self._regexes = [regex for _, regex in patterns]
-        self._has_numbers = any(_NUMBER_IN_PATTERN.search(pattern) for pattern, _ in patterns)
+        self._key = layer_key([pattern for pattern, _ in patterns])
         self._by_last: dict[str | None, list[int]] = {}
         for index, (pattern, _) in enumerate(patterns):
             for last in _last_components(pattern):
@@ -57,8 +57,7 @@ class Matcher:
 
     def match(self, name: str) -> PatternMatch | None:
         """The first pattern that matches a tensor; None if there is none."""
-        # Without numbers in patterns all layers match alike, and one cached result serves them.
-        return self._cached_find(name if self._has_numbers else _NUMBER.sub(".0", name))
+        return self._cached_find(self._key(name))
 
     def _find(self, name: str) -> PatternMatch | None:
         module, _, leaf = name.rpartition(".")
@@ -68,6 +67,14 @@ class Matcher:
             if any(_compiled(self._regexes[index]).fullmatch(text) for text in texts):
                 return PatternMatch(index, "bias" if name.endswith("bias") else "weight")
         return None
+
+
+def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
+    """A function that gives names one name that the patterns match alike: those that differ in numbers of layers only.
+
+    Where a pattern has a number, it returns each name as it is.
+    """
+    return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else partial(_NUMBER.sub, ".0")
 
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
