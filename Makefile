@@ -86,7 +86,7 @@ test-oldest: $(OLDEST)/.installed
 		tests/checkpoint/test_copy.py tests/checkpoint/test_layout.py tests/checkpoint/test_source.py
 	$(OLDEST)/bin/python -m pip install --quiet --requirement $(OLDEST)/models.txt
 	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -W "ignore:Deprecated in 0.9.0:DeprecationWarning" tests/plan tests/layers \
-		tests/convert tests/distributed tests/tensor tests/runtime tests/hf tests/checkpoint/test_split.py --ignore tests/runtime/test_adapter.py
+		tests/convert tests/distributed tests/tensor tests/runtime tests/hf tests/checkpoint/test_split.py --ignore tests/runtime/test_rank_adapter.py
 	rm $(OLDEST)/.installed
 
 check: $(VENV)/.installed

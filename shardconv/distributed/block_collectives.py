@@ -28,7 +28,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """Division of a tensor into one block per rank: each axis in turn splits its dim like :func:`torch.chunk`.
 
     Attributes:
@@ -58,29 +58,29 @@ class Grid:
         return _shape(self.box(rank))
 
 
-def gather_blocks(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def gather_blocks(block: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     """All-gather the blocks of all ranks into the full tensor of shape ``grid.shape``."""
     return with_gradient(block, partial(_gather, axis=axis, grid=grid), partial(take_block, axis=axis, grid=grid))
 
 
-def take_block(full: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def take_block(full: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     """Return the local block of a replicated tensor."""
     return with_gradient(full, partial(_take, box=grid.box(axis.rank)), partial(gather_blocks, axis=axis, grid=grid))
 
 
-def exchange_blocks(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
+def exchange_blocks(block: Tensor, axis: Axis, source: BlockGrid, target: BlockGrid) -> Tensor:
     """Return the local block of ``target`` from the blocks of ``source``; both grids divide the same tensor."""
     run = partial(_exchange, axis=axis, source=source, target=target)
     return with_gradient(block, run, partial(exchange_blocks, axis=axis, source=target, target=source))
 
 
-def reduce_scatter_blocks(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def reduce_scatter_blocks(summand: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     """Return the local block of the sum over ranks."""
     run = partial(_reduce_scatter, axis=axis, grid=grid)
     return with_gradient(summand, run, partial(gather_blocks, axis=axis, grid=grid))
 
 
-def place_block(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def place_block(block: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     """Return a tensor of shape ``grid.shape`` that is zero outside the local block."""
     return with_gradient(block, partial(_place, axis=axis, grid=grid), partial(take_block, axis=axis, grid=grid))
 
@@ -112,7 +112,7 @@ def _flat_padded(block: Tensor, length: int) -> Tensor:
     return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
 
 
-def _gather(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def _gather(block: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
     length = math.prod(grid.block_shape(0))
     chunks = block.new_empty(axis.size * length)
@@ -124,7 +124,7 @@ def _gather(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
     return full
 
 
-def _reduce_scatter(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def _reduce_scatter(summand: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     boxes = [grid.box(rank) for rank in range(axis.size)]
     length, shape = math.prod(grid.block_shape(0)), grid.block_shape(axis.rank)
     total = summand.new_empty(length)
@@ -133,7 +133,7 @@ def _reduce_scatter(summand: Tensor, axis: Axis, grid: Grid) -> Tensor:
     return total[: math.prod(shape)].view(shape).clone()
 
 
-def _exchange(block: Tensor, axis: Axis, source: Grid, target: Grid) -> Tensor:
+def _exchange(block: Tensor, axis: Axis, source: BlockGrid, target: BlockGrid) -> Tensor:
     ranks = range(axis.size)
     source_box, target_box = source.box(axis.rank), target.box(axis.rank)
     sent = [block[_relative(_intersection(source_box, target.box(rank)), source_box)].reshape(-1) for rank in ranks]
@@ -151,7 +151,7 @@ def _take(full: Tensor, box: Box) -> Tensor:
     return _copied(full[box])
 
 
-def _place(block: Tensor, axis: Axis, grid: Grid) -> Tensor:
+def _place(block: Tensor, axis: Axis, grid: BlockGrid) -> Tensor:
     full = block.new_zeros(grid.shape)
     full[grid.box(axis.rank)] = block
     return full

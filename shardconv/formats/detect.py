@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from math import prod
 
 from shardconv.formats.format import Scheme, Settings
-from shardconv.formats.layer import Layer, LayerKey
+from shardconv.formats.layer import LayerKey, QuantizedLayer
 from shardconv.formats.settings import read_settings
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors
@@ -90,7 +90,7 @@ def stored_tensors(
 _CHOICES = ("dynamic", "lm_head", "modules_in_block_to_quantize", "modules_to_convert")
 
 
-def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> Layer | None:
+def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> QuantizedLayer | None:
     """The layer that stores a weight; None if it is not quantized."""
     layer = name.removesuffix(".weight")
     if settings.ignoring(layer):
@@ -102,10 +102,10 @@ def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> Layer | None:
     if scheme is None:
         return None
     form = scheme.format
-    return Layer(name.removesuffix(form.values.weight) + form.values.suffix, {}, scheme)
+    return QuantizedLayer(name.removesuffix(form.values.weight) + form.values.suffix, {}, scheme)
 
 
-def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[Layer]:
+def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[QuantizedLayer]:
     """The quantized layers: those that have the values of a format."""
     found: dict[tuple[str, TensorSpec], list[Scheme]] = {}
     names_numbers = settings.names_numbers
@@ -114,7 +114,7 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[L
         if (schemes := found.get(key)) is None:
             schemes = found[key] = _schemes(name, spec, settings)
         if schemes:
-            layers = [Layer(name, tensors, scheme) for scheme in schemes]
+            layers = [QuantizedLayer(name, tensors, scheme) for scheme in schemes]
             yield layers[0] if len(layers) == 1 else min(layers, key=lambda layer: len([*layer.missing()]))
 
 

@@ -48,7 +48,7 @@ LayerKey = tuple[int, tuple[TensorSpec | None, ...], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class QuantizedLayer:
     """One quantized layer.
 
     Attributes:

@@ -17,8 +17,8 @@ from shardconv.layouts.layout_file import GroupTable, QuantizedTable, RefusedTab
 from shardconv.layouts.relation import (
     WEIGHT,
     ConstantRule,
+    LayoutRule,
     Pattern,
-    Rule,
     file_tensors,
     parse_constants,
     parse_patterns,
@@ -191,7 +191,7 @@ class _Quantized:
                     f"{''.join(reasons[:1])}: {REMEDY}"
                 )
 
-    def rules(self, rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    def rules(self, rules: Sequence[LayoutRule]) -> tuple[LayoutRule, ...]:
         """The rules, with those for the tensors of quantized layers."""
         table = self.table
         added = [rule.with_end(end, is_last=end in table.last) for rule in rules for end in table.ends]
@@ -208,7 +208,7 @@ class _Quantized:
         return [f"{name.rpartition('.')[0]}.{WEIGHT}" if name.endswith(values) else name for name in names]
 
     def file_tensors(
-        self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec], rules: Sequence[Rule]
+        self, changed: Iterable[FileTensor], tensors: Mapping[str, TensorSpec], rules: Sequence[LayoutRule]
     ) -> tuple[FileTensor, ...]:
         """The file tensors that differ from a source tensor.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardconv.layouts.layout_file import ChosenRules, layout_file
-from shardconv.layouts.relation import Rule, RuleTable, find_target
+from shardconv.layouts.relation import LayoutRule, RuleTable, find_target
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
@@ -254,7 +254,7 @@ def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
             raise PlanError(f"{module}: does not have a {kind}-parallel weight, {_NOT_SAVED}")
 
 
-def _check_sources(rule: Rule, names: Collection[str], members: Collection[str]) -> None:
+def _check_sources(rule: LayoutRule, names: Collection[str], members: Collection[str]) -> None:
     """Refuse tensors whose source would be another tensor under another config.
 
     Otherwise files of a model with tied embeddings would be accepted as those of a model without input embeddings.

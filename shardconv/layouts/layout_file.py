@@ -19,8 +19,8 @@ from shardconv.layouts.layout import REMEDY
 from shardconv.layouts.relation import (
     ConstantRule,
     ConstantTable,
+    LayoutRule,
     Pattern,
-    Rule,
     RuleTable,
     parse_constants,
     parse_patterns,
@@ -54,7 +54,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     defaults: dict[str, object] = {}
 
     @cached_property
-    def rules(self) -> tuple[Rule, ...]:
+    def rules(self) -> tuple[LayoutRule, ...]:
         """The rules of ``tensors``, without ``{}``."""
         tables = {name: RuleTable(one) if isinstance(one, tuple) else one for name, one in self.tensors.items()}
         return tuple(rule for target, table in tables.items() for rule in parse_rules(target, table))
@@ -112,8 +112,8 @@ class ChosenRules(NamedTuple):
     """The groups of a model type, their rules that apply to its config, all other rules, and the completed config."""
 
     groups: tuple[GroupTable, ...]
-    rules: tuple[Rule, ...]
-    others: tuple[Rule, ...]
+    rules: tuple[LayoutRule, ...]
+    others: tuple[LayoutRule, ...]
     config: Mapping[str, object]
 
     def is_without_source(self, name: str) -> bool:

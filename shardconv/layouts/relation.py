@@ -101,7 +101,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rule:
+class LayoutRule:
     """A file tensor of every matching module, and its source tensors.
 
     Attributes:
@@ -171,7 +171,7 @@ class ConstantRule(NamedTuple):
 class Related(NamedTuple):
     """A rule, and the match of one of its names."""
 
-    rule: Rule
+    rule: LayoutRule
     match: Match
 
     @property
@@ -185,7 +185,7 @@ class Related(NamedTuple):
         return self.rule.source_names(self.match.texts)
 
 
-def find_source(rules: Iterable[Rule], name: str) -> Related | None:
+def find_source(rules: Iterable[LayoutRule], name: str) -> Related | None:
     """The first rule that has a source tensor of this name."""
     for rule in rules:
         for source in rule.sources:
@@ -194,19 +194,21 @@ def find_source(rules: Iterable[Rule], name: str) -> Related | None:
     return None
 
 
-def find_target(rules: Iterable[Rule], name: str) -> Related | None:
+def find_target(rules: Iterable[LayoutRule], name: str) -> Related | None:
     """The first rule that has a file tensor of this name."""
     found = ((rule, rule.target.match(name)) for rule in rules)
     return next((Related(rule, match) for rule, match in found if match is not None), None)
 
 
-def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[str, object]) -> tuple[FileTensor, ...]:
+def file_tensors(
+    rules: Sequence[LayoutRule], names: Iterable[str], config: Mapping[str, object]
+) -> tuple[FileTensor, ...]:
     """The file tensors of source tensors; for each name, the first matching rule applies.
 
     Raises:
         PlanError: if a source tensor is missing, or the number of experts differs from the config.
     """
-    members: dict[tuple[Rule, tuple[str, ...]], dict[str, int]] = {}
+    members: dict[tuple[LayoutRule, tuple[str, ...]], dict[str, int]] = {}
     for name in names:
         if (found := find_source(rules, name)) is not None:
             members.setdefault((found.rule, found.match.texts), {})[name] = found.match.expert
@@ -214,7 +216,7 @@ def file_tensors(rules: Sequence[Rule], names: Iterable[str], config: Mapping[st
 
 
 def _file_tensor(
-    rule: Rule, texts: tuple[str, ...], experts: Mapping[str, int], config: Mapping[str, object]
+    rule: LayoutRule, texts: tuple[str, ...], experts: Mapping[str, int], config: Mapping[str, object]
 ) -> FileTensor:
     """The file tensor of one module, of which these source tensors exist, each of one expert."""
     target, count = rule.target.name(Match(texts)), 1 + max(experts.values())
@@ -234,10 +236,10 @@ def _file_tensor(
     return FileTensor(target, kept, count if rule.is_stacked else 0, rule.options.squeeze, implied=implied)
 
 
-def parse_rules(target: str, table: RuleTable) -> Iterator[Rule]:
+def parse_rules(target: str, table: RuleTable) -> Iterator[LayoutRule]:
     """The rules of an entry of a layout file."""
     for first, *others in without_choices([target, *table.sources]):
-        yield Rule(Pattern(first), tuple(map(Pattern, others)), table)
+        yield LayoutRule(Pattern(first), tuple(map(Pattern, others)), table)
 
 
 def parse_constants(target: str, table: ConstantTable) -> Iterator[ConstantRule]:

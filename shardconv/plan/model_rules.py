@@ -83,7 +83,8 @@ class ModelRules(Data, frozen=True, eq=False):
     def patterns(self) -> Iterator[str]:
         """The patterns of all rules and module overrides, and of the place of the model."""
         yield self.at
-        yield from (rule.pattern for rule in (*self.family.rules, *self.family.modules))
+        yield from (rule.pattern for rule in self.family.rules)
+        yield from (rule.pattern for rule in self.family.modules)
 
     def used_rules(self) -> Iterator[Rule]:
         """The rules whose ``when`` holds for the config and that match a tensor."""

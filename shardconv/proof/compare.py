@@ -122,7 +122,7 @@ def backward_step(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     torch.autograd.backward(torch.stack([value for value in weighted if value.requires_grad]).sum())
 
 
-class Differences(NamedTuple):
+class OutputDifferences(NamedTuple):
     """Differences between a sharded model and the unsharded one.
 
     Attributes:
@@ -155,7 +155,7 @@ class Reference(NamedTuple):
         is_training: whether the gradients are those of training mode; else they are those of eval mode, as the model
             cannot be trained with these inputs.
         gradients: parameter name to gradient, None for parameters without one; None if both modes fail.
-        note: see :class:`Differences`.
+        note: see :class:`OutputDifferences`.
         cache: bytes of the cache after a forward pass; 0 if the model does not generate text.
     """
 
@@ -225,7 +225,7 @@ def compare(
     request: PlanRequest,
     reference: Path,
     device: str = "cpu",
-) -> Differences:
+) -> OutputDifferences:
     """Compare on this rank. All ranks call it.
 
     Args:
@@ -241,7 +241,7 @@ def compare(
     inputs = {name: value.to(device) for name, value in expected.inputs.items()}
     output, tokens, cache = _compare_outputs(load(split, device=device, group=axis), inputs, expected)
     if expected.gradients is None:
-        return Differences(output, tokens, None, expected.note, cache)
+        return OutputDifferences(output, tokens, None, expected.note, cache)
     model = _load_unsharded(kind, source)
     if expected.is_training:
         set_training(model)
@@ -250,13 +250,13 @@ def compare(
     converted = convert_with_request(model, model.config.to_dict(), request, axis)
     extend_model_class(converted, axis)
     backward_step(converted, inputs)
-    return Differences(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
+    return OutputDifferences(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 
 
 def _compare_outputs(
     model: PretrainedModel, inputs: Mapping[str, Tensor], expected: Reference
 ) -> tuple[float, bool | None, float | None]:
-    """The first, second and last attribute of a :class:`Differences`."""
+    """The first, second and last attribute of a :class:`OutputDifferences`."""
     with torch.no_grad():
         result = model(**copy_inputs(inputs))
     found = float_tensors(result)
@@ -284,7 +284,7 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _gradient_error(expected: Mapping[str, Tensor | None], converted: nn.Module, axis: Axis) -> float:
-    """The largest relative difference of a gradient, see :class:`Differences`."""
+    """The largest relative difference of a gradient, see :class:`OutputDifferences`."""
     floor = 1e-3 * max((float(full.abs().max()) for full in expected.values() if full is not None), default=0.0)
     worst = 0.0
     for prefix, module in converted.named_modules():

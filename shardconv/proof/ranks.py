@@ -23,7 +23,7 @@ from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import Differences, compare
+from shardconv.proof.compare import OutputDifferences, compare
 from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.launch import launch
 from shardconv.support.errors import RunError, ShardconvError, is_connection_error
@@ -101,15 +101,16 @@ def _report(progress: Progress | None, folder: Path, tps: Sequence[int]) -> None
         progress(done, len(tps))
 
 
-def _results(folder: Path, tp: int) -> list[Differences]:
+def _results(folder: Path, tp: int) -> list[OutputDifferences]:
     """The results of the ranks, the earliest first."""
     paths = folder.glob(RESULT.format(tp=tp, rank="*"))
     return [
-        Differences(*json.loads(path.read_text())) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+        OutputDifferences(*json.loads(path.read_text()))
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)
     ]
 
 
-def _proof(tp: int, results: list[Differences], fraction: float) -> Proof:
+def _proof(tp: int, results: list[OutputDifferences], fraction: float) -> Proof:
     if problems := [result.problem for result in results if result.problem]:
         return Proof(tp, None, None, None, fraction, problems[0])
     tokens = {result.tokens for result in results}
@@ -152,14 +153,14 @@ def prove_rank(folder: Path) -> None:
                 raise RunError(result.problem)
 
 
-def _write(result: Differences, path: Path) -> None:
+def _write(result: OutputDifferences, path: Path) -> None:
     """Write a result whole or not at all: the launcher stops this process when another rank fails."""
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(result))
     temporary.rename(path)
 
 
-def _compare(folder: Path, axis: Axis, request: PlanRequest) -> Differences:
+def _compare(folder: Path, axis: Axis, request: PlanRequest) -> OutputDifferences:
     kind = model_class(read_json(folder / SMALL / CONFIG_NAME)).kind
     try:
         return compare(axis, kind, folder / SMALL, folder / SPLIT.format(tp=axis.size), request, folder / REFERENCE)
@@ -169,4 +170,4 @@ def _compare(folder: Path, axis: Axis, request: PlanRequest) -> Differences:
         if is_connection_error(error):
             raise
         problem = f"the sharded small model fails to run: {type(error).__name__}: {error}"
-        return Differences(math.inf, None, None, "", problem=problem)
+        return OutputDifferences(math.inf, None, None, "", problem=problem)

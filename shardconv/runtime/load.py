@@ -33,9 +33,9 @@ from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.runtime.adapter import RankAdapter
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
+from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
 from shardconv.runtime.ranks import connect_ranks, find_model_class
 from shardconv.support.errors import PlanWarning

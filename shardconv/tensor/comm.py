@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardconv.distributed import Axis, as_axis, copy_to_tp, reduce_from_tp
 from shardconv.distributed.block_collectives import (
-    Grid,
+    BlockGrid,
     exchange_blocks,
     gather_blocks,
     place_block,
@@ -30,7 +30,7 @@ from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, coordinate_in
 #: One link for all axes, or a link per axis by name or number; None for ``Link()``.
 Links = Link | Mapping[MeshAxis, Link] | Mapping[int, Link] | Mapping[str, Link] | None
 
-_Run = Callable[[Tensor, Axis, Grid, Grid], Tensor]
+_Run = Callable[[Tensor, Axis, BlockGrid, BlockGrid], Tensor]
 
 
 class _Kind(NamedTuple):
@@ -151,7 +151,7 @@ class CommSpec:
         for dim, size in zip(gather_dims, sizes if gather_dims else (), strict=True):
             full[dim] *= size
         full = full if shape is None else list(shape)
-        source = Grid(tuple(full), sizes if gather_dims else (), gather_dims)
+        source = BlockGrid(tuple(full), sizes if gather_dims else (), gather_dims)
         if (expected := source.block_shape(axis.rank)) != tuple(local.shape):
             raise ValueError(
                 f"{self.collective} over {describe_mesh(mesh)}: local tensor of rank {axis.rank} has shape "
@@ -159,7 +159,7 @@ class CommSpec:
             )
         if axis.size == 1:
             return local
-        target = Grid(tuple(full), sizes if shard_dims else (), shard_dims)
+        target = BlockGrid(tuple(full), sizes if shard_dims else (), shard_dims)
         return _KINDS[self.collective].run(local, axis, source, target)
 
     def cost(self, mesh: MeshLike, links: Links = None, *, forward_only: bool = False) -> Cost:

@@ -23,7 +23,7 @@ from shardconv.hf.build import build_small
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.proof.compare import Differences, compare, write_reference
+from shardconv.proof.compare import OutputDifferences, compare, write_reference
 from shardconv.proof.prove import PROOF_TPS
 from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, sharded_fraction
 from shardconv.proof.small_models import REFERENCE
@@ -167,7 +167,7 @@ def default_sharded(architecture: Any) -> float | None:
         return None
 
 
-def check(axis: Any, kind: str, *arguments: Any) -> Differences | str:
+def check(axis: Any, kind: str, *arguments: Any) -> OutputDifferences | str:
     """Compare on one rank; returns the comparison, or the error as text."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -179,23 +179,23 @@ def check(axis: Any, kind: str, *arguments: Any) -> Differences | str:
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
 
 
-def check_disguised(axis: Any, *arguments: Any) -> Differences | str:
+def check_disguised(axis: Any, *arguments: Any) -> OutputDifferences | str:
     """:func:`check` on a disguised CPU, where tensors of different devices are an error."""
     with disguised():
         return check(axis, *arguments, NAME)
 
 
-def worst(found: list[Any]) -> Differences | str:
+def worst(found: list[Any]) -> OutputDifferences | str:
     """Combine the results of all ranks: the first error, or the largest differences."""
     if errors := [one for one in found if isinstance(one, str)]:
         return errors[0]
     outputs, tokens, gradients, notes, caches, _ = zip(*found, strict=True)
     are_equal = None if set(tokens) == {None} else False not in tokens
     gradient = None if None in gradients else max(gradients)
-    return Differences(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
+    return OutputDifferences(max(outputs), are_equal, gradient, notes[0], None if None in caches else max(caches))
 
 
-def verdict_of(found: Differences | str) -> str:
+def verdict_of(found: OutputDifferences | str) -> str:
     """``right``, ``wrong`` or ``fails``."""
     if isinstance(found, str):
         return "fails"

@@ -26,7 +26,7 @@ from shardconv.files.paths import local_path, missing_hint
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardconv.layouts.choice import engine_of
-from shardconv.plan.adapter import A, AdapterTensors, with_adapter_grids
+from shardconv.plan.adapter_plan import A, AdapterTensors, with_adapter_grids
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -135,7 +135,7 @@ def plan_adapter(
 
 
 def fitted(adapter: Adapter, rules: RuleSet, base: Mapping[str, TensorSpec] | None) -> dict[str, TensorSpec]:
-    """The tensors of an adapter with their grids; see :func:`~shardconv.plan.adapter.with_adapter_grids`.
+    """The tensors of an adapter with their grids; see :func:`~shardconv.plan.adapter_plan.with_adapter_grids`.
 
     Raises:
         PlanError: if they do not fit the settings or the base model.

@@ -15,7 +15,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
 from shardconv.formats.format import check_pattern
-from shardconv.plan.adapter import MAGNITUDE, A, AdaptedLayer
+from shardconv.plan.adapter_plan import MAGNITUDE, A, AdaptedLayer
 from shardconv.support.errors import PlanError, SourceError
 from shardconv.support.structs import convert
 

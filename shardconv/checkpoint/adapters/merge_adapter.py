@@ -16,11 +16,11 @@ from shardconv.checkpoint.adapters.low_rank import (
     StoredMatrix,
     Vector,
 )
-from shardconv.checkpoint.sources.dtype_conversion import Conversion
+from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import StoredTensors
-from shardconv.plan.adapter import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
@@ -74,7 +74,9 @@ class _Merge:
         self._settings, self._base, self._rules = adapter.settings, source.specs, rules
         *lower, last = source.stored.layers or ({},)
         self._conversions = {
-            name: one for name, one in last.items() if isinstance(one, Conversion) and one.stored_dtype in NUMPY_DTYPES
+            name: one
+            for name, one in last.items()
+            if isinstance(one, DtypeConversion) and one.stored_dtype in NUMPY_DTYPES
         }
         others = {name: one for name, one in last.items() if name not in self._conversions}
         self._inputs = replace(source.stored, layers=(*lower, others)).joined(adapter.source.stored)

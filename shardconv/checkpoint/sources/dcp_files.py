@@ -40,7 +40,7 @@ class _Tensor(TypedDict):
     chunks: list[tuple[list[int], list[int], str, int, int]]
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A box of a tensor, and its position: index of the file and offset in it."""
 
     offsets: tuple[int, ...]
@@ -90,12 +90,14 @@ def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors
     return specs, StoredTensors(files, shards).with_layer(transforms), left_out
 
 
-def _chunks(paths: Mapping[str, AnyPath], named: Mapping[str, _Tensor]) -> dict[str, tuple[TensorSpec, list[Chunk]]]:
+def _chunks(
+    paths: Mapping[str, AnyPath], named: Mapping[str, _Tensor]
+) -> dict[str, tuple[TensorSpec, list[StoredChunk]]]:
     """Name to dtype and shape, and the chunks in the files, of each tensor."""
     wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
     found = read_torch_chunks([TorchChunk(paths[chunk[2]], *chunk[3:]) for _, chunk in wanted])
     file_of = {name: number for number, name in enumerate(paths)}
-    tensors: dict[str, tuple[TensorSpec, list[Chunk]]] = {}
+    tensors: dict[str, tuple[TensorSpec, list[StoredChunk]]] = {}
     for (name, (offsets, sizes, file, *_)), info in zip(wanted, found, strict=True):
         spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tuple(named[name]["shape"])), []))
         if [*info.shape] != sizes or info.dtype != spec.dtype or info.strides is not None:
@@ -103,7 +105,7 @@ def _chunks(paths: Mapping[str, AnyPath], named: Mapping[str, _Tensor]) -> dict[
                 f"{paths[file]}: a chunk of {name} is {info.dtype} {list(info.shape)} with strides "
                 f"{list(info.strides or ())} (expected {spec.dtype} {sizes}, contiguous): save the checkpoint again"
             )
-        chunks.append(Chunk(tuple(offsets), tuple(sizes), file_of[file], info.start))
+        chunks.append(StoredChunk(tuple(offsets), tuple(sizes), file_of[file], info.start))
     return tensors
 
 
@@ -137,7 +139,9 @@ def _path(folder: SourceFolder, name: str) -> AnyPath:
     return path
 
 
-def _bands(name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> dict[Rows, tuple[TensorSpec, list[Chunk]]]:
+def _bands(
+    name: str, spec: TensorSpec, chunks: Sequence[StoredChunk]
+) -> dict[Rows, tuple[TensorSpec, list[StoredChunk]]]:
     """The stored tensors that a tensor consists of: itself, or bands of rows that have chunks along another dim.
 
     Raises:
@@ -148,7 +152,7 @@ def _bands(name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> dict[Rows, t
         return {Rows(name, 0, size): (spec, [*chunks])}
     if len(dims) > 2 or 0 not in dims:
         raise ValueError(f"its chunks divide dims {dims} (expected one dim, or dim 0 and another)")
-    by_rows: dict[tuple[int, int], list[Chunk]] = {}
+    by_rows: dict[tuple[int, int], list[StoredChunk]] = {}
     for chunk in chunks:
         moved = chunk._replace(offsets=(0, *chunk.offsets[1:]))
         by_rows.setdefault((chunk.offsets[0], chunk.sizes[0]), []).append(moved)
@@ -164,7 +168,7 @@ def _bands(name: str, spec: TensorSpec, chunks: Sequence[Chunk]) -> dict[Rows, t
     return bands
 
 
-def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[int]:
+def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> list[int]:
     """The dims that chunks do not cover."""
     for chunk in chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -173,7 +177,7 @@ def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[int]:
     return [dim for dim, size in enumerate(shape) if any(chunk.sizes[dim] != size for chunk in chunks)]
 
 
-def _shards(spec: TensorSpec, chunks: Sequence[Chunk]) -> Shards:
+def _shards(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> Shards:
     """The shards of chunks along at most one dim."""
     size, dims = num_bytes(spec.dtype, spec.shape), _sharded_dims(spec.shape, chunks)
     held = sorted(chunk for chunk in chunks if 0 not in chunk.sizes)

@@ -61,7 +61,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
     if not converted:
         return source
     transforms = {
-        name: Conversion(name, others[name], target, _unit(source, name, others[name], target))
+        name: DtypeConversion(name, others[name], target, _unit(source, name, others[name], target))
         for name in sorted(converted)
     }
     files = tuple(_with_header(file, converted, target) for file in source.files)
@@ -142,7 +142,7 @@ def _change_dtype(config: dict[str, object], dtype: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversion:
+class DtypeConversion:
     """The transform of one tensor.
 
     Attributes:

@@ -11,7 +11,7 @@ from itertools import product
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
-from shardconv.checkpoint.sources.layout_files import RankFiles, StoredTensor, refuse_missing
+from shardconv.checkpoint.sources.layout_files import RankFiles, RankFileTensor, refuse_missing
 from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
 from shardconv.files.containers.safetensors import num_bytes
@@ -89,7 +89,7 @@ def _names(found: RankFiles) -> list[str]:
 
 
 def _full_tensor(
-    folder: AnyPath, name: str, related: Related, shards: Sequence[StoredTensor], config: Mapping[str, object]
+    folder: AnyPath, name: str, related: Related, shards: Sequence[RankFileTensor], config: Mapping[str, object]
 ) -> FullTensor:
     try:
         return full_tensor(related.rule.options, [shard.spec.shape for shard in shards], config)
@@ -99,7 +99,7 @@ def _full_tensor(
         ) from error
 
 
-def _shards_of(folder: AnyPath, name: str, found: RankFiles, related: Related | None = None) -> list[StoredTensor]:
+def _shards_of(folder: AnyPath, name: str, found: RankFiles, related: Related | None = None) -> list[RankFileTensor]:
     """The shards of a tensor by rank, all of the same dtype; every rank has one unless a rule says otherwise."""
     shards = [rank[name] for rank in found.ranks if name in rank]
     on_all = related is None or not related.rule.options.on_one_rank

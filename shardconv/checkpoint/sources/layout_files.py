@@ -23,7 +23,7 @@ _AGAIN = "copy the folder again"
 _MAX_NAMES = 3
 
 
-class StoredTensor(NamedTuple):
+class RankFileTensor(NamedTuple):
     """A tensor of a rank: its dtype and shape, the index of its file, and its offset in the file."""
 
     spec: TensorSpec
@@ -35,7 +35,7 @@ class RankFiles(NamedTuple):
     """Rank files of another tool, and for each rank the tensors of its files."""
 
     files: tuple[TensorFile, ...]
-    ranks: tuple[dict[str, StoredTensor], ...]
+    ranks: tuple[dict[str, RankFileTensor], ...]
 
 
 def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
@@ -111,7 +111,7 @@ def read_rank_files(folder: SourceFolder, layout: LayoutFile, names: Sequence[st
     return RankFiles(tuple(files), tuple(ranks))
 
 
-def _tensors(number: int, file: TensorFile) -> dict[str, StoredTensor]:
+def _tensors(number: int, file: TensorFile) -> dict[str, RankFileTensor]:
     """The tensors of a file, all of which are contiguous."""
     if file.left_out:
         raise SourceError(f"{file.path}: entry {file.left_out[0]!r:.100} is not a tensor: save the tensors alone")
@@ -122,7 +122,7 @@ def _tensors(number: int, file: TensorFile) -> dict[str, StoredTensor]:
                 f"{list(info.shape)}): save it again after .contiguous()"
             )
     return {
-        name: StoredTensor(TensorSpec(info.dtype, info.shape), number, file.data_offset + info.start)
+        name: RankFileTensor(TensorSpec(info.dtype, info.shape), number, file.data_offset + info.start)
         for name, info in file.tensors.items()
     }
 
@@ -191,8 +191,8 @@ def refuse_missing(
     )
 
 
-def _joined(folder: AnyPath, files: Sequence[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-    joined: dict[str, StoredTensor] = {}
+def _joined(folder: AnyPath, files: Sequence[dict[str, RankFileTensor]]) -> dict[str, RankFileTensor]:
+    joined: dict[str, RankFileTensor] = {}
     for tensors in files:
         if both := sorted(joined.keys() & tensors.keys()):
             raise SourceError(f"{folder}: tensor {both[0]} is in two files of a rank: {_AGAIN}")

@@ -15,7 +15,7 @@ from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.distributed import Axis
 from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
 from shardconv.layers.lora import LoRAEmbedding, LoRALayer
-from shardconv.plan.adapter import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.adapter_plan import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.placement import Placement
 from shardconv.plan.rule_set import RuleSet
 from shardconv.runtime.rank_tensors import read_tensors
