@@ -97,7 +97,8 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
         else:
             shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, reader.rank), read, remedy)
             yield name, RankTensor.of(shard, DTYPES[spec.dtype])
-    reader.finish()
+    if not dry_run:
+        reader.finish()
 
 
 def _read(reader: RankReader, name: str) -> Tensor:

@@ -30,7 +30,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[str, Tensor]:
-    """Read all tensors of a rank.
+    """Read all tensors of a rank, and close its reader.
 
     Args:
         reader: of the rank.
@@ -47,12 +47,13 @@ def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[s
     total = sum(num_bytes(spec._replace(shape=shapes[name])) for name, spec in reader.tensors.items())
     tensors = {}
     done = 0
-    for name, spec in reader.tensors.items():
-        tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
-        done += tensors[name].nbytes
-        if progress is not None:
-            progress(done, total)
-    reader.finish()
+    with reader:
+        for name, spec in reader.tensors.items():
+            tensors[name] = as_tensor(name, spec.dtype, shapes[name], reader.read_local(name))
+            done += tensors[name].nbytes
+            if progress is not None:
+                progress(done, total)
+        reader.finish()
     return tensors
 
 

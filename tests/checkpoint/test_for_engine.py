@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -28,9 +30,18 @@ from shardconv.plan.families.loading import family_for
 from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet, rules_for
-from shardconv.support.errors import NotHeldError, PlanError, ShardconvError, SourceError, UsageError, WorldSizeError
+from shardconv.support.errors import (
+    IntegrityError,
+    NotHeldError,
+    PlanError,
+    ShardconvError,
+    SourceError,
+    UsageError,
+    WorldSizeError,
+)
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
+from tests.support.damage import flip
 from tests.support.forked import run
 from tests.support.models import Model, change_config
 
@@ -299,3 +310,36 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     with pytest.raises(SourceError, match="changed while it was read"):
         use(reader)
     reader.close()
+
+
+def test_damage_is_found_by_every_later_call(source, tmp_path):
+    """The first error is that of all later ones, and a reader that is closed does not return unchecked shards."""
+    shardconv.split(source, tmp_path / "split", tp=2)
+    manifest, name = read_manifest(tmp_path / "split"), "model.layers.0.mlp.up_proj.weight"
+    reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
+    reader.close()
+    with pytest.raises(ValueError, match="closed"):
+        reader.read(name)
+    flip(tmp_path / "split" / RANK_FILE)
+    with RankFileReader(manifest, tmp_path / "split", 1, verify=True) as reader:
+        for call in (lambda: reader.read(name), reader.finish, lambda: reader.read(name)):
+            with pytest.raises(IntegrityError, match=f"{RANK_FILE}: the bytes of .* differ from their checksum"):
+                call()
+
+
+def test_process_exits_while_its_files_are_checked(source, tmp_path):
+    """An error ends the process without reading the rest of the files."""
+    shardconv.split(source, tmp_path / "split", tp=2)
+    program = (
+        "import time, sys\n"
+        "from pathlib import Path\n"
+        "from shardconv.checkpoint.engine.shards import ShardReader\n"
+        "from shardconv.checkpoint.split.manifest_file import read_manifest\n"
+        "from shardconv.checkpoint.split.rank_reader import RankFileReader\n"
+        "ShardReader.check = lambda *_: time.sleep(600)\n"
+        "folder = Path(sys.argv[1])\n"
+        "reader = RankFileReader(read_manifest(folder), folder, 1, verify=True)\n"
+        "raise SystemExit(7)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, str(tmp_path / "split")], timeout=60, check=False)
+    assert result.returncode == 7

@@ -167,7 +167,8 @@ def spread(count: int, threads: int) -> Iterator[int]:
 
 def default_threads() -> int:
     """The number of threads that copy or check stripes, unless it is given."""
-    return min(_MAX_THREADS, os.cpu_count() or 1)
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(_MAX_THREADS, processors or 1)
 
 
 class Scratch:

@@ -5,10 +5,13 @@ with bytes of the shard are read. Full rows are read in blocks only where the te
 files cannot be mapped.
 """
 
+import os
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Self
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState, default_threads, held_stripes
@@ -27,13 +30,16 @@ from shardconv.support.errors import SourceError
 
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
+#: Minimum number of threads of a rank that check its files, as they mostly wait for storage.
+_MIN_THREADS = 2
 
 
 class RankReader(ABC):
-    """A reader of the shards of one rank; it closes its files when it is garbage collected.
+    """A reader of the shards of one rank, for one thread.
 
-    Files are mapped into memory: a shard that is one range of a file is a view of it, and is not copied. Files must not
-    be modified while the shards are in use.
+    A context manager, which closes its files; they are also closed when it is garbage collected. Files are mapped into
+    memory: a shard that is one range of a file is a view of it, is not copied, and stays valid after that. Files must
+    not be modified while the shards are in use.
 
     Args:
         files: the open files.
@@ -42,14 +48,22 @@ class RankReader(ABC):
         rank: the rank.
 
     Attributes:
-        num_bytes_read: bytes read from the files so far.
+        num_bytes_read: bytes of the shards that were read so far, without what is read to check them.
     """
 
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
         self.tensors, self.plan, self.rank = tensors, plan, rank
         self.num_bytes_read = 0
         self._files = files
-        self.close = weakref.finalize(self, files.close)
+        self._closing = ExitStack()
+        self._closing.callback(files.close)
+        self.close = weakref.finalize(self, self._closing.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @abstractmethod
     def read(self, name: str) -> Bytes:
@@ -82,9 +96,10 @@ class RankReader(ABC):
 
 
 class _StripeChecks:
-    """Checks of the stripes of a rank by several threads, in the order of the file, ahead of those who read its shards.
+    """Checks of the stripes of a rank by several threads, in the order of the file, ahead of the reader of its shards.
 
     The threads check the mapped bytes, so that the pages are read from storage once, and are in memory for the reader.
+    They do not keep the process from exiting.
 
     Args:
         reader: of the shards, with their checksums.
@@ -93,29 +108,54 @@ class _StripeChecks:
     """
 
     def __init__(self, reader: ShardReader, stripes: Sequence[Stripe], views: Sequence[Bytes]) -> None:
-        self._pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="shardconv")
-        self._checks = [self._pool.submit(reader.check, number, stripe, views) for number, stripe in enumerate(stripes)]
-        self._of_tensor: dict[int, list[Future[None]]] = {}
-        for stripe, check in zip(stripes, self._checks, strict=True):
-            for tensor in {span.tensor for span in stripe}:
-                self._of_tensor.setdefault(tensor, []).append(check)
+        self._reader, self._stripes, self._views = reader, stripes, views
+        self._of_tensor: dict[int, set[int]] = {}
+        for number, stripe in enumerate(stripes):
+            for span in stripe:
+                self._of_tensor.setdefault(span.tensor, set()).add(number)
+        self._missing = set(range(len(stripes)))
+        self._numbers = iter(range(len(stripes)))
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def start(self) -> None:
+        """Start the threads, which end when all stripes are checked."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        for _ in range(max(default_threads() // ranks, _MIN_THREADS)):
+            threading.Thread(target=self._work, name="shardconv", daemon=True).start()
+
+    def _work(self) -> None:
+        while (number := self._next()) is not None:
+            try:
+                self._reader.check(number, self._stripes[number], self._views)
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it
+                self.stop(error)
+                return
+            with self._changed:
+                self._missing.discard(number)
+                self._changed.notify_all()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            return None if self._error is not None else next(self._numbers, None)
 
     def wait(self, tensor: int | None = None) -> None:
         """Wait for the checks of a tensor's stripes, by default for those of all.
 
         Raises:
-            IntegrityError: if bytes differ from those that were written.
+            IntegrityError: if bytes of any stripe differ from those that were written.
         """
-        try:
-            for check in self._checks if tensor is None else self._of_tensor.get(tensor, ()):
-                check.result()
-        except BaseException:
-            self.stop()
-            raise
+        wanted = self._missing if tensor is None else self._of_tensor.get(tensor, set())
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or not wanted & self._missing)
+            if self._error is not None:
+                raise self._error.with_traceback(None)
 
-    def stop(self) -> None:
-        """Stop checking, after the current stripes."""
-        self._pool.shutdown(cancel_futures=True)
+    def stop(self, error: BaseException | None = None) -> None:
+        """Stop checking, after the current stripes; what waits raises the error, which is also that of later calls."""
+        with self._changed:
+            self._error = self._error or error or ValueError("the reader of the rank is closed")
+            self._changed.notify_all()
 
 
 class RankFileReader(RankReader):
@@ -138,12 +178,13 @@ class RankFileReader(RankReader):
         own, reader, files = open_rank(manifest, folder, rank)
         super().__init__(files, own.tensors, own.plan, rank)
         self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
+        self._number = {name: number for number, name in enumerate(own.tensors)}
         self._views = files.views()
         self._checks: _StripeChecks | None = None
         if verify and own.checksums is not None:
-            self._number = {name: number for number, name in enumerate(own.tensors)}
             self._checks = _StripeChecks(reader, held_stripes(own.stripes, reader.tensors), self._views)
-            weakref.finalize(self, self._checks.stop)
+            self._closing.callback(self._checks.stop)
+            self._checks.start()
 
     def finish(self) -> None:
         """See :class:`RankReader`; also check all stripes.
