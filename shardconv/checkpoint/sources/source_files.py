@@ -5,7 +5,7 @@ File names in an index are untrusted input, and no link is followed out of the f
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
@@ -76,17 +76,16 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
     refuse_rank_files(path, [given_index] if given_index else names)
     refuse_adapter(path, names)
     refuse_sharded_state(path, names)
-    weight_format = _find_format([given_index] if given_index else names)
+    candidates = [given_index] if given_index else names
+    weight_format = _find_format(candidates)
+    indexes = {name: _read_index(folder, name, weight_format) for name in filter(weight_format.lists, candidates)}
     if given_index is None:
-        listed = _listed(folder, names, weight_format)
+        listed = [file for _, weight_map in indexes.values() for file in weight_map.values()]
         _refuse_variants(path, set(names).difference(listed), weight_format)
-    index_name = given_index or _find_index(path, names, weight_format)
+    index_name = given_index or _find_index(path, indexes)
     if index_name is None:
         return WeightFiles([_find_single(path, folder.kept, weight_format)])
-    _check_not_ignored(folder, [index_name])
-    folder.check_link(index_name)
-    text = read_text(path / index_name)
-    weight_map = _weight_map(path / index_name, text, weight_format)
+    text, weight_map = indexes[index_name]
     sources = sorted(set(weight_map.values()))
     _check_not_ignored(folder, sources)
     if given_index is None:
@@ -105,11 +104,12 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _listed(folder: SourceFolder, names: Iterable[str], weight_format: WeightFormat) -> Iterator[str]:
-    """Yield the files that the indexes of a folder list."""
-    for name in filter(weight_format.lists, names):
-        folder.check_link(name)
-        yield from _weight_map(folder.path / name, read_text(folder.path / name), weight_format).values()
+def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[str, dict[str, str]]:
+    """The text of an index, and the file of each tensor by it."""
+    _check_not_ignored(folder, [name])
+    folder.check_link(name)
+    text = read_text(folder.path / name)
+    return text, _weight_map(folder.path / name, text, weight_format)
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -122,9 +122,8 @@ def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: Wei
         )
 
 
-def _find_index(folder: AnyPath, files: Collection[str], weight_format: WeightFormat) -> str | None:
-    indexes = [name for name in files if weight_format.lists(name)]
-    indexes = [name for name in indexes if not name.startswith("consolidated.")] or indexes  # Mistral's other files
+def _find_index(folder: AnyPath, names: Iterable[str]) -> str | None:
+    indexes = [name for name in names if not name.startswith("consolidated.")] or [*names]  # Mistral's other files
     if len(indexes) > 1:
         raise SourceError(
             f"{folder}: has several indexes (got {', '.join(indexes)}, expected one): pass one instead of the folder"
