@@ -1,7 +1,10 @@
 """Positioned reads and writes, without short ones, on every POSIX system."""
 
+import errno
+import mmap
 import os
 import resource
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +15,8 @@ Bytes = memoryview
 #: Maximum bytes of one write. For larger writes a file system may allocate huge pages of 2 MiB, which a virtual machine
 #: may have returned to its host: there, writes of 2 MiB take twice as long.
 _WRITE_BYTES = 256 * 2**10
+#: Linux's MADV_POPULATE_READ, from 5.14 on.
+_POPULATE_READ = 22
 #: Fail if the file exists or is a link.
 CREATE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -59,6 +64,23 @@ def will_need(descriptor: int, offset: int, size: int) -> None:
     if fadvise is not None:
         with suppress(OSError):
             fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+
+def populate(view: Bytes) -> bool:
+    """Read the bytes of a mapping into memory, without the interpreter lock; False if some of them cannot be read.
+
+    An access to bytes that cannot be read, because the file was truncated or its storage fails, ends the process.
+    Systems without this call return True.
+    """
+    if sys.platform != "linux" or not len(view):
+        return True
+    import ctypes  # noqa: PLC0415 - only loading needs it
+
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(address + len(view) - start)
+    failed = ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(start), size, _POPULATE_READ) != 0
+    return not (failed and ctypes.get_errno() == errno.EFAULT)
 
 
 def allow_open_files(count: int) -> None:

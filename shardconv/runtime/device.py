@@ -15,6 +15,7 @@ from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import RunError, UsageError, option
 from shardconv.support.formatting import counted, size
+from shardconv.support.launched import local_ranks
 
 #: Bytes that are copied to a device at once, between two calls of a progress function.
 PIECE_BYTES = 32 << 20
@@ -45,7 +46,7 @@ def rank_device(device: Device) -> torch.device:
     found = counted(count, f"{kind} device")
     if index is not None and index >= count:
         raise UsageError(f"device {requested} does not exist (found {found}): use {option(device=kind)}")
-    if kind not in dist.Backend.backend_capability["gloo"] and (ranks := _local_ranks()) > count:
+    if kind not in dist.Backend.backend_capability["gloo"] and (ranks := local_ranks()) > count:
         raise UsageError(f"{ranks} ranks cannot share {found}: use {option(tp=count)}, or {option(device='cpu')}")
     return local_device(kind) if index is None else torch.device(requested)
 
@@ -77,7 +78,7 @@ def check_room(
     """
     tensors = list(tensors)
     needed = sum(num_bytes(tensor, dtype) for tensor in tensors)
-    ranks = _local_ranks()
+    ranks = local_ranks()
     if (module := device_module(device)) is not None:
         sharing, (free, _) = -(-ranks // torch.accelerator.device_count()), module.mem_get_info(device)
         _refuse_more(needed * sharing, free, device, sharing, f"use more ranks ({_more(tp)})")
@@ -88,11 +89,6 @@ def check_room(
     if fetched:
         remedy += ", or copy the checkpoint to a disk of this host, where its files are mapped into memory"
     _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
-
-
-def _local_ranks() -> int:
-    """Number of ranks on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:

@@ -34,6 +34,12 @@ RENDEZVOUS = "SHARDCONV_RENDEZVOUS"
 _CAUSE, _CONSEQUENCE = "cause", "consequence"
 
 
+def local_ranks() -> int:
+    """Number of ranks on this host, as torchrun and :func:`~shardconv.runtime.launch.launch` set it; 1 without them."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(value), 1) if value.isdecimal() else 1
+
+
 def is_launched() -> bool:
     """Whether :func:`~shardconv.runtime.launch.launch` started this process, and reports its errors and signals."""
     return RENDEZVOUS in os.environ

@@ -168,6 +168,7 @@ def test_tensor_of_several_blocks(tmp_path, stored, dtype):
         patch.setattr("shardconv.checkpoint.engine.copy._MAX_BLOCKS_BYTES", 70_001)
         options = {"tp": 1, "threads": 1, "replicate": ("*",)}
         shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", dtype=dtype, **options)
+        assert not shardconv.verify(tmp_path / "out", against=tmp_path / "model.safetensors", threads=1).differences
     found = load_file(tmp_path / "out" / "rank-0-of-1.safetensors")
     assert torch.equal(found["large"], to(dtype, tensors)["large"])
 

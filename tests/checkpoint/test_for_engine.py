@@ -318,7 +318,7 @@ def test_damage_is_found_by_every_later_call(source, tmp_path):
     manifest, name = read_manifest(tmp_path / "split"), "model.layers.0.mlp.up_proj.weight"
     reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
     reader.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         reader.read(name)
     flip(tmp_path / "split" / RANK_FILE)
     with RankFileReader(manifest, tmp_path / "split", 1, verify=True) as reader:
@@ -343,3 +343,18 @@ def test_process_exits_while_its_files_are_checked(source, tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", program, str(tmp_path / "split")], timeout=60, check=False)
     assert result.returncode == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tell before an access")
+def test_file_that_is_truncated_while_it_is_checked(monkeypatch, source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=2)
+    views = InputFiles.views
+
+    def truncated(files):
+        found = views(files)
+        os.truncate(tmp_path / "split" / RANK_FILE, 4096)
+        return found
+
+    monkeypatch.setattr(InputFiles, "views", truncated)
+    with pytest.raises(SourceError, match=f"{RANK_FILE}: was truncated while it was read: it ends at byte 4096"):
+        RankFileReader(read_manifest(tmp_path / "split"), tmp_path / "split", 1, verify=True).finish()

@@ -11,7 +11,7 @@ import xxhash
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Box
-from shardconv.files.fileio import Bytes
+from shardconv.files.fileio import Bytes, populate
 from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import OutputFiles
 from shardconv.support.errors import IntegrityError
@@ -103,6 +103,7 @@ class ShardReader:
 
         Raises:
             IntegrityError: if the checksum differs.
+            SourceError: if a file was truncated, or cannot be read.
         """
         state = StripeState(number)
         for span in stripe:
@@ -110,7 +111,10 @@ class ShardReader:
             for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
                 file = shards.files[rank]
                 for offset, size in shards.ranges(rank, low, high):
-                    state.update(file // self._files_per_rank, views[file][offset : offset + size])
+                    data = views[file][offset : offset + size]
+                    if not populate(data):
+                        self._files.read(file, memoryview(bytearray(size)), offset)  # raises the reason
+                    state.update(file // self._files_per_rank, data)
         self.finish(state, stripe)
 
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
@@ -247,10 +251,11 @@ class Comparer:
     """
 
     def __init__(self, reader: Reader, common: Sequence[str], names: Sequence[str], held: Sequence[Shards]) -> None:
-        self.tensors = held
         self.differences: set[str] = set()
         numbers = {name: number for number, name in enumerate(common)}
         self._numbers = [numbers.get(name) for name in names]
+        found = zip(self._numbers, held, strict=True)
+        self.tensors: Sequence[Shards] = [one if number is None else reader.tensors[number] for number, one in found]
         self._reader = reader
         self._names = names
         self._held = held

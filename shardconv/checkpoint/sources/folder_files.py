@@ -7,6 +7,7 @@ they are proven to be duplicates. All other weights are an error.
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import escape
 from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
@@ -35,7 +36,7 @@ from shardconv.support.errors import SourceError, UsageError, option
 _MAX_NAMES = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SourceFolder:
     """The files of a folder.
 
@@ -53,7 +54,7 @@ class SourceFolder:
     ignore: tuple[str, ...]
     follow_links: bool
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the files directly in the folder."""
         return [name for name, path in self.kept.items() if "/" not in name and not path.is_dir()]

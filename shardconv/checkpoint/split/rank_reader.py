@@ -5,7 +5,6 @@ with bytes of the shard are read. Full rows are read in blocks only where the te
 files cannot be mapped.
 """
 
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import SourceError
+from shardconv.support.launched import local_ranks
 
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
@@ -120,8 +120,7 @@ class _StripeChecks:
 
     def start(self) -> None:
         """Start the threads, which end when all stripes are checked."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        for _ in range(max(default_threads() // ranks, _MIN_THREADS)):
+        for _ in range(max(default_threads() // local_ranks(), _MIN_THREADS)):
             threading.Thread(target=self._work, name="shardconv", daemon=True).start()
 
     def _work(self) -> None:
@@ -154,7 +153,7 @@ class _StripeChecks:
     def stop(self, error: BaseException | None = None) -> None:
         """Stop checking, after the current stripes; what waits raises the error, which is also that of later calls."""
         with self._changed:
-            self._error = self._error or error or ValueError("the reader of the rank is closed")
+            self._error = self._error or error or RuntimeError("the reader of the rank is closed")
             self._changed.notify_all()
 
 
