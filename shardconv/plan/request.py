@@ -43,7 +43,7 @@ class PlanRequest(Data, frozen=True):
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         engine: the engine whose boundaries the plan follows, one of :data:`~shardconv.plan.engines.ENGINES`; None for
             shardconv's own runtime.
-        may_miss: whether rules of the user may match nothing, as on a small model that lacks some tensors.
+        allow_unmatched_rules: whether rules of the user may match nothing, as on a small model that lacks some tensors.
         pad: pad counts that tp does not divide to a multiple of this and of tp; 0 for no padding.
     """
 
@@ -53,7 +53,7 @@ class PlanRequest(Data, frozen=True):
     head_dim: Annotated[int, Meta(ge=1)] | None = None
     experts: str = "tensor"
     engine: str | None = None
-    may_miss: bool = False
+    allow_unmatched_rules: bool = False
     pad: Multiple = 0
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ def planner_for(
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
     rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
-    rules = rules.with_optional_rules() if request.may_miss else rules
+    rules = rules.with_optional_rules() if request.allow_unmatched_rules else rules
     planner = Planner(tensors, rules, has_experts_option=True)
     if user is not None:
         replaced = [*_replaced_rules(planner, rules_for(base, config))]

@@ -102,7 +102,7 @@ def prove(
     """
     path = open_path(src)
     planned = plan_source(path, **options)
-    source, request = planned.source, structs.replace(planned.request, may_miss=True)
+    source, request = planned.source, structs.replace(planned.request, allow_unmatched_rules=True)
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
         require_model(config, tensors, str(path))

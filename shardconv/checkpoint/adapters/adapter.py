@@ -128,7 +128,7 @@ def plan_adapter(
     return PlannedSource(
         adapter.source,
         tensors,
-        replace(found.request, engine=None, may_miss=False),
+        replace(found.request, engine=None, allow_unmatched_rules=False),
         Planner(tensors, rules, assumed=found.assumed, where="the adapter"),
         paths,
     )
@@ -171,7 +171,7 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
     # without quantization, which an adapter does not depend on
     config = {key: value for key, value in config.items() if key != SETTINGS_KEY}
     source = Source(path, is_folder=True, files=(), config=config)
-    planned = plan_source(source, may_miss=True, **options)
+    planned = plan_source(source, allow_unmatched_rules=True, **options)
     return _base_of(planned, options)._replace(tensors=None)
 
 

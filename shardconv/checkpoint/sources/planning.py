@@ -106,15 +106,15 @@ def plan_source(
     *,
     layout: str = NATIVE.name,
     dtype: str | None = None,
-    may_miss: bool = False,
+    allow_unmatched_rules: bool = False,
     **options: Unpack[PlanOptions],
 ) -> PlannedSource:
     """Open a source, unless it is a :class:`Source`, and find its rules.
 
     The options are those of :class:`PlanOptions`, the errors those of :func:`make_plan`. The plan is for the engine of
     the ``layout``, if it has one. With ``dtype``, floating-point tensors are converted: see
-    :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``may_miss``, rules of the user may match
-    nothing.
+    :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``allow_unmatched_rules``, rules of
+    the user may match nothing.
     """
     given: PlanOptions = {**_DEFAULTS, **options}
     source = src if isinstance(src, Source) else _open(src, given)
@@ -126,8 +126,8 @@ def plan_source(
     settings = config_with_quantization(source)
     tensors, rules = with_grids(source.specs, settings), given["rules"]
     request = PlanRequest(
-        None, None, as_names(given["replicate"]), given["head_dim"], given["experts"], given["engine"], may_miss,
-        int(given["pad"]),
+        None, None, as_names(given["replicate"]), given["head_dim"], given["experts"], given["engine"],
+        allow_unmatched_rules, int(given["pad"]),
     )  # fmt: skip
     if isinstance(rules, Plan):
         request, planner = _planner_of(rules, tensors, request)
