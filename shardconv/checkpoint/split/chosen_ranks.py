@@ -3,12 +3,15 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from operator import index
+from typing import SupportsIndex, cast
 
 from shardconv.support.errors import UsageError, option
 from shardconv.support.formatting import ranges
 
 #: Some of the ranks: a text such as ``"0,2,5-7"``, a number or numbers; None for all.
-Ranks = str | int | Iterable[int] | None
+Ranks = str | SupportsIndex | Iterable[SupportsIndex] | None
 
 #: A rank, or the first and the last of a range; more digits than these are not of a rank.
 _RANGE = re.compile(r"0*(\d{1,18})(?:-0*(\d{1,18}))?", re.ASCII)
@@ -55,11 +58,19 @@ def _parse(text: str) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def _numbers(chosen: int | Iterable[int]) -> Iterator[tuple[int, int]]:
-    for rank in (chosen,) if isinstance(chosen, int) else chosen:
-        if type(rank) is not int:
-            raise UsageError(f"ranks is malformed (got {rank!r:.60}, expected integers): correct it")
-        yield rank, rank
+def _numbers(chosen: object) -> Iterator[tuple[int, int]]:
+    """Yield each rank as the first and last of a range."""
+    for rank in chosen if isinstance(chosen, Iterable) else (chosen,):
+        number = _integer(rank)
+        yield number, number
+
+
+def _integer(rank: object) -> int:
+    """A rank as Python's integer, also where it is NumPy's."""
+    with suppress(TypeError):
+        if not isinstance(rank, bool):
+            return index(cast("SupportsIndex", rank))
+    raise UsageError(f"{option('ranks')} is malformed (got {rank!r:.60}, expected integers): correct it")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
