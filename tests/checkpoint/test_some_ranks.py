@@ -10,6 +10,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -356,13 +357,13 @@ def change_values(source: Path) -> None:
         save_file({name: value[::-1].copy() for name, value in load_file(path).items()}, path, {"format": "pt"})
 
 
-def change_unsampled_norm(source: Path) -> None:
-    """Change a byte that no sample has, of a tensor that every rank holds."""
+def change_norm(source: Path, byte: int) -> None:
+    """Change a byte of a tensor that every rank holds; only those in its middle are sampled."""
     (path,) = source.glob("*.safetensors")
     data = bytearray(path.read_bytes())
     header = data[: 8 + struct.unpack("<Q", data[:8])[0]]
     (start, _) = json.loads(header[8:])["model.norm.weight"]["data_offsets"]
-    data[len(header) + start] ^= 1
+    data[len(header) + start + byte] ^= 1
     path.write_bytes(data)
 
 
@@ -398,11 +399,27 @@ def test_hosts_whose_sources_differ_in_a_byte(tmp_path, monkeypatch, stripe_byte
     source, other = tmp_path / "source", tmp_path / "other"
     for folder in (source, other):
         write_checkpoint(folder, dtype="F16", config=config)
-    change_unsampled_norm(other)
+    change_norm(other, 0)
     folders = [*split(source, tmp_path, "0-1"), *split(other, tmp_path / "b", "2-3")]
     with pytest.raises(SplitCheckpointError, match=expected):
         shardconv.merge(folders, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("byte", "what"), [(4096, r"\(different sampled values\)"), (0, "bytes of model.norm.weight")])
+@pytest.mark.parametrize("hosts", [("0-1", "2", "3"), ("0-3", "1", "2", "3")], ids="; ".join)
+def test_the_host_with_another_source_is_named(tmp_path, monkeypatch, hosts, byte, what):
+    """Also in the middle, and where the first folder has all ranks and is not sampled."""
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 4096)
+    config = {**llama_config(hidden=4096, heads=8, kv_heads=8, intermediate=8, vocab=8, layers=1), "head_dim": 1}
+    source, other = tmp_path / "source", tmp_path / "other"
+    for folder in (source, other):
+        write_checkpoint(folder, dtype="F16", config=config)
+    change_norm(other, byte)
+    folders = split(source, tmp_path, *hosts)
+    shardconv.split(other, folders[-2], tp=TP, ranks=hosts[-2], overwrite=True)
+    with pytest.raises(SplitCheckpointError, match=rf"^{folders[-2]}: was split from another source than .*{what}"):
+        shardconv.reshard(folders, tmp_path / "out", tp=2)
 
 
 @pytest.mark.parametrize("ranks", [[], [2, 1], [1, 1], [1, 4], [-1, 1], [1, True], "1-2", [1]], ids=str)
@@ -448,10 +465,18 @@ def test_wrong_ranks_are_found_before_the_source_is_read(tmp_path):
     )
 
 
-@pytest.mark.parametrize("ranks", [[], [-1], [4], [1, 1], [1.0], [True]], ids=str)
+@pytest.mark.parametrize("ranks", [[], [-1], [4], [1, 1]], ids=str)
 def test_wrong_ranks_in_python(source, tmp_path, ranks):
     with pytest.raises(UsageError, match="ranks"):
         shardconv.split(source, tmp_path / "out", tp=TP, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [[1.0], [True], 1.5, True, np.float32(1), [np.ones(2, int)]], ids=str)
+def test_ranks_that_are_not_integers(ranks):
+    with pytest.raises(UsageError) as raised:
+        choose_ranks(ranks, TP)
+    assert "--ranks is malformed (got " in raised.value.with_options()
+    assert "expected integers" in str(raised.value)
 
 
 RIGHT_RANKS = {
@@ -460,6 +485,8 @@ RIGHT_RANKS = {
     " 5-7 , 2,0": (0, 2, 5, 6, 7),
     0: (0,),
     range(6, 8): (6, 7),
+    np.int64(3): (3,),
+    (np.int64(1), 2): (1, 2),
     f"{'0' * 5000}1-{'0' * 20}2": (1, 2),
     None: tuple(range(8)),
 }

@@ -109,7 +109,7 @@ def verify(
     """
     began = time.perf_counter()
     _check_options(against, ignore=ignore, follow_links=follow_links)
-    split = open_folders(src, source_layout, may_miss=True, has_source=against is not None)
+    split = open_folders(src, source_layout, allow_missing_ranks=True, has_source=against is not None)
     manifest, external = split.manifest, split.source
     source, other = None, None if against is None else open_path(against)
     if other is not None:

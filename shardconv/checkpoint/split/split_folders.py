@@ -26,15 +26,17 @@ from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
-_SAMPLE = "sampled values"
+#: Values of a manifest by their names.
+_Properties = dict[str, Callable[[Manifest], object]]
 #: Properties of a source, and those of a split, which are the same in all folders of a split.
-_OF_SOURCE: dict[str, Callable[[Manifest], object]] = {
+_OF_SOURCE: _Properties = {
     "files": lambda manifest: (manifest.source_files, manifest.index, manifest.metadata, manifest.is_folder),
     "auxiliary files": lambda manifest: manifest.auxiliary_files,
     "config.json": lambda manifest: manifest.config,
-    _SAMPLE: lambda manifest: manifest.sample,  # None in a folder with all ranks
 }
-_OF_SPLIT: dict[str, Callable[[Manifest], object]] = {
+#: Those in folders with some of the ranks: a folder with all ranks does not have a sample.
+_OF_SAMPLED: _Properties = {**_OF_SOURCE, "sampled values": lambda manifest: manifest.sample}
+_OF_SPLIT: _Properties = {
     "tensor parallel size": lambda manifest: manifest.tp,
     "plan": lambda manifest: (encode(manifest.plan), manifest.request),
     "layout": lambda manifest: (manifest.layout, manifest.dtype),
@@ -114,7 +116,7 @@ def open_folders(
     src: SourcePath | Sequence[SourcePath],
     source_layout: str | None,
     *,
-    may_miss: bool = False,
+    allow_missing_ranks: bool = False,
     has_source: bool = False,
 ) -> SplitFolders:
     """Open the folders of a split checkpoint, or one with rank files of another tool.
@@ -122,7 +124,7 @@ def open_folders(
     Args:
         src: one folder or several.
         source_layout: the layout of another tool's rank files; None to detect it.
-        may_miss: whether ranks may be missing in a single folder.
+        allow_missing_ranks: whether ranks may be missing in a single folder.
         has_source: whether there is a source to compare with, whose layout ``source_layout`` may be.
 
     Raises:
@@ -136,11 +138,20 @@ def open_folders(
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
     if twice := next((path for at, path in enumerate(paths) if path in paths[:at]), None):
         raise UsageError(f"{twice}: is given twice: pass each folder once")
+    if source_layout is not None and not has_source and len(paths) > 1:
+        raise UsageError(
+            f"{option('source_layout')} is for one folder (got {len(paths)}): remove it, or pass one folder"
+        )
     if len(paths) == 1 and (source := open_if_external(paths[0], source_layout)) is not None:
         return as_folders(paths[0], _full_manifest(source))._replace(source=source)
+    is_partial = allow_missing_ranks and len(paths) == 1
+    found = as_folders(paths[0], read_manifest(paths[0])) if is_partial else read_folders(paths)
     if source_layout is not None and not has_source:
-        _refuse_layout(paths)
-    return as_folders(paths[0], read_manifest(paths[0])) if may_miss and len(paths) == 1 else read_folders(paths)
+        raise UsageError(
+            f"{paths[0]}: is a split checkpoint, and {option('source_layout')} is for rank files of other tools: "
+            f"remove {option('source_layout')}"
+        )
+    return found
 
 
 def _full_manifest(source: Source) -> Manifest:
@@ -148,18 +159,6 @@ def _full_manifest(source: Source) -> Manifest:
     full = TensorPlan(Placement.replicated(1), "replicate", (), Reason("merge to full tensors", "*"))
     plan = Plan.of_tensors(1, None, dict.fromkeys(source.specs, full), RuleSet("merge", ()))
     return Manifest.of_source(source, plan, PlanRequest(), checksums=False)
-
-
-def _refuse_layout(paths: Sequence[AnyPath]) -> None:
-    """Refuse the layout of another tool's rank files for several folders, and for a split checkpoint."""
-    if len(paths) > 1:
-        raise UsageError(
-            f"{option('source_layout')} is for one folder (got {len(paths)}): remove it, or pass one folder"
-        )
-    raise UsageError(
-        f"{paths[0]}: is a split checkpoint, and {option('source_layout')} is for rank files of other tools: "
-        f"remove {option('source_layout')}"
-    )
 
 
 def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
@@ -170,8 +169,9 @@ def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
     """
     folders = tuple(SplitFolder(path, read_manifest(path)) for path in paths)
     first = folders[0].manifest
-    for other in folders[1:]:
-        _check_same(folders[0], other)
+    _check_same([one for one in folders if one.manifest.sample is not None], _OF_SAMPLED, _other_source)
+    _check_same(folders, _OF_SOURCE, _other_source)
+    _check_same(folders, _OF_SPLIT, _other_options)
     _check_replicas(folders)
     _check_complete(folders)
     if len(folders) == 1:
@@ -181,41 +181,45 @@ def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
     return SplitFolders(replace(first, ranks=ranks, checksums=checksums), folders)
 
 
-def _check_same(first: SplitFolder, other: SplitFolder) -> None:
-    """Check that two folders are of the same split of the same source."""
-    options = _differences(_OF_SPLIT, first.manifest, other.manifest)
-    source = _differences(_OF_SOURCE, first.manifest, other.manifest)
-    if source:
-        raise SplitCheckpointError(
-            f"{other.path}: was split from another source than {first.path} (different {', '.join(source)}): split the "
-            f"same source on every host"
-        )
-    if options:
-        raise SplitCheckpointError(
-            f"{other.path}: was split with other options than {first.path} (different {', '.join(options)}): split "
-            f"with the same options on every host"
-        )
+def _check_same(
+    folders: Sequence[SplitFolder],
+    properties: _Properties,
+    error: Callable[[SplitFolder, SplitFolder, str], SplitCheckpointError],
+) -> None:
+    """Check that all folders have the properties of the first; raise the error for one that does not."""
+    for other in folders[1:]:
+        of_first, of_other = folders[0].manifest, other.manifest
+        if different := [name for name, value in properties.items() if value(of_other) != value(of_first)]:
+            raise error(folders[0], other, ", ".join(different))
 
 
-def _differences(properties: dict[str, Callable[[Manifest], object]], first: Manifest, other: Manifest) -> list[str]:
-    return [
-        name
-        for name, value in properties.items()
-        if (got := value(other)) != (expected := value(first)) and (name != _SAMPLE or None not in {got, expected})
-    ]
+def _other_source(first: SplitFolder, other: SplitFolder, different: str) -> SplitCheckpointError:
+    return SplitCheckpointError(
+        f"{other.path}: was split from another source than {first.path} (different {different}): split the same source "
+        f"on every host"
+    )
+
+
+def _other_options(first: SplitFolder, other: SplitFolder, different: str) -> SplitCheckpointError:
+    return SplitCheckpointError(
+        f"{other.path}: was split with other options than {first.path} (different {different}): split with the same "
+        f"options on every host"
+    )
 
 
 def _check_replicas(folders: Sequence[SplitFolder]) -> None:
     """Check that stripes of which every rank has all bytes have the same checksum in all folders."""
-    first, names = folders[0].manifest, list(folders[0].manifest.tensors)
-    for number in _replicated_stripes(first):
-        found = {checksums[number] for one in folders for checksums in one.manifest.checksums or ()}
-        if len(found) > 1:
-            name = names[first.stripes[number][0].tensor]
-            raise SplitCheckpointError(
-                f"{folders[-1].path}: was split from another source than {folders[0].path} (different bytes of "
-                f"{name}, which every rank has): split the same source on every host"
-            )
+    first, names = folders[0], list(folders[0].manifest.tensors)
+    for number in _replicated_stripes(first.manifest):
+        expected = _checksums_of(first, number)
+        for other in folders[1:]:
+            if _checksums_of(other, number) != expected:
+                name = names[first.manifest.stripes[number][0].tensor]
+                raise _other_source(first, other, f"bytes of {name}, which every rank has")
+
+
+def _checksums_of(folder: SplitFolder, stripe: int) -> set[str]:
+    return {checksums[stripe] for checksums in folder.manifest.checksums or ()}
 
 
 def _replicated_stripes(manifest: Manifest) -> Iterator[int]:
@@ -235,6 +239,6 @@ def _check_complete(folders: Sequence[SplitFolder]) -> None:
         given = " ".join(str(one.path) for one in folders)
         raise SplitCheckpointError(
             f"{given}: {name_ranks(missing)} of {tp} {'are' if len(missing) > 1 else 'is'} missing (got "
-            f"{name_ranks(found)}): pass the folders with these, too, or write them with shardconv split --tp {tp} "
-            f"--ranks {as_option(missing)}"
+            f"{name_ranks(found)}): pass the folders with these, too, or split the source with {option(tp=tp)} "
+            f"{option(ranks=as_option(missing))}"
         )
