@@ -172,7 +172,7 @@ def merge_adapter(folder: AnyPath, task: object) -> str:
     )
 
 
-def convert(folder: AnyPath, names: Collection[str]) -> str:
+def conversion_instructions(folder: AnyPath, names: Collection[str]) -> str:
     """Instructions to convert weight files in another format to safetensors, in Python for known formats.
 
     Args:

@@ -18,7 +18,7 @@ from shardconv.files.weight_formats import (
     CONFIG_NAME,
     NUMBERED_NAME,
     SOURCE_FORMATS,
-    convert,
+    conversion_instructions,
     is_index,
     is_weights,
     refuse_rank_files,
@@ -164,7 +164,9 @@ def _open_file(path: AnyPath, *, follow_links: bool) -> Source:
     if not any(path.name.endswith(one.suffixes) for one in SOURCE_FORMATS):
         if standalone_config(path, follow_links=follow_links) is not None:
             raise SourceError(f"{path}: is a config, not a file of weights: {without_weights(path)}")
-        raise SourceError(f"{path}: is not a .safetensors or PyTorch file. {convert(path.parent, [path.name])}")
+        raise SourceError(
+            f"{path}: is not a .safetensors or PyTorch file. {conversion_instructions(path.parent, [path.name])}"
+        )
     refuse_rank_file(path)
     refuse_rank_files(path.parent, [path.name])
     match = NUMBERED_NAME.fullmatch(path.name)

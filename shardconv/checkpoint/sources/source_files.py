@@ -24,7 +24,7 @@ from shardconv.files.weight_formats import (
     SAFETENSORS,
     SOURCE_FORMATS,
     WeightFormat,
-    convert,
+    conversion_instructions,
     is_trainer_state,
     is_weights,
     refuse_rank_files,
@@ -168,7 +168,7 @@ def _no_weights(folder: AnyPath, files: Collection[str]) -> str:
         return f"holds no weights that can be split, but its subfolders do ({subfolders}): pass one of them"
     others = [name for name in files if is_weights(name) and "/" not in name and not is_trainer_state(name)]
     if others:
-        return f"holds {others[0]}, but no .safetensors or PyTorch file. {convert(folder, others)}"
+        return f"holds {others[0]}, but no .safetensors or PyTorch file. {conversion_instructions(folder, others)}"
     if CONFIG_NAME in files:
         return f"holds a config without weights: {without_weights(folder)}"
     return (
