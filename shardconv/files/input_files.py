@@ -14,6 +14,11 @@ from shardconv.support.errors import SourceError
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_file import RemoteFile
 
+
+class ModifiedError(SourceError):
+    """A file is not as it was when it was opened, or as its header or manifest describes it."""
+
+
 #: An open file, with the same methods wherever it is.
 InputFile: TypeAlias = "LocalFile | MemoryFile | RemoteFile"
 _AGAIN = "download or copy it again"
@@ -62,27 +67,32 @@ class LocalFile:
         self.mode = status.st_mode
 
     def read(self, buffer: Bytes, offset: int) -> None:
-        """Fill a buffer from a position; raises SourceError if the file is too short, or cannot be read."""
+        """Fill a buffer from a position.
+
+        Raises:
+            ModifiedError: if the file is too short.
+            SourceError: if it cannot be read.
+        """
         try:
             read_exactly(self.descriptor, buffer, offset)
         except EOFError as error:
-            raise SourceError(f"{self._path}: was truncated while it was read: {error}") from error
+            raise ModifiedError(f"{self._path}: was truncated while it was read: {error}") from error
         except OSError as error:
             raise SourceError(f"{self._path}: cannot be read: {error.strerror or error}") from error
 
     def check_unchanged(self) -> None:
-        """Raise SourceError if the file was modified since it was opened."""
+        """Raise ModifiedError if the file was modified since it was opened."""
         if FileState.of(os.fstat(self.descriptor))[:2] != self.state[:2]:  # a new hard link is not a modification
-            raise SourceError(f"{self._path}: changed while it was read: run the command again")
+            raise ModifiedError(f"{self._path}: changed while it was read: run the command again")
 
     def check_state(self, expected: FileState) -> None:
         """Check that the file is the one with a state.
 
         Raises:
-            SourceError: if it is not.
+            ModifiedError: if it is not.
         """
         if self.state != expected:
-            raise SourceError(
+            raise ModifiedError(
                 f"{self._path}: was modified or replaced since its tensors were listed: run the command again"
             )
 
@@ -136,7 +146,8 @@ class InputFiles:
         threads: the default number of threads that read them; None for the default of local files.
 
     Raises:
-        SourceError: if a file cannot be opened, or has another size, prefix or state.
+        ModifiedError: if a file has another size, prefix or state.
+        SourceError: if a file cannot be opened or read.
     """
 
     def __init__(
@@ -171,11 +182,11 @@ class InputFiles:
         self._files.append(file)
         self.mode &= file.mode
         if file.size != size:
-            raise SourceError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size}){remedy}")
+            raise ModifiedError(f"{path}: was modified or truncated (got {file.size} bytes, expected {size}){remedy}")
         start = memoryview(bytearray(len(prefix)))
         file.read(start, 0)
         if start != prefix:
-            raise SourceError(
+            raise ModifiedError(
                 f"{path}: its header is not the expected one: it was modified or is of another checkpoint{remedy}"
             )
 

@@ -42,14 +42,15 @@ def load_tokenizer(path: AnyPath, *, is_trusted: bool) -> Any:
 
     Raises:
         RunError: if the tokenizer is missing, cannot be loaded, or does not have a vocabulary.
+        SourceError: if a remote file cannot be read.
     """
     check_tokenizer(path)
     auto_class = import_transformers().AutoTokenizer
-    try:
-        with local_copy(path, lambda name: not is_weights(name)) as local:
+    with local_copy(path, lambda name: not is_weights(name)) as local:
+        try:
             tokenizer = auto_class.from_pretrained(local, trust_remote_code=is_trusted)
-    except Exception as error:  # tokenizers raises Exception itself
-        raise RunError(f"{path}: the tokenizer cannot be loaded: {_REMEDY} Got {one_line(error)}") from error
+        except Exception as error:  # tokenizers raises Exception itself
+            raise RunError(f"{path}: the tokenizer cannot be loaded (got {one_line(error)}): {_REMEDY}") from error
     names = [str(name) for name in getattr(tokenizer, "vocab_files_names", {}).values()]
     if names and not any(any(path.glob(pattern)) for pattern in (*_VOCABULARY_FILES, *names)):
         raise RunError(

@@ -43,6 +43,7 @@ class Codec:
 
         Raises:
             RunError: if the tokenizer cannot be loaded or does not have a chat template.
+            SourceError: if a remote file of it cannot be read.
         """
         tokenizer: Tokenizer = load_tokenizer(path, is_trusted=is_trusted)
         if is_chat and not tokenizer.chat_template:

@@ -615,7 +615,7 @@ REFUSED = {
     ),
     "damaged tokenizer": (  # transformers' error in one line that is not truncated
         partial(demo, tokenizer__json='{"version": '), PROMPT, {},
-        r"the tokenizer cannot be loaded: copy .* Got \S+: [^\n]+$",
+        r"the tokenizer cannot be loaded \(got \S+: [^\n]+\): copy the model's tokenizer files [^\n]+$",
     ),
     "no vocabulary": (  # for some types transformers builds an empty one, which maps each word to the unknown token
         without_vocabulary, "an exception", {},

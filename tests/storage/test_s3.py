@@ -9,8 +9,10 @@ import boto3
 import pytest
 
 import shardconv
+from shardconv.files.paths import open_path
 from shardconv.files.storage import stores
-from shardconv.support.errors import SourceError
+from shardconv.hf.tokenizer import load_tokenizer
+from shardconv.support.errors import IntegrityError, RunError, SourceError, SplitCheckpointError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.external import deepseek_ranks, write_deepseek
@@ -93,6 +95,27 @@ def test_some_ranks_of_a_remote_source(made, s3, tmp_path):
     upload(tmp_path / "host1", "bucket", "host1")
     shardconv.merge([tmp_path / "host0", "s3://bucket/host1"], tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(made / "model")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("403", "access is denied"), ("cut", "the connection .* was lost|the request failed")]
+)
+@pytest.mark.usefixtures("_fast_retries")
+def test_rank_files_that_cannot_be_read_are_not_damaged(s3, monkeypatch, fault, message):
+    monkeypatch.setattr(s3, "fault", lambda _method, path, _query: fault if "/rank-1" in path else None)
+    with pytest.raises(SplitCheckpointError, match=message) as caught:
+        shardconv.verify("s3://bucket/split")
+    assert not isinstance(caught.value, IntegrityError)
+
+
+@pytest.mark.parametrize(("fault", "error"), [("403", SourceError), (None, RunError)])
+def test_a_tokenizer_that_cannot_be_read_is_not_damaged(s3, tmp_path, monkeypatch, fault, error):
+    (tmp_path / "tokenizer.json").write_text("{")
+    upload(tmp_path, "bucket", "tokenizer")
+    folder = open_path("s3://bucket/tokenizer")
+    monkeypatch.setattr(s3, "fault", lambda _method, path, _query: fault if "tokenizer.json" in path else None)
+    with pytest.raises(error, match=r"access is denied|the tokenizer cannot be loaded \(got .*\): copy"):
+        load_tokenizer(folder, is_trusted=False)
 
 
 def test_commands_read_a_remote_split(made, s3, tmp_path):

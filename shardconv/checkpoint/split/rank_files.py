@@ -8,7 +8,7 @@ from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import InputFiles
+from shardconv.files.input_files import InputFiles, ModifiedError
 from shardconv.files.paths import leads_out
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, option
 
@@ -47,9 +47,10 @@ def read_ranks(
     layout = manifest.rank_layout
     try:
         inputs = InputFiles(paths, prefixes, layout.file_bytes, remedy="" if for_report else f": {AGAIN}")
+    except ModifiedError as error:
+        raise IntegrityError(error.message) from error
     except SourceError as error:
-        kind = SplitCheckpointError if isinstance(error.__cause__, OSError) else IntegrityError
-        raise kind(error.message) from error
+        raise SplitCheckpointError(error.message) from error
     labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=checksums,
