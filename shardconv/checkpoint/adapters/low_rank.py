@@ -187,7 +187,7 @@ class LowRankUpdate(RowTransform):
             return values
         if self.is_transposed:
             return values * self._column_factor(read)
-        return values * _ratio(self.magnitude.read(read, start, stop), np.square(values).sum(1))[:, None]
+        return values * self._ratio(self.magnitude.read(read, start, stop), np.square(values).sum(1))[:, None]
 
     def _sums(self, read: ReadTensor, start: int, stop: int) -> Array:
         """Rows of W + s B A as it is stored."""
@@ -207,7 +207,7 @@ class LowRankUpdate(RowTransform):
                 squares = np.zeros(self.stored.shape[1], np.float32)
                 for rows in self._row_blocks():
                     squares += np.square(self._sums(read, *rows)).sum(0)
-                self._factor.append(_ratio(self.magnitude.read(read), squares))
+                self._factor.append(self._ratio(self.magnitude.read(read), squares))
         return self._factor[0]
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
@@ -215,11 +215,10 @@ class LowRankUpdate(RowTransform):
         step = max(_NORM_ELEMENTS // max(columns, 1), 1)
         return ((start, min(start + step, count)) for start in range(0, count, step))
 
-
-def _ratio(magnitude: Array, squares: NDArray[np.float32]) -> Array:
-    if not squares.all():
-        raise SourceError(
-            "DoRA divides by the norm of a weight that is zero: split the adapter with the model, without "
-            f"{option(merge_adapter=True)}"
-        )
-    return (magnitude / np.sqrt(squares)).astype(np.float32)
+    def _ratio(self, magnitude: Array, squares: NDArray[np.float32]) -> Array:
+        if not squares.all():
+            raise SourceError(
+                f"{self.result.name}: DoRA divides by the norm of a weight that is zero: split the adapter with the "
+                f"model, without {option(merge_adapter=True)}"
+            )
+        return (magnitude / np.sqrt(squares)).astype(np.float32)
