@@ -23,7 +23,7 @@ COMMANDS_ONLY = {
 #: Texts of reports, which name options as commands have them, and the origin of a rule.
 REPORTS = {
     ("checkpoint/operations/verify.py", "--config"), ("checkpoint/sources/layout_source.py", "--from"),
-    ("checkpoint/sources/planning.py", "--config"), ("checkpoint/split/loadable.py", "--adapter"),
+    ("checkpoint/split/loadable.py", "--adapter"),
     ("plan/head_inference.py", "--config"), ("plan/head_inference.py", "--head-dim"),
     ("plan/head_inference.py", "--rules"), ("plan/families/rule.py", "--replicate"),
 }  # fmt: skip

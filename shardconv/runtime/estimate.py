@@ -13,15 +13,13 @@ import torch
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
-from shardconv.checkpoint.sources.opening import standalone_config
-from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
+from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read_config_alone
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.paths import SourcePath, local_path, open_path
-from shardconv.files.text_files import read_json
+from shardconv.files.paths import SourcePath, open_path
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
@@ -87,11 +85,9 @@ def estimate_cost(
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
     path = open_path(src)
-    config = standalone_config(path, follow_links=options.get("follow_links", False))
-    if config is not None and (other := options.get("config")) is not None:
-        config = read_json(local_path(other))
+    config, for_plan = read_config_alone(path, options)
     opened, made = (path, ()) if config is None else _without_weights(path, config)
-    source, _, request, planner, _ = plan_source(opened, **options)
+    source, _, request, planner, _ = plan_source(opened, **for_plan)
     sizes = _default_sizes(planner) if tps is None else tps
     plans = [planner.plan(size) for size in sizes]
     link = Link() if link is None else link

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.adapters import low_rank
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
@@ -290,6 +291,17 @@ def test_merged_weights_equal_those_of_peft(made, tmp_path, name):
         assert (found[one] - expected[one]).abs().max() <= (limit if one in changed else 0), one
 
 
+def test_links_of_adapters_of_an_open_source_are_followed(made, tmp_path):
+    source, adapter = made("llama")
+    (tmp_path / "linked").mkdir()
+    for path in adapter.iterdir():
+        (tmp_path / "linked" / path.name).symlink_to(path)
+    options = {"tp": 2, "adapters": [tmp_path / "linked"], "merge_adapter": True}
+    with pytest.raises(SourceError, match="follow_links=True"):
+        shardconv.split(open_source(source), tmp_path / "split", **options)
+    shardconv.split(open_source(source), tmp_path / "split", **options, follow_links=True)
+
+
 def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path):
     source, adapter = made("llama", torch.bfloat16)
     expected, found = merged_by_peft(source, adapter, tmp_path / "peft"), split_and_merged(source, adapter, tmp_path)
@@ -324,6 +336,23 @@ def test_merged_elements_that_are_not_finite_are_an_error(made, tmp_path, value,
     with pytest.raises(SourceError, match=rf"layers.0.self_attn.q_proj.weight: .* becomes -?{problem}.*merge_adapter"):
         split_and_merged(source, tmp_path / "adapter", tmp_path)
     assert not (tmp_path / "split").exists()
+
+
+@pytest.mark.parametrize(("name", "layer"), [("llama-dora", "self_attn.o_proj"), ("gpt2-dora", "attn.c_attn")])
+def test_a_weight_of_dora_without_a_norm_is_an_error(made, tmp_path, name, layer):
+    """Its rows are the outputs, or in GPT-2 its columns."""
+    source, adapter = made(name)
+    for folder in (source, adapter):
+        zeros = {
+            one: torch.zeros_like(tensor) if f".0.{layer}." in one and "magnitude" not in one else tensor
+            for one, tensor in load_file(next(folder.glob("*model.safetensors"))).items()
+        }
+        shutil.copytree(folder, tmp_path / folder.name)
+        save_file(zeros, next((tmp_path / folder.name).glob("*model.safetensors")), {"format": "pt"})
+    with pytest.raises(
+        SourceError, match=rf"^\S*0\.{layer}\.weight: DoRA divides by the norm .* is zero: .*merge_adapter"
+    ):
+        split_and_merged(tmp_path / source.name, tmp_path / adapter.name, tmp_path)
 
 
 def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):

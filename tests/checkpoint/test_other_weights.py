@@ -346,6 +346,14 @@ def test_ignore_requires_a_folder(single):
         open_source(single / "model.safetensors", ignore=("x",))
 
 
+@pytest.mark.parametrize(
+    "options", [{"config": "x"}, {"follow_links": True}, {"ignore": "x"}, {"source_layout": "meta"}], ids=str
+)
+def test_options_to_open_a_source_that_is_open(single, tmp_path, options):
+    with pytest.raises(UsageError, match=f"^{next(iter(options))}: only applies when a source is opened"):
+        shardconv.split(open_source(single), tmp_path / "out", tp=2, **options)
+
+
 @pytest.mark.parametrize("command", [["plan"], ["plan", "--tp", "2"], ["split", "--tp", "2"]], ids=" ".join)
 def test_ignore_on_the_command_line(single, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)

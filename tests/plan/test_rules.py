@@ -96,8 +96,10 @@ def test_plan_of_another_checkpoint_is_refused(checkpoint):
 @pytest.mark.parametrize("option", [{"pad": True}, {"replicate": "lm_head"}, {"experts": "expert"}, {"head_dim": 8}])
 def test_options_that_change_a_plan_are_refused(checkpoint, option):
     plan = shardconv.make_plan(checkpoint("llama"), tp=2)
-    with pytest.raises(UsageError, match=f"{next(iter(option))} cannot change a plan"):
+    with pytest.raises(UsageError, match=f"{next(iter(option))} cannot change a plan") as raised:
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan, **option)
+    flag = next(iter(option)).replace("_", "-")
+    assert raised.value.with_options().startswith(f"--{flag} cannot change a plan (--rules is a Plan)")
 
 
 def check_converted(axis, source, plan_file):

@@ -515,6 +515,13 @@ def test_options_that_would_be_ignored(tiny, arguments, message):
     assert (result.code, result.out, message in result.err) == (2, "", True)
 
 
+@pytest.mark.parametrize("arguments", [["--ignore", "x"], ["--from", "meta"]], ids=" ".join)
+def test_options_for_weights_of_a_config_alone(tiny, arguments):
+    result = call("plan", tiny / "config.json", "--cost", *arguments)
+    message = f"{arguments[0]}: only applies to folders with weights (got the config {tiny / 'config.json'}): remove it"
+    assert (result.code, result.out, message in result.err) == (2, "", True)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--cost"], ["--cost", "--measure-link"], ["--prove"]], ids=" ".join)
 def test_source_is_required(arguments):
     result = call("plan", *arguments)

@@ -14,8 +14,15 @@ from msgspec.structs import replace
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.folder_files import holds_base
-from shardconv.checkpoint.sources.opening import open_files, open_source, standalone_config
-from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source, refuse_changes
+from shardconv.checkpoint.sources.opening import open_files, open_source
+from shardconv.checkpoint.sources.planning import (
+    PlannedSource,
+    PlanOptions,
+    StrPath,
+    plan_source,
+    read_config_alone,
+    refuse_changes,
+)
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
@@ -23,7 +30,6 @@ from shardconv.checkpoint.split.rank_files import auxiliary_differences
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter_plan import A, AdapterTensors, with_adapter_grids
@@ -163,11 +169,9 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         manifest = read_manifest(path)
         tensors = logical_tensors(quantized_tensors(manifest))
         return _Base(tensors, manifest.plan.rules, manifest.request, manifest.plan.assumed, (path,))
-    config = standalone_config(path, follow_links=options.get("follow_links", False))
+    config, options = read_config_alone(path, options)
     if config is None:
         return _base_of(plan_source(path, **options), options)
-    if (other := options.get("config")) is not None:
-        config = read_json(local_path(other))
     # without quantization, which an adapter does not depend on
     config = {key: value for key, value in config.items() if key != SETTINGS_KEY}
     source = Source(path, is_folder=True, files=(), config=config)

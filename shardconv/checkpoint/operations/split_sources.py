@@ -83,6 +83,8 @@ def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) 
 
 def _without_adapters(src: AnyPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
     """The options for the model, which leave out adapters in its folder and in subfolders."""
+    if isinstance(src, Source) and adapters:
+        return {**options, "follow_links": False}  # those of the adapters
     if not isinstance(src, Path):
         return options
     folder, found = src.resolve(), list[str]()

@@ -1,16 +1,17 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.opening import open_source
+from shardconv.checkpoint.sources.opening import open_source, standalone_config
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
+from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
@@ -60,19 +61,51 @@ _DEFAULTS: PlanOptions = {
 }  # fmt: skip
 
 
+#: The options by which a source is opened.
+_OPENING = frozenset({"config", "follow_links", "ignore", "source_layout"})
+
+
 def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
     """Refuse options that would change the plan of a split checkpoint.
 
     Raises:
         UsageError: if an option does not have its default value.
     """
-    defaults: Mapping[str, object] = _DEFAULTS
-    given = [name for name, value in options.items() if (value or None) != (defaults[name] or None)]
-    if given:
-        named = ", ".join(option(name) for name in given)
+    if named := _given(options, options):
         raise UsageError(
             f"{folder}: is a split checkpoint, which stores its plan: remove {named}, or pass the source that was split"
         )
+
+
+def _given(options: Mapping[str, object], names: Collection[str]) -> str:
+    """Those of the named options that do not have their default values, for a message."""
+    defaults: Mapping[str, object] = _DEFAULTS
+    given = (name for name, value in options.items() if name in names and (value or None) != (defaults[name] or None))
+    return ", ".join(map(option, given))
+
+
+def read_config_alone(path: AnyPath, options: PlanOptions) -> tuple[dict[str, object] | None, PlanOptions]:
+    """Read a config without weights, or the one that the options have in its place.
+
+    Args:
+        path: the config, or a folder that holds it.
+        options: the options for its plan.
+
+    Returns:
+        The config, None for all other paths; and the options that are left for its plan.
+
+    Raises:
+        SourceError: if it cannot be read, or is a link out of its folder.
+        UsageError: if an option is for weights.
+    """
+    config = standalone_config(path, follow_links=options.get("follow_links", False))
+    if config is None:
+        return None, options
+    if named := _given(options, ("ignore", "source_layout")):
+        raise UsageError(f"{named}: only applies to folders with weights (got the config {path}): remove it")
+    if (other := options.get("config")) is not None:
+        config = read_json(local_path(other))
+    return config, {**options, "config": None, "follow_links": False}
 
 
 class PlannedSource(NamedTuple):
@@ -117,9 +150,11 @@ def plan_source(
     the user may match nothing.
     """
     given: PlanOptions = {**_DEFAULTS, **options}
+    if isinstance(src, Source) and (late := _given(given, _OPENING)):
+        raise UsageError(
+            f"{late}: only applies when a source is opened (got {src.path}, which is open): remove it, or pass the path"
+        )
     source = src if isinstance(src, Source) else _open(src, given)
-    if isinstance(src, Source) and (ignore := given["ignore"]):
-        raise UsageError(f"{option(ignore=ignore[:1])}: only applies to folders (got the config {src.path}): remove it")
     refuse_adapter(source)
     source = source if dtype is None else with_dtype(source, dtype)
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
@@ -153,7 +188,7 @@ def _open(src: SourcePath, options: PlanOptions) -> Source:
 def _without_class(config: Mapping[str, object]) -> Iterator[str]:
     """The assumption about a config of transformers that does not name the model class."""
     if isinstance(config.get("model_type"), str) and not config.get("architectures"):
-        yield ("config.json does not have architectures: shardconv run fails. Add it, or pass --config FILE")
+        yield "config.json does not have architectures: shardconv run fails. Add it, or use a config that has it"
 
 
 def check_shapes(source: Source) -> tuple[str, ...]:
@@ -212,7 +247,9 @@ def _planner_of(plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequ
         PlanError: if the plan does not store its rules, or they give other placements for this source.
     """
     if changed := [*_changed(options), *(["engine"] if options.engine is not None else [])]:
-        raise UsageError(f"{changed[0]} cannot change a plan (rules is a Plan): make another one with make_plan")
+        raise UsageError(
+            f"{option(changed[0])} cannot change a plan ({option('rules')} is a Plan): make another one with make_plan"
+        )
     planner = Planner(tensors, plan.rules, assumed=plan.assumed)
     if (name := plan.first_difference(planner.plan(plan.tp))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
