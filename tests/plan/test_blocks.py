@@ -264,10 +264,13 @@ def test_inherited_units_stay():
     [
         ({"x": "attentoin"}, "block 'attentoin' is unknown"),
         ({"x": "../families/llama"}, "block '../families/llama' is unknown"),
-        ({"x": 3}, "blocks 'x': block: Expected `str`, got `int`"),
-        (
-            {"x": {"block": "attention", "num_attention_heads": True}},
-            r"blocks 'x': fields\[...\]: Expected `.*`, got `bool`",
+        *(
+            ({"x": [block]}, "blocks 'x': .* is not a block's name, or a table with block = NAME")
+            for block in (3, {}, {"block": 3}, {"block": "mlp", "optional": 2})
+        ),
+        *(
+            ({"x": {"block": "attention", "num_attention_heads": value}}, f"{value!r} is not an expression of config")
+            for value in (True, 1.5)
         ),
         ({"x": {"block": "attention", "num_attention_heads": "a.b()"}}, "is not an expression"),
         (

@@ -120,8 +120,14 @@ def test_unbalanced_braces_in_an_option_are_refused(checkpoint, pattern):
         (f'[units]\nu = {{ count = "{"+".join("1" * 5000)}" }}', "is not an expression, or too long"),
         *(
             (f"[submodels]\ntext = {submodel}\n", "submodel 'text': .* expected a config field, or config and family")
-            for submodel in ("3", "{ config = 'text_config' }", "{ config = 'text_config', kind = 'llama' }")
+            for submodel in (
+                "3",
+                '["a", "b"]',
+                "{ config = 'text_config' }",
+                "{ config = 'text_config', kind = 'llama' }",
+            )
         ),
+        *((f"[units]\nu = {unit}", "unit 'u': .* is not a table") for unit in ("[]", "[{ count = 1 }, { count = 2 }]")),
         *((f"prefix = {prefix}", "prefix") for prefix in ("[1]", '[""]', "1")),
     ],
 )

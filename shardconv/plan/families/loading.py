@@ -268,20 +268,20 @@ def parse_family(name: str, data: Mapping[str, object], origin: str, *, without:
     def rules(key: str, kind: type[T]) -> list[T]:
         return [
             parse_entry(kind, pattern, table, pattern=pattern, origin=origin, by_user=by_user)
-            for pattern, table in _entries(data, key)
+            for pattern, table in _alternatives(data, key)
         ]
 
     try:
         prefix = data.get("prefix", ())
         sections = {
             "prefix": (prefix,) if isinstance(prefix, str) and prefix else prefix or (),
-            "units": {unit: parse_entry(UnitRule, unit, table) for unit, table in _entries(data, "units")},
+            "units": {unit: parse_entry(UnitRule, unit, table) for unit, table in _section(data, "units").items()},
             "rules": rules("rules", Rule),
             "modules": rules("modules", ModuleRule),
             "submodels": {
-                start: _submodel(start, table, by_user=by_user) for start, table in _entries(data, "submodels")
+                start: _submodel(start, table, by_user=by_user) for start, table in _section(data, "submodels").items()
             },
-            "blocks": [_mount(pattern, table) for pattern, table in _entries(data, "blocks")],
+            "blocks": [_mount(pattern, table) for pattern, table in _alternatives(data, "blocks")],
         }
         empty = [key for key in _INHERITED if key in data and not data[key]]
         table = {**data, **{key: value for key, value in sections.items() if key in data}}
@@ -292,13 +292,18 @@ def parse_family(name: str, data: Mapping[str, object], origin: str, *, without:
         raise PlanError(f"{origin}: {error}") from error
 
 
-def _entries(data: Mapping[str, object], key: str) -> Iterator[tuple[str, Any]]:
-    """Each name in a section with each of its entries, in order: a name has one or a list of them."""
+def _section(data: Mapping[str, object], key: str) -> Mapping[str, Any]:
+    """The names in a section with their entries; none if the file does not have the section."""
     section = data.get(key, {})
     if not isinstance(section, dict):
         raise ValueError(f"{key}: {section!r:.60} is not a table")  # noqa: TRY004 - all of them become one PlanError
-    for name, entries in section.items():
-        yield from ((name, entry) for entry in (entries if isinstance(entries, list) else [entries]))
+    return section
+
+
+def _alternatives(data: Mapping[str, object], key: str) -> Iterator[tuple[str, Any]]:
+    """Each pattern in a section with each of its rules or blocks, in order: a pattern has one or a list of them."""
+    for pattern, entries in _section(data, key).items():
+        yield from ((pattern, entry) for entry in (entries if isinstance(entries, list) else [entries]))
 
 
 def parse_entry(kind: type[T], name: str, data: object, **given: object) -> T:
@@ -306,7 +311,7 @@ def parse_entry(kind: type[T], name: str, data: object, **given: object) -> T:
 
     Args:
         kind: the class.
-        name: of the unit, or the pattern.
+        name: name of the unit, or the pattern.
         data: the table.
         given: fields that follow from the file, or from the place of the table in it.
 
@@ -332,8 +337,13 @@ def _submodel(start: str, data: object, *, by_user: bool) -> Submodel:
 def _mount(pattern: str, data: object) -> Mount:
     """Parse an entry of ``[blocks]``: a block's name, or a table with the name and replaced config fields."""
     fields = dict(data) if isinstance(data, dict) else {"block": data}
-    table = {key: fields.pop(key) for key in ("block", "optional") if key in fields}
+    block, optional = fields.pop("block", None), fields.pop("optional", False)
+    if not isinstance(block, str) or not isinstance(optional, bool):
+        raise ValueError(f"blocks {pattern!r}: {data!r:.60} is not a block's name, or a table with block = NAME")  # noqa: TRY004 - all of them become one PlanError
+    for value in fields.values():
+        if type(value) not in (str, int):
+            raise ValueError(f"blocks {pattern!r}: {value!r:.60} is not an expression of config fields")
     try:
-        return convert({**table, "pattern": pattern, "fields": fields}, Mount)
+        return convert({"pattern": pattern, "block": block, "fields": fields, "optional": optional}, Mount)
     except ValueError as error:
         raise ValueError(f"blocks {pattern!r}: {error}") from error
