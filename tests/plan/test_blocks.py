@@ -18,7 +18,7 @@ from shardconv.plan.families.loading import (
     parse_entry,
     parse_family,
 )
-from shardconv.plan.families.rule import ModuleRule
+from shardconv.plan.families.rule import ModuleRule, Named
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
@@ -344,3 +344,11 @@ def test_a_heading_of_a_family_may_have_a_comment(tmp_path):
     with folder_of(tmp_path, first='[one] # a comment\nmodel_types = ["a"]\n[one.units] # another\nx = {}\n'):
         assert family_names() == ["one"]
         assert family_for("a").units.keys() == {"x"}
+
+
+def test_names_of_fields_are_checked_when_a_class_is_made():
+    with pytest.raises(TypeError, match=r"Gate: .* \(got untis\)"):
+
+        class Gate(Named, frozen=True):
+            UNITS = ("unit", "untis")
+            unit: str = ""

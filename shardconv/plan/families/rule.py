@@ -67,10 +67,11 @@ def check_pattern(pattern: str) -> None:
 class Named(Data, frozen=True):
     """Base of units and rules: data with names of units and config fields, which change where a block is mounted.
 
-    Class attributes list the fields that have them. Each value of a tuple or mapping is one, and None is none.
+    Class attributes list the fields that have them; a class with another field in a list is not made. Each value of a
+    tuple or mapping is one, and None is none.
 
     Attributes:
-        LABEL: what messages call the data, before its name.
+        LABEL: the noun for the data in messages, before its name.
         SIZES: expressions of config fields.
         COUNTS: expressions in which the name of a unit is its count per rank.
         UNITS: names of units.
@@ -82,6 +83,12 @@ class Named(Data, frozen=True):
     COUNTS: ClassVar[tuple[str, ...]] = ()
     UNITS: ClassVar[tuple[str, ...]] = ()
     NESTED: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        names = {*cls.SIZES, *cls.COUNTS, *cls.UNITS, *cls.NESTED}
+        if unknown := sorted(names - cls.__annotations__.keys()):
+            raise TypeError(f"{cls.__name__}: SIZES, COUNTS, UNITS and NESTED name fields (got {', '.join(unknown)})")
 
     def __post_init__(self) -> None:
         for expression in (*self.sizes(), *self.expressions()):

@@ -1,0 +1,70 @@
+"""Options of a command are passed on by their names: the functions that get them have arguments of these names."""
+
+import inspect
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
+from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.operations.pad import pad, unpad
+from shardconv.checkpoint.operations.plan_report import report_plan
+from shardconv.checkpoint.operations.reshard import reshard
+from shardconv.checkpoint.operations.split import split
+from shardconv.checkpoint.operations.verify import verify
+from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.cli import cli
+from shardconv.commands.cost import COST_OPTIONS
+from shardconv.commands.options import PLAN_OPTIONS, SOURCE_OPTIONS
+from shardconv.proof.model_check import check_source
+from shardconv.proof.propose import propose_plan
+from shardconv.proof.prove import prove
+from shardconv.runtime.estimate import estimate_cost
+from shardconv.runtime.outputs import RunOptions
+
+#: The options that the class of a command turns into its console.
+DISPLAY = {"as_json", "quiet"}
+OF_PLAN = {option.name for option in PLAN_OPTIONS}
+
+
+def remaining(name):
+    """The options of a command without an argument of its function: the function gets them in a dict."""
+    command = cli.commands[name]
+    return {option.name for option in command.params if option.expose_value} - {*accepted(command.callback)} - DISPLAY
+
+
+def accepted(function):
+    """The names of the arguments of a function, with the keys of the TypedDict in ``**options: Unpack[...]``."""
+    names = set()
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            names.add(parameter.name)
+        elif get_args(parameter.annotation):
+            names |= get_args(parameter.annotation)[0].__annotations__.keys()
+    return names
+
+
+@pytest.mark.parametrize("function", [split, merge, reshard, verify, pad, unpad])
+def test_commands_pass_options_that_their_function_has(function):
+    assert remaining(function.__name__) != set()
+    assert remaining(function.__name__) - accepted(function) == set()
+
+
+@pytest.mark.parametrize("function", [split, report_plan, estimate_cost, prove])
+def test_functions_that_plan_have_the_options_of_a_plan(function):
+    assert PlanOptions.__annotations__.keys() == OF_PLAN
+    assert OF_PLAN - accepted(function) == set()
+
+
+@pytest.mark.parametrize("function", [check_source, propose_plan])
+def test_functions_that_read_a_source_have_the_options_of_a_source(function):
+    assert {option.name for option in SOURCE_OPTIONS} - accepted(function) == set()
+
+
+def test_remaining_options_of_plan_are_those_of_the_plan_and_the_cost():
+    assert remaining("plan") == OF_PLAN | {option.name for option in COST_OPTIONS}
+
+
+def test_remaining_options_of_run_are_those_of_a_run_and_the_plan():
+    of_run = {field.name for field in fields(RunOptions)}
+    assert remaining("run") == OF_PLAN | of_run - {"plan", "token_ids"}
