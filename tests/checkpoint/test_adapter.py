@@ -5,6 +5,7 @@ Shards and restored files are compared exactly. Merged weights differ from those
 """
 
 import json
+import math
 import shlex
 import shutil
 from functools import cache
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.adapters import low_rank
+from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
@@ -553,7 +555,7 @@ REFUSED = {
     ),
     "target modules that are not names": (
         settings(target_modules=[1]),
-        ("target_modules[0]: Expected `str`",),
+        ("target_modules is [1] ([0]: Expected `str`",),
     ),
     "module to save without tensors": (
         settings(modules_to_save=["norm", "embed_tokens"]),
@@ -592,8 +594,12 @@ REFUSED = {
     "initialization that changes the base": (settings(init_lora_weights="pissa"), ("'pissa' changes the base model",)),
     "pattern that takes too long": (settings(rank_pattern={"(a+)+b": 4}), ("rank_pattern", "may take too long")),
     "pattern that is not valid": (settings(alpha_pattern={"(": 4}), ("alpha_pattern", "not a regular expression")),
-    "alpha that is not a number": (settings(lora_alpha="8"), ("lora_alpha: Expected `float`, got `str`",)),
-    "rank of zero": (settings(r=0), ("r: Expected `int` >= 1",)),
+    "alpha that is not a number": (settings(lora_alpha="8"), ("lora_alpha is '8' (Expected `float`, got `str`)",)),
+    "alpha that is not finite": (settings(lora_alpha=math.inf), ("lora_alpha is inf (expected a finite number)",)),
+    "alpha of a pattern that is not finite": (settings(alpha_pattern={"a": math.nan}), ("alpha_pattern.a is nan (",)),
+    "rank of zero": (settings(r=0), ("r is 0 (Expected `int` >= 1)",)),
+    "rank of a pattern of zero": (settings(rank_pattern={"q": 4, "a": 0}), ("rank_pattern.a is 0 (",)),
+    "ranks that are not a table": (settings(rank_pattern=3), ("rank_pattern is 3 (Expected `object`, got `int`)",)),
     "no settings": (without("adapter_config.json"), ("does not hold an adapter (expected adapter_config.json)",)),
     "no weights": (
         without(WEIGHTS),
@@ -608,6 +614,13 @@ REFUSED |= {
     kind: (settings(peft_type=kind), (f"peft_type '{kind}' is not supported (expected LORA)", "merge_and_unload"))
     for kind in ("IA3", "VERA", "LOHA", "LOKR", "ADALORA", "OFT", "PROMPT_TUNING", "PREFIX_TUNING", "TRAINABLE_TOKENS")
 }
+
+
+@pytest.mark.parametrize("empty", [None, False, "", []])
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save", "rank_pattern", "alpha_pattern", "use_dora"])
+def test_empty_settings_of_another_type_are_not_in_use(tmp_path, key, empty):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, key: empty}))
+    assert read_settings(tmp_path / "adapter_config.json") == AdapterSettings(r=4)
 
 
 @pytest.mark.parametrize("options", [["--base"], ["--adapter"], ["--merge-adapter", "--adapter"]], ids=" ".join)

@@ -6,10 +6,11 @@ something else, are refused by name.
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from typing import Annotated
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import fields
 
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
@@ -113,6 +114,10 @@ class AdapterSettings(Struct, frozen=True):
                 )
 
 
+#: Name of a setting to its type.
+_TYPES = {field.name: field.type for field in fields(AdapterSettings)}
+#: Settings with a table of patterns to the setting for modules that no pattern matches.
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
 _OTHER_SETTINGS = f"restore the {ADAPTER_CONFIG} of this adapter"
 
 
@@ -128,16 +133,29 @@ def read_settings(path: AnyPath) -> AdapterSettings:
     """
     table = read_json(path)
     _check_supported(path, table)
-    try:
-        settings = convert({key: value for key, value in table.items() if value is not None}, AdapterSettings)
-    except ValueError as error:
-        raise SourceError(f"{path}: {error}: correct the file") from error
-    if not all(map(math.isfinite, (settings.lora_alpha, *settings.alpha_pattern.values()))):
-        raise SourceError(f"{path}: lora_alpha or alpha_pattern is not a finite number: correct the file")
-    for key in ("rank_pattern", "alpha_pattern"):
+    # null, false and "" are accepted where there is no table, list or flag, as PEFT accepts them
+    given = {key: value for key, value in table.items() if key in _TYPES and (value or key in _PATTERNS.values())}
+    for name, value, kind in _settings_and_entries(given):
+        try:
+            convert(value, kind)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError("expected a finite number")
+        except ValueError as error:
+            raise SourceError(f"{path}: {name} is {value!r:.40} ({error}): correct the file") from error
+    settings = convert(given, AdapterSettings)
+    for key in _PATTERNS:
         for pattern in getattr(settings, key):
             check_pattern(pattern, key, str(path), "write the names of the modules")
     return settings
+
+
+def _settings_and_entries(settings: Mapping[str, object]) -> Iterator[tuple[str, object, Any]]:
+    """Name, value and type of each setting, and of each entry in place of a table of patterns."""
+    for key, value in settings.items():
+        if key in _PATTERNS and isinstance(value, dict):
+            yield from ((f"{key}.{pattern}", entry, _TYPES[_PATTERNS[key]]) for pattern, entry in value.items())
+        else:
+            yield key, value, _TYPES[key]
 
 
 def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
@@ -153,7 +171,7 @@ def _check_supported(path: AnyPath, table: Mapping[str, object]) -> None:
             f"path_initial_model_for_weight_conversion"
         )
     for key, value in table.items():
-        if key not in {*_WITHOUT_EFFECT, *AdapterSettings.__struct_fields__} and value:
+        if key not in {*_WITHOUT_EFFECT, *_TYPES} and value:
             raise PlanError(f"{path}: {key} is not supported (got {value!r:.60}): {remedy}")
 
 
