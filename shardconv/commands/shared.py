@@ -24,7 +24,7 @@ def source_progress(console: Console, what: str) -> Iterator[Progress | None]:
     """A callback for the progress of a command; the headers of remote files that it reads first have their own.
 
     Args:
-        console: of the command.
+        console: console of the command.
         what: name of the activity.
     """
     from shardconv.files.folder import header_progress
@@ -58,13 +58,12 @@ def show_written(
     """Print the report of a checkpoint that was written.
 
     Args:
-        console: of the command.
-        report: of the run.
-        what: what was written, after the path, and the number and size of the tensors.
-        options: those of the command.
+        console: console of the command.
+        report: report of the run.
+        what: phrase for the kind of output, which follows the path, the number and the size of the tensors.
+        options: options of the command.
         num_bytes: bytes of the tensors.
-        copied_bytes: bytes of those that this run copied, with those that an interrupted run had written; by default
-            all.
+        copied_bytes: bytes that this run copied and an interrupted run had written; all bytes by default.
         lines: further lines.
         quiet_warnings: the warnings among them.
     """
@@ -75,7 +74,7 @@ def show_written(
 
 
 def _closing_lines(report: "WriteReport", options: Mapping[str, Any]) -> Iterator[str]:
-    """How much an interrupted run had written, with ``--resume``; whether the destination of a dry run exists."""
+    """Lines about ``--resume``, and about a destination that exists at a dry run."""
     if options["resume"]:
         kept = f"resumed: {size(report.resumed_bytes)} were already written"
         yield kept if report.resumed_bytes else "nothing to resume: all tensors were copied"

@@ -107,7 +107,7 @@ def _check_engine(src: tuple[SourcePath, ...]) -> "EngineReport":
 
 
 def _remedy(report: "VerifyReport") -> str:
-    """What to do about differences, in the files themselves or from the source alone."""
+    """The remedy for differences, in the files themselves or from the source alone."""
     again = "use the source" if report.saved_by else "split the source again"
     if report.is_damaged:
         return again if report.saved_by else f"copy the damaged files again, or {again}"

@@ -266,27 +266,37 @@ class ForwardReader(CodeReader):
         return Value() if name in ("dim", "numel", "item") else joined([base, *inputs, *options.values()])
 
     def _divide(self, base: Value, shard: LocalFeatures, sizes: Sequence[Value], *, is_exact: bool) -> Value:
-        """Read a reshape of local features to sizes, of which only the outermost may differ between ranks."""
-        if not sizes or (sizes[-1].kind == "shape" and sizes[-1].shard) or sizes[-1].pair == (shard.full, shard.local):
+        """Read a reshape of local features to sizes, of which only the outermost may differ between ranks.
+
+        A reshape to (..., 4, 16) of 64 features, of which this rank has 32, is right if the 4 is an attribute with the
+        local value 2: the pairs are (4, 2) and (16, 16), whose local product is 32, and only the outermost differs. A
+        reshape to (..., 4, -1) gives the pairs (4, 4) and (16, 8): the inner size differs, so the 4 is reported.
+        """
+        last = sizes[-1] if sizes else None
+        if last is None or (last.kind == "shape" and last.shard) or last.pair == (shard.full, shard.local):
             return base  # keeps the features
         split = replace(base, is_split=True)
-        known = _known_suffix(sizes, shard.full)
+        known, before_last = _known_suffix(sizes, shard.full), sizes[-2:-1]
         found = _sizes_of_features(sizes, known, shard)
         if not found:
-            is_local = any(one.is_local for one in known or sizes[-2:-1])
-            self.is_understood |= is_local or bool(known and _product(known)[1] == shard.local)
-            is_kept = not is_local and all(one.number is None for one in sizes[-2:-1])
-            return base if is_kept and sizes[-1].number == -1 and len(sizes) < 4 else split
+            is_local = any(one.is_local for one in known or before_last)
+            _, local_product = _product(known)
+            self.is_understood |= is_local or bool(known and local_product == shard.local)
+            is_kept = not is_local and all(one.number is None for one in before_last)
+            return base if is_kept and last.number == -1 and len(sizes) < 4 else split
         pairs = _with_inferred(found, shard)
         differing = [place for place, (full, local) in enumerate(pairs) if full != local]
+        innermost = differing[-1] if differing else None
         is_whole = math.prod(local for _, local in pairs) == shard.local
         is_segment = shard.is_fused and differing == [1] and (not found[0].counts or found[1].is_local)
         is_right = is_whole and (differing in ([], [0]) or is_segment)
-        is_set = found[differing[-1] - 1].is_local if is_whole and differing else any(one.is_local for one in found)
+        is_set = any(one.is_local for one in found)
+        if is_whole and innermost is not None:
+            is_set = found[innermost - 1].is_local
         if is_right or is_set:  # by the user, whatever the number is
             self.is_understood = True
         elif known or is_exact or len(sizes) > 3 or any(one.is_many for one in sizes) or _is_literal(found[0]):
-            self._found_sizes(shard, found, differing[-1] if is_whole else None)
+            self._found_sizes(shard, found, innermost if is_whole else None)
         return split
 
     def _found_sizes(self, shard: LocalFeatures, sizes: Sequence[Value], differing: int | None) -> None:
@@ -437,24 +447,36 @@ def _known_suffix(sizes: Sequence[Value], full: int) -> list[Value]:
 
 
 def _sizes_of_features(sizes: Sequence[Value], known: list[Value], shard: LocalFeatures) -> Sequence[Value]:
-    """The last sizes, which divide the features; one of them may follow from the others. Empty if not known."""
-    full, local = _product(known)
-    if full == shard.full:
+    """The last sizes, which divide the features; one of them may follow from the others. Empty if not known.
+
+    For 64 features: of (batch, length, 4, 16) they are (4, 16), both known. Of (batch, length, -1, 16), where only 16
+    is known, they are (-1, 16): -1 follows as 64 // 16. Of (batch, length, 4, width), where the last size is not known,
+    they are (4, width): the width follows as 64 // 4. A literal number of segments before them belongs to them: of
+    (batch, length, 3, -1, 16) they are (3, -1, 16) for 192 features.
+    """
+    known_full, known_local = _product(known)
+    if known_full == shard.full:
         return known
-    first = len(sizes) - len(known) - 1  # the size that follows from the others
     if known:
-        follows = first >= 0 and sizes[first].number == -1 and shard.local % local == 0
+        outermost = len(sizes) - len(known) - 1  # the size that follows from the known ones
+        divisor = known_full
+        follows = outermost >= 0 and sizes[outermost].number == -1 and shard.local % known_local == 0
     else:
-        first -= 1
-        full = max(sizes[first].pair or (0, 0)) if first >= 0 else 0
-        follows = full > 1
-    if not follows or shard.full % full:
+        outermost = len(sizes) - 2  # the size before the last, which follows from it
+        divisor = max(sizes[outermost].pair or (0, 0)) if outermost >= 0 else 0
+        follows = divisor > 1
+    if not follows or shard.full % divisor:
         return []
-    return sizes[first - 1 if first > 0 and _is_literal(sizes[first - 1]) else first :]
+    has_segments = outermost > 0 and _is_literal(sizes[outermost - 1])
+    return sizes[outermost - 1 if has_segments else outermost :]
 
 
 def _with_inferred(sizes: Sequence[Value], shard: LocalFeatures) -> list[tuple[int, int]]:
-    """The sizes in the unsharded model and on this rank, with the one that follows from the others."""
-    full, local = _product(one for one in sizes if (one.number or 0) > 0)
-    rest = shard.full // full, shard.local // local
-    return [one.pair if one.pair and one.pair[1] > 0 else rest for one in sizes]
+    """The sizes in the unsharded model and on this rank, with the one that follows from the others.
+
+    For 64 features, of which this rank has 32, the sizes (-1, 16) are (4, 16) in the unsharded model and (2, 16) on
+    this rank: the pairs are (4, 2) and (16, 16).
+    """
+    known_full, known_local = _product(one for one in sizes if (one.number or 0) > 0)
+    inferred = shard.full // known_full, shard.local // known_local
+    return [one.pair if one.pair and one.pair[1] > 0 else inferred for one in sizes]

@@ -238,7 +238,7 @@ def _policy_overrides(policies: CompiledPolicies) -> Iterator[Overrides]:
 
 
 def _remedy(policies: str, _: Examined, problem: Problem | None) -> str:
-    """What to change in policies whose modules divide local features by a number of the unsharded model."""
+    """The remedy for policies whose modules divide local features by a number of the unsharded model."""
     is_number = problem is None or problem.divisor is None
     return IN_CODE if is_number else f"return its number per rank from replace_arguments of {policies}"
 

@@ -153,7 +153,7 @@ def _is_unread_attention(
 
 
 def _letters(name: str) -> set[str]:
-    """Which of q, k and v a layer computes, by its name, such as ``to_q``, ``wq``, ``qkv_proj`` or ``query``."""
+    """The segments (q, k, v) of a layer, by its name, such as ``to_q``, ``wq``, ``qkv_proj`` or ``query``."""
     parts = (_LETTERS.get(part, part.strip("w0123456789")) for part in re.split(r"[._]", name.lower()))
     return set().union(*(part for part in parts if set(part) <= set("qkv")))
 
@@ -318,7 +318,7 @@ class UnitCounts:
         return f"add {new} to [modules] of the plan file; or, if it is right on each rank, {none}"
 
     def _heads(self, examined: Examined) -> str:
-        """What to add for a module whose code is not understood: the line for an attribute that counts its heads."""
+        """The remedy for a module whose code is not understood: a line for the attribute that counts its heads."""
         numbers = vars(examined.module).items()
         counts = (Count(examined.module, *one) for one in numbers if "head" in one[0] and type(one[1]) is int)
         found = ((one, self._unit(examined.path, one)) for one in counts if not re.search("dim|size", one.attribute))
@@ -336,7 +336,7 @@ class UnitCounts:
         return f"{self._pattern(count.owner if is_own else module)} = {{ attributes = {{ {name} = {value} }} }}"
 
     def _unit(self, path: str, count: Count) -> str | None:
-        """The unit that shards a layer in a module, and of which that has as many as the count without sharding."""
+        """The unit of a module's layers whose count in the unsharded model equals this count."""
         rules, tp, prefix = self._rules.at_stage(path), self._plan.tp, f"{path}." if path else ""
         inside = [planned for name, planned in self._plan.tensors.items() if name.startswith(prefix)]
         per_group = {unit for rule in rules.used_rules() if rule.groups != 1 for unit in rule.units}

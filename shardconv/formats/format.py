@@ -65,7 +65,7 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"a tensor of role {self.role} needs dtypes")
 
     def numbers_of(self, dtype: str) -> str:
-        """How the entries of a tensor of this dtype are read."""
+        """The encoding of the entries of a tensor of this dtype."""
         return self.dtypes.get(dtype, PLAIN) if isinstance(self.dtypes, dict) else self.numbers
 
 
@@ -82,11 +82,11 @@ class StoredValues(StoredTensor, frozen=True, kw_only=True):
 
 
 class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a quantization format stores a weight.
+    """A quantization format: the tensors that store a weight.
 
     Attributes:
         name: its key in ``formats.toml``.
-        axes: what the last dims of the logical matrix are.
+        axes: names of the last dims of the logical matrix.
         values: the tensor with the values.
         companions: end of the name to the other tensors, which begin with the name of the layer.
         settings: name of a block to that of the setting with its size, for messages.
@@ -131,7 +131,7 @@ _MAX_REPETITIONS, _MAX_NAME = 5, 128
 #: Seconds for all matches of a checkpoint.
 MAX_SECONDS = 60
 _SIMPLER = f"write the names of the layers, or pass {option(config='FILE')} with simpler patterns"
-#: What tells a name from one with other numbers, or with numbers of other lengths.
+#: A name or pattern with one of these may match a layer, and not match a layer whose name has another number.
 _NUMBER = re.compile(r"[\d?\[]")
 #: A repetition of an element of a pattern, with the parenthesis that may be before it.
 _REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
@@ -165,11 +165,11 @@ class Scheme:
         return name.removesuffix(self.format.values.suffix).removesuffix(".weight").rstrip("._")
 
     def rank(self, layer: str, deadline: float) -> tuple[int, str] | None:
-        """How closely the targets name a layer, as ``match_targets`` of compressed-tensors sorts them.
+        """The closest target of a layer, in the order of ``match_targets`` of compressed-tensors.
 
         Args:
             layer: name of the layer.
-            deadline: that of the settings.
+            deadline: deadline of the settings.
 
         Returns:
             The kind of the closest target, 0 for a name, 1 for a pattern and 2 for a class, and the target; None if no

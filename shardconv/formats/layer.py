@@ -133,7 +133,7 @@ class QuantizedLayer:
         return TensorSpec(dtype, (*shape[: len(shape) - len(self.scheme.format.axes)], *sizes))
 
     def _axes(self, shape: Sequence[int]) -> tuple[str, ...]:
-        """What the dims of the matrix are; "" for those before the axes of the format."""
+        """The names of the matrix's dims; "" for dims before the axes of the format."""
         axes = self.scheme.format.axes
         return (*[""] * (len(shape) - len(axes)), *axes)
 

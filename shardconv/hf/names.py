@@ -23,7 +23,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """How a checkpoint differs from the model that its config names.
+    """Differences between a checkpoint and the model that its config names.
 
     Attributes:
         model: the class of the model.

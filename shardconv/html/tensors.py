@@ -76,7 +76,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What tensors with the same placement and shape have in common: the fields of their :class:`TensorReport`."""
+    """Tensors with the same placement and shape: the fields of :class:`TensorReport` that are equal for all of them."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -187,7 +187,7 @@ class LoRALinear(LoRALayer):
         return self.layer.complete(self._with_magnitude(product + low.to(product.dtype)))
 
     def _bias_share(self) -> int:
-        """How often this rank adds its bias, so that the output of the layer has it once."""
+        """The factor of the bias on this rank, so that the output of the layer has the bias once."""
         placement = self.placements.get("lora_a")
         if placement is None:
             return 1

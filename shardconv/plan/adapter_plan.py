@@ -260,7 +260,7 @@ class _Fit:
     def _weight_dims(
         self, layer: AdaptedLayer, sizes: Mapping[str, int], shape: tuple[int, ...] | None
     ) -> tuple[str, str]:
-        """What each dim of the weight is: [output, input], or the reverse for embeddings and transposed weights."""
+        """The names of the weight's dims: [output, input], or the reverse for embeddings and transposed weights."""
         straight, reverse = (OUTPUT, INPUT), (INPUT, OUTPUT)
         rule = self._rule(layer)
         if layer.is_embedding or rule is None or STYLES[rule.style].weight is not None:

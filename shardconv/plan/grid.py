@@ -14,13 +14,13 @@ from shardconv.support.structs import Data
 
 
 class GridDim(NamedTuple):
-    """How one dim of a stored tensor covers one dim of the logical matrix.
+    """One dim of a stored tensor, and the dim of the logical matrix that it covers.
 
     Attributes:
         dim: the dim of the logical matrix, from 0; None if the stored dim covers none, as the bytes of a block.
         elements: elements of the logical matrix in a block.
         entries: entries of the stored tensor for a block.
-        kind: what the block is: ``group``, ``scale block``, or one of :data:`PACKED`.
+        kind: name of the block: ``group``, ``scale block``, or one of :data:`PACKED`.
     """
 
     dim: int | None
@@ -100,7 +100,7 @@ class Grid(Data, frozen=True, cache_hash=True):
         """The placement of the stored tensor.
 
         Args:
-            placement: of the logical matrix.
+            placement: placement of the logical matrix.
             stored: shape of the stored tensor.
 
         Raises:
@@ -119,10 +119,10 @@ class Grid(Data, frozen=True, cache_hash=True):
         return Placement(covering[0], size, ranks)
 
     def edits(self, placement: Placement) -> tuple[tuple[int, ...], ...] | None:
-        """What is subtracted from the stored values on each rank: one number for all of them, or one for each.
+        """The numbers to subtract from the stored values on each rank: one for all values, or one for each.
 
         Args:
-            placement: of the logical matrix.
+            placement: placement of the logical matrix.
 
         Returns:
             One tuple per rank; None if the values do not depend on the rank.
@@ -137,7 +137,7 @@ class Grid(Data, frozen=True, cache_hash=True):
         return tuple(map(self._index_edits, placement.ranks))
 
     def _index_edits(self, entries: Sequence[IntervalOrPadding]) -> tuple[int, ...]:
-        """What is subtracted from the indices of groups on a rank, whose groups are counted from 0.
+        """The numbers to subtract from the indices of groups on a rank, so that its groups are counted from 0.
 
         The indices of padding are zeros in the full tensor, and those of its groups on the rank.
         """

@@ -64,14 +64,14 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitPadding:
-    """How one unit is padded.
+    """The padding of one unit.
 
     Attributes:
         heads: the heads with which the unit is padded; None for units that are padded independently.
         align: the padded count per rank is a multiple of this.
         block: the count per rank is a multiple of this, without or with padding: blocks of quantized matrices.
         of_group: whether the count of the unit is per group of query heads, as in a projection interleaved per KV head.
-        refusal: why the unit is not padded; "" if it is.
+        refusal: the reason why the unit is not padded; "" if it is.
     """
 
     heads: Heads | None = None
@@ -287,7 +287,7 @@ def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | Non
 
 
 def _refusal_without_kv(names: set[str], model_rules: "ModelRules") -> str:
-    """Why units without KV heads are not padded, or "": heads with different counts may belong together."""
+    """The reason not to pad units without KV heads, or "": heads with different counts may belong together."""
     sizes = {name: _count_and_size(name, model_rules) for name in sorted(names)}
     counts = {name: count for name, (count, size) in sizes.items() if size > _MAX_PAIR}
     if unknown := [name for name in counts if model_rules.family.units[name].count is None]:

@@ -34,7 +34,7 @@ IntervalOrPadding = Interval | Padding
 
 
 class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
-    """How one dim of a tensor is divided over ranks.
+    """The division of one dim of a tensor over ranks.
 
     A rank's shard is the concatenation of its intervals and padding along ``dim``. The intervals of a rank are
     ascending and do not overlap; those of all ranks together cover the dim. Intervals of different ranks may overlap:

@@ -68,7 +68,7 @@ class Reason(Data, frozen=True, cache_hash=True):
 
 
 class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
-    """How one tensor is sharded.
+    """The sharding of one tensor.
 
     Attributes:
         placement: the intervals of each rank.
@@ -94,7 +94,7 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
 
 
 class Plan(Data, frozen=True, dict=True):
-    """How every tensor of one checkpoint is sharded.
+    """The sharding of every tensor of one checkpoint.
 
     Attributes:
         tp: tensor parallel size.

@@ -228,7 +228,7 @@ def _assumptions(
 
 
 def _how_to_compare(config: Mapping[str, object]) -> str:
-    """How a user compares outputs with those of the unsharded model: a proof needs a class of transformers."""
+    """The instruction for comparing outputs with the unsharded model. A proof needs a class of transformers."""
     model_type = config.get("model_type")
     own = "the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
     if not isinstance(model_type, str):

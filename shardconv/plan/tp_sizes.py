@@ -172,7 +172,7 @@ def _more_memory(fraction: float) -> str:
 
 
 def tp_sizes(planner: "Planner") -> TpSizes:
-    """Which of :data:`CANDIDATE_TPS` are supported, and what blocks the others."""
+    """The supported sizes of :data:`CANDIDATE_TPS`, and the tensors that block the others."""
     unpadded, supported, blocked = planner.padded(0), dict[int, int](), list[BlockedTp]()
     for tp in CANDIDATE_TPS:
         try:

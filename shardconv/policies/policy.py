@@ -95,7 +95,7 @@ class Layer:
 
 
 class Policy(ABC):
-    """How the modules of exactly one class, such as the decoder layers of a model, are sharded over ranks.
+    """Base of policies, each of which shards the modules of exactly one class, such as a model's decoder layers.
 
     The methods are those of parallelformers: its policies work after their imports are changed. Tensors that no policy
     names are replicated. Pass policies to :func:`~shardconv.convert_model`.

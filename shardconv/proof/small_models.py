@@ -92,7 +92,7 @@ def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
 
 
 def padding_mismatch(source: Planner, small: Planner, tp: int) -> str:
-    """Why a small model does not prove the padding of a source: its heads are padded differently. "" if it does."""
+    """The reason why a small model does not prove the padding of a source, which pads heads differently; or ""."""
     of_source, of_small = _padded_heads(source, tp), _padded_heads(small, tp)
     if of_source <= of_small:
         return ""

@@ -33,7 +33,7 @@ class RunOptions:
         chat: apply the model's chat template to the prompts.
         check: an unsharded checkpoint to compare with, in float32; None for no comparison.
         dtype: dtype of the model, such as ``bf16``; None as it is stored.
-        verify: check each rank's file against its checksums first.
+        verify: check each rank's file against its checksums while it is read.
         dequantize: load quantized layers as unquantized ones.
         unused: patterns of tensors that the model need not use.
         trust_remote_code: run code of the checkpoint for its model or tokenizer.

@@ -1,4 +1,4 @@
-"""What ranks check before they load a checkpoint: their number, devices and package versions, and the config."""
+"""Checks before a checkpoint is loaded: number of ranks, devices, package versions and the config."""
 
 import json
 import os

@@ -240,7 +240,8 @@ def _check_variables() -> None:
     for name in _VARIABLES:
         text = os.environ.get(name, "")
         if not text or (name != _ADDRESS and not _NUMBER.fullmatch(text)):
-            problem = f"malformed (got {text!r:.60}, expected a number)" if text else "not set, and torchrun sets it"
+            malformed = f"malformed (got {text!r:.60}, expected a number)"
+            problem = malformed if text else "not set (expected the variables that torchrun sets)"
             raise UsageError(f"{name} is {problem}: {_REMEDY}")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= size:

@@ -1,1 +1,1 @@
-"""What every package uses: errors, exit codes, the console, lazy imports. Imports no other package."""
+"""Errors, exit codes, the console and lazy imports for every package. Imports no other package."""

@@ -128,7 +128,7 @@ def _start_bars() -> "RichProgress":
 
 
 def _amounts(done: int, total: int, seconds: float, *, counts: bool) -> str:
-    """What is done, and once it is something the rate and the time left."""
+    """The finished amount and the total; once something is finished, also the rate and the time left."""
     text = f"{done} of {total}" if counts else f"{size(done)} of {size(total)}"
     if not done or not seconds:
         return text

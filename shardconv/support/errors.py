@@ -93,7 +93,7 @@ class ShardconvError(Exception):
 
     @property
     def problem(self) -> str:
-        """What is wrong, for the message of another exception."""
+        """The problem without its remedy, for the message of another exception."""
         return str(self.args[0])
 
     @property

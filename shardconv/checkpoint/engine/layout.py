@@ -99,7 +99,7 @@ def lay_out_ranks(
 
     Args:
         tensors: name to dtype and shape of the full tensors, in order.
-        plan: their placements.
+        plan: placements of the tensors, for one rank.
         metadata: of the source files.
         layout: the tensors of the rank files.
         identity: of the split checkpoint, for the metadata of each file; None for none.
@@ -297,12 +297,12 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
-    """Lay out the files of a checkpoint whose tensors are padded by a plan for one rank, which has all files.
+    """Lay out the files of a padded checkpoint: one rank has all files. The plan pads their tensors.
 
     Args:
-        headers: of each file without padding.
+        headers: header of each file without padding.
         tensors: name to dtype and shape of the full tensors, in order.
-        plan: their placements.
+        plan: placements of the tensors, for one rank.
     """
 
     def padded(header: Header) -> Header:

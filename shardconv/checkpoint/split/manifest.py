@@ -1,6 +1,7 @@
 """The manifest of a split checkpoint: the plan, source headers and checksums that verify, merge, reshard and run need.
 
-``manifest_file`` reads, checks and writes it. A padded checkpoint has one, too, in a file of another name.
+``manifest_file`` reads, checks and writes it. A padded checkpoint also has a manifest, in a file of another name. Its
+only rank has the padded tensors, in files with the names of the source files.
 """
 
 import json
@@ -62,8 +63,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         merged_adapter: name of the adapter that was merged into the weights; None without one.
         dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
-        original_config: of a padded checkpoint the text of the source's config.json; None for a split checkpoint. Its
-            only rank has the padded tensors, in files with the names of the source files.
+        original_config: text of the source's config.json in the manifest of a padded checkpoint; None for a split
+            checkpoint.
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
         is_config_given: whether the user passed the config, in place of that of the source.
@@ -142,7 +143,12 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @property
     def file_name(self) -> str:
         """The name of the file that stores it."""
-        return MANIFEST_NAME if self.original_config is None else PADDING_NAME
+        return PADDING_NAME if self.is_padded else MANIFEST_NAME
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it describes a padded checkpoint, which stores the config of its source."""
+        return self.original_config is not None
 
     @property
     def tp(self) -> int:
@@ -190,7 +196,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @cached_property
     def rank_layout(self) -> Layout:
         """The expected rank files."""
-        if self.original_config is not None:
+        if self.is_padded:
             return lay_out_padded([header for _, header in self.source_files], self.tensors, self.plan)
         ranks = None if self.is_complete else self.ranks
         return lay_out_ranks(
@@ -205,13 +211,13 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @property
     def files_per_rank(self) -> int:
         """Number of files of each rank."""
-        is_one = self.layout.max_file_bytes is None and self.original_config is None
+        is_one = self.layout.max_file_bytes is None and not self.is_padded
         return 1 if is_one else self.rank_layout.files_per_rank
 
     @property
     def rank_files(self) -> list[str]:
         """The names of the rank files."""
-        if self.original_config is not None:
+        if self.is_padded:
             return [name for name, _ in self.source_files]
         count = self.files_per_rank
         return [self.layout.rank_file(rank, self.tp, file, count) for rank in self.ranks for file in range(count)]
@@ -219,7 +225,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @property
     def rank_indexes(self) -> dict[str, str]:
         """Name to text of the index of each rank's files; empty for one file per rank, and for engines."""
-        if self.files_per_rank == 1 or self.layout.engine is not None or self.original_config is not None:
+        if self.files_per_rank == 1 or self.layout.engine is not None or self.is_padded:
             return {}
         layout, names, indexes = self.rank_layout, self.rank_files, {}
         for at, rank in enumerate(self.ranks):

@@ -200,7 +200,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
     if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.tp):
         raise ValueError(f"its ranks are not ascending ranks of {manifest.tp}")
     if manifest.file_name != name:
-        raise ValueError(f"it is that of a {'split' if manifest.original_config is None else 'padded'} checkpoint")
+        raise ValueError(f"it is that of a {'padded' if manifest.is_padded else 'split'} checkpoint")
     if not isinstance(manifest.config, dict | None):
         raise ValueError(f"config: is not an object (got {manifest.config_text!r:.40})")  # noqa: TRY004 - untrusted data
     manifest.plan.rules.check()

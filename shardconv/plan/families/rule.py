@@ -18,7 +18,7 @@ from shardconv.support.structs import Data
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Which dim of a weight and of its bias a style shards: negative dims count from the end, None is replicated."""
+    """The sharded dim of a weight and of its bias. Negative dims count from the end; None is replicated."""
 
     weight: int | None
     bias: int | None
@@ -186,7 +186,7 @@ class UnitRule(Named, frozen=True):
 
 
 class Rule(Named, frozen=True, eq=False):
-    """How tensors are sharded whose names match a pattern. Compared by identity, as it is a key of large dicts.
+    """The sharding of tensors whose names match a pattern. Compared by identity, as it is a key of large dicts.
 
     Attributes:
         pattern: module or tensor names; ``*`` is any text without a dot, ``{a,b}`` is a or b, a leading ``**.`` is any
@@ -265,7 +265,7 @@ PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
 class SliceRule(Named, frozen=True):
-    """How an argument, an output, a parameter or a buffer is sliced to the rank's units.
+    """A slice of an argument, an output, a parameter or a buffer: the elements of the rank's units.
 
     Attributes:
         dim: the dim that has elements for each unit.
