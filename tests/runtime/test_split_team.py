@@ -265,7 +265,7 @@ def test_folder_that_cannot_be_written(source, tmp_path, process):
 
 
 WRONG_VARIABLES = {
-    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR is not set (expected the variables that torchrun sets)"),
     "no port": ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
     "text": ({"WORLD_SIZE": "two"}, "WORLD_SIZE is malformed (got 'two', expected a number)"),
     "negative": ({"RANK": "-1"}, "RANK is malformed (got '-1', expected a number)"),

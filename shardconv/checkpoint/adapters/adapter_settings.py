@@ -133,7 +133,7 @@ def read_settings(path: AnyPath) -> AdapterSettings:
     """
     table = read_json(path)
     _check_supported(path, table)
-    # null, false and "" are accepted where there is no table, list or flag, as PEFT accepts them
+    # PEFT also accepts null, false and "" in place of an empty table, list or flag
     given = {key: value for key, value in table.items() if key in _TYPES and (value or key in _PATTERNS.values())}
     for name, value, kind in _settings_and_entries(given):
         try:
