@@ -17,7 +17,7 @@ from shardconv.files.input_files import InputFiles
 from shardconv.files.output_files import LocalOutputFiles
 from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import IntegrityError
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.matrix import cases
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
@@ -153,6 +153,22 @@ def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
     shardconv.split(write_checkpoint(tmp_path / "source"), tmp_path / "out", tp=2, threads=10_000)
     assert len(sizes) > 8
     assert sum(sizes) <= 12 * 2**20
+
+
+def test_buffers_have_the_size_of_a_block(tmp_path, monkeypatch):
+    """Also of row parallel weights that are larger than a block."""
+    taken = set()
+
+    class Recorded(engine.Scratch):
+        def take(self, name: str, size: int) -> memoryview:
+            taken.add(size)
+            return super().take(name, size)
+
+    monkeypatch.setattr(engine, "Scratch", Recorded)
+    config = llama_config(layers=1, hidden=256, intermediate=8192)
+    shardconv.split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "out", tp=2, threads=1)
+    assert taken
+    assert max(taken) <= engine.BLOCK_BYTES
 
 
 @pytest.mark.parametrize("examples", cases([25, 75], lambda examples: examples == 25))

@@ -261,7 +261,7 @@ class SourceReader(RankReader):
         if (mapped := self._mapped(full)) is not None:
             self._prefetch(full, shard)
             self.num_bytes_read += sum(run.size for run in shard.runs) * (size // shard.full_width)
-            return _take_shard(mapped, shard, is_copied=full.offsets[0] % max(DTYPE_BITS[spec.dtype] // 8, 1) > 0)
+            return _take_shard(mapped, shard, is_copied=_is_misaligned(full, spec))
         data, block = memoryview(bytearray(shard.local(size))), memoryview(bytearray(min(_BLOCK_BYTES, size)))
         for span in self._spans(name):
             for start in range(span.start, span.stop, len(block)):
@@ -311,10 +311,16 @@ def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     for name, spec in source.specs.items():
         shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
         size = num_bytes(spec.dtype, spec.shape)
-        is_made = stored.transform_of(name) is not None or len(stored.shards[name].files) > 1
+        full = stored.shards[name]
+        is_made = stored.transform_of(name) is not None or len(full.files) > 1 or _is_misaligned(full, spec)
         if size and (is_remote or is_made or _only_range(shard, size) is None):
             total += shard.local(size)
     return total
+
+
+def _is_misaligned(full: Shards, spec: TensorSpec) -> bool:
+    """Whether a full tensor begins in its file at a position that is not a multiple of its elements."""
+    return full.offsets[0] % max(DTYPE_BITS[spec.dtype] // 8, 1) > 0
 
 
 def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> Bytes:
