@@ -31,7 +31,7 @@ class Option(click.Option):
         heading: one of :data:`HEADINGS`.
         names: its names, and the name of its argument if that is another, with spaces between them.
         text: its help text.
-        settings: those of click.
+        settings: settings of click's option.
     """
 
     def __init__(self, heading: str, names: str, text: str, **settings: Any) -> None:

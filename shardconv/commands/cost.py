@@ -35,7 +35,7 @@ def measured_link(console: Console, *, is_reported: bool) -> "Link | None":
     """Measure the link between the processes that torchrun started; rank 0 reports it, and returns it.
 
     Args:
-        console: of the command.
+        console: console of the command.
         is_reported: whether it is the result of the command, or only a note.
     """
     if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() or os.environ["WORLD_SIZE"] == "1":
@@ -97,10 +97,10 @@ def show_cost(
 
     Args:
         src: the source.
-        console: of the command.
+        console: console of the command.
         flags: the values of :data:`COST_OPTIONS`.
-        options: of the plan.
-        link: the measured link; None for that of ``flags``.
+        options: options of the plan.
+        link: the measured link; None for the link of ``flags``.
         page: the file of ``--html``, if there is one; it has the cost of all supported sizes, also with ``tp``.
         tp: the tensor parallel size; None for all that are supported.
     """

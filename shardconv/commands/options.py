@@ -182,7 +182,7 @@ def destination_option(metavar: str, text: str, default: str) -> Option:
 
 
 def threads_option(heading: str, kind: str) -> Option:
-    """``--threads``; ``kind`` is that of the threads."""
+    """``--threads``; ``kind`` is the kind of threads."""
     text = f"Number of {kind} threads. [default: processors, at most 8]"
     return Option(heading, "--threads", text, type=COUNT, metavar="N")
 

@@ -1,9 +1,9 @@
 """Adapters: how the tensors of a LoRA adapter of PEFT cover the weights of their base model.
 
 A layer with weight W, which maps input to output features, has A of shape [rank, input], B of shape [output, rank] and,
-with DoRA, a magnitude of shape [output]. Each covers W by a grid, so its placement follows from that of W: B is sharded
+with DoRA, a magnitude of shape [output]. Each covers W by a grid, so its placement follows from W's: B is sharded
 where output features are, and A where input features are. An embedding maps the vocabulary to the embedding dim, so its
-A covers the vocabulary. Tensors that replace those of the base model have the same placement.
+A covers the vocabulary. Tensors that replace tensors of the base model have the same placement.
 """
 
 from collections.abc import Collection, Mapping
@@ -72,7 +72,7 @@ class AdapterTensors:
         """Classify tensors by their names.
 
         Raises:
-            PlanError: if a name is not that of a tensor of a LoRA adapter, or the adapter of a layer is incomplete.
+            PlanError: if a name does not belong to a LoRA adapter, or the adapter of a layer is incomplete.
         """
         parts: dict[str, dict[str, str]] = {}
         replaced: dict[str, str] = {}
@@ -152,7 +152,7 @@ def with_adapter_grids(
 
     Args:
         tensors: name to dtype and shape.
-        rules: of the base model.
+        rules: rules of the base model.
         base: name to dtype and shape of the tensors of the base model; None if only its config is known.
         fan_in_fan_out: whether square weights that no rule shards are stored as [input, output].
 

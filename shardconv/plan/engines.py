@@ -1,6 +1,6 @@
 """Serving engines whose boundaries a plan can follow, so that each rank's file has the tensors that the engine reads.
 
-Data on how the sharding of an engine differs from that of shardconv's own runtime. Engines are not imported.
+Data on how the sharding of an engine differs from the sharding of shardconv's runtime. Engines are not imported.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Engine:
     replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def rules(self, model_type: object) -> tuple[Rule, ...]:
-        """The rules for a model type, tried before those of its family; ``model_type`` is any JSON value."""
+        """The rules for a model type, tried before the rules of its family; ``model_type`` is any JSON value."""
         patterns = self.replicated.get(model_type, ()) if isinstance(model_type, str) else ()
         return tuple(Rule(pattern, "replicate", origin=f"{ENGINE} {self.name}") for pattern in patterns)
 

@@ -34,7 +34,7 @@ class Expert(NamedTuple):
 
 
 def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
-    """Find the tensors of experts among those of a checkpoint.
+    """Find the tensors of experts in a checkpoint.
 
     Raises:
         UsageError: if there are none.

@@ -63,7 +63,7 @@ class Grid(Data, frozen=True, cache_hash=True):
     Attributes:
         suffix: end of the name of the stored tensor.
         replacement: what the name of the logical matrix has instead.
-        shape: of the logical matrix.
+        shape: shape of the logical matrix.
         dims: one for each dim of the stored tensor.
         axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
         content: one of :data:`CONTENTS`.
@@ -72,7 +72,7 @@ class Grid(Data, frozen=True, cache_hash=True):
         numbers: how entries are read, one of :data:`NUMBERS`.
         padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
             tensors that only have padding, and whose stored zeros are the value 0; 0 if there are none.
-        prefix: beginning of the name of the stored tensor, which that of the logical matrix does not have.
+        prefix: beginning of the name of the stored tensor, which the name of the logical matrix does not have.
     """
 
     suffix: str
@@ -139,7 +139,7 @@ class Grid(Data, frozen=True, cache_hash=True):
     def _index_edits(self, entries: Sequence[IntervalOrPadding]) -> tuple[int, ...]:
         """The numbers to subtract from the indices of groups on a rank, so that its groups are counted from 0.
 
-        The indices of padding are zeros in the full tensor, and those of its groups on the rank.
+        Elements of padding have index 0 in the full tensor, and the index of their group on the rank.
         """
         if not entries:
             return (0,)

@@ -1,6 +1,6 @@
 """Config of a padded checkpoint: head counts and widths of the padded tensors.
 
-Padding that a config cannot express, such as that of a norm over all heads, is refused, as other programs know the
+Padding that a config cannot express, such as for a norm over all heads, is refused: other programs know the
 config only.
 """
 

@@ -169,7 +169,7 @@ def _widths_as_heads(
 
 @lru_cache(maxsize=1024)
 def padding_of(model_rules: "ModelRules", rule: Rule, unit: str | None) -> UnitPadding:
-    """The padding of a unit of a rule; for None that of elements, which modules with heads do not allow."""
+    """The padding of a unit of a rule; for None the padding of elements, which modules with heads do not allow."""
     if unit is not None:
         return unit_paddings(model_rules)[unit]
     by_module, paddings = _units_by_module(model_rules), unit_paddings(model_rules)

@@ -37,8 +37,8 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
     """The division of one dim of a tensor over ranks.
 
     A rank's shard is the concatenation of its intervals and padding along ``dim``. The intervals of a rank are
-    ascending and do not overlap; those of all ranks together cover the dim. Intervals of different ranks may overlap:
-    these elements are replicated.
+    ascending and do not overlap; the intervals of all ranks together cover the dim. Intervals of different ranks
+    may overlap: these elements are replicated.
 
     Attributes:
         dim: the sharded dim, from 0; None if the tensor is replicated.

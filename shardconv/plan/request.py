@@ -1,6 +1,6 @@
 """Plan requests: the options of a user, and the rules that follow from them.
 
-The rules are those of a family named by the user, else of the config's ``model_type``, else of the names of tensors.
+The rules are from a family named by the user, else of the config's ``model_type``, else of the names of tensors.
 Without a config, head sizes are inferred from shapes.
 """
 
@@ -36,7 +36,7 @@ class PlanRequest(Data, frozen=True):
     """The options of a plan. The manifest stores them for resharding.
 
     Attributes:
-        family: the family to use instead of that of the config's ``model_type``.
+        family: the family to use instead of the one for the config's ``model_type``.
         plan_file: name and text of a plan file, whose rules are tried before the family's.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
@@ -258,7 +258,7 @@ def _check_read(user: Family, family: Family) -> None:
 
 
 def _replacements(plan_file: str, replaced: Mapping[str, tuple[str, str]]) -> str:
-    """The sentence about tensors whose style in a plan file differs from that of the family."""
+    """The sentence about tensors whose style in a plan file differs from the family's."""
     shown = [f"{name} ({new} instead of {old})" for name, (new, old) in list(replaced.items())[:3]]
     more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
     return f"{plan_file} replaces rules of the family for {len(replaced)} tensors: {', '.join(shown)}{more}"

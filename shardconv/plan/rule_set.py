@@ -1,6 +1,6 @@
 """Rule set: all rules of one model and its submodels, with the config fields that they read.
 
-The tensors of a submodel have a common prefix, and its config is nested in that of the model.
+The tensors of a submodel have a common prefix, and its config is nested in the model's.
 
 A rule set from a manifest gives the same plans as when it was written, whichever families are installed.
 """
@@ -36,7 +36,7 @@ class RuleSet(Data, frozen=True, eq=False):
 
     Attributes:
         family: name of the family whose rules are used.
-        models: the rules of the model, followed by those of each submodel.
+        models: the rules of the model, followed by the rules of each submodel.
         experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
         uncertain: why the head size is assumed; "" if it is known. If it is assumed, boundaries
             have to be valid for smaller head sizes, too.
@@ -138,7 +138,7 @@ class RuleSet(Data, frozen=True, eq=False):
         return replace(self, models=tuple(map(_stored, self.models)))
 
     def check(self) -> None:
-        """Check the units of a rule set from a manifest, as those of a family are checked when it is loaded.
+        """Check the units of a rule set from a manifest, as the units of a family are checked when it is loaded.
 
         Raises:
             PlanError: if a rule names a unit that does not exist.
@@ -188,7 +188,7 @@ def rules_for(
 def model_rules_of(
     family: Family, config: Mapping[str, object] | None, at: str = "", depth: int = 0
 ) -> Iterator[ModelRules]:
-    """The rules of a model, followed by those of its submodels.
+    """The rules of a model, followed by the rules of its submodels.
 
     Raises:
         PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.

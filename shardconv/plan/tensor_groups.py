@@ -96,7 +96,7 @@ def with_rules(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> dict[str,
 
 
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
-    """The rules that apply, each with those of its model, and the matcher that returns a tensor's index among them."""
+    """Pairs of a rule that applies and the rules of its model, and the matcher that returns a tensor's index in them."""
     ruled = [(rule, model_rules) for model_rules in rules.models for rule in model_rules.rules()]
     patterns = [(f"{model_rules.at}.{rule.pattern}", model_rules.regex(rule.pattern)) for rule, model_rules in ruled]
     return ruled, Matcher(patterns)
@@ -122,7 +122,7 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
 def _match_of_matrix(
     name: str, grid: Grid, own_match: PatternMatch | None, matcher: Matcher, ruled: Sequence[tuple[Rule, ModelRules]]
 ) -> PatternMatch | None:
-    """The match of a tensor of a quantized layer, which is that of its logical matrix."""
+    """The match of a tensor of a quantized layer: the match of its logical matrix."""
     matrix = grid.logical_name(name)
     match = matcher.match(matrix)
     if own_match is not None and match is not None and own_match.pattern_index != match.pattern_index:

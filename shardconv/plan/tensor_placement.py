@@ -92,12 +92,12 @@ class TensorGroup:
 
     @property
     def matrix(self) -> str:
-        """The name of the tensor that the rule is for: of a quantized tensor, that of its logical matrix."""
+        """The name that the rule is for: of the tensor, or of the logical matrix of a quantized tensor."""
         return self.name if self.spec.grid is None else self.spec.grid.logical_name(self.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the rule reads: of a quantized tensor, that of its logical matrix."""
+        """The shape that the rule reads: of the tensor, or of the logical matrix of a quantized tensor."""
         return self.spec.shape if self.spec.grid is None else self.spec.grid.shape
 
     @property

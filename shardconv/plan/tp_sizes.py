@@ -25,8 +25,8 @@ class PlacedTensors(NamedTuple):
     """Tensors of one dtype, shape and placement.
 
     Attributes:
-        placement: of each tensor.
-        spec: of each tensor.
+        placement: placement of each tensor.
+        spec: dtype and shape of each tensor.
         number: number of tensors.
     """
 
@@ -116,8 +116,8 @@ class TpSizes:
     Attributes:
         supported: sizes that are supported without padding, ascending.
         blocked: the other sizes of :data:`CANDIDATE_TPS`, with the reason.
-        padded: those of ``blocked`` that are supported with padding.
-        rank_bytes: for each supported size the bytes of the tensors of the rank that has most.
+        padded: the sizes in ``blocked`` that are supported with padding.
+        rank_bytes: for each supported size, the largest number of bytes that a rank has.
     """
 
     supported: tuple[int, ...]

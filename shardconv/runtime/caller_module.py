@@ -63,9 +63,9 @@ def build_by_caller(
 
 
 def _fill(model: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Replace tensors on the meta device that are not stored by those of modules that are built on the CPU.
+    """Replace tensors on the meta device that are not stored: build their modules on the CPU, and use their tensors.
 
-    A value that depends on the state of a random generator stays on the meta device: it is not that of the checkpoint.
+    A value that depends on the state of a random generator stays on the meta device: the checkpoint had another one.
     """
     first, second = ({name: tensor for name, _, tensor in _computed(_build_on_cpu(make, seed))} for seed in (0, 1))
     modules = dict(model.named_modules())

@@ -49,8 +49,8 @@ def dequantize(stored: Sequence[Stored], shape: Sequence[int], dtype: torch.dtyp
 
     Args:
         stored: the tensors that store it, full or of one rank.
-        shape: of the result.
-        dtype: of the result.
+        shape: shape of the result.
+        dtype: dtype of the result.
 
     Returns:
         (values - zero point) * (scale * factor / divisor), computed in float32.
@@ -102,7 +102,7 @@ def _expanded(stored: Stored, shape: Sequence[int], groups: Tensor | None) -> Te
 
     Args:
         stored: the tensor.
-        shape: of the weight.
+        shape: shape of the weight.
         groups: the group of each input feature, where groups are not consecutive.
 
     Returns:

@@ -191,7 +191,7 @@ class _MetaFunctions(TorchFunctionMode):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    """Allocate what fused attention does: its output, and a number per row. torch allocates all scores on meta.
+    """Allocate the tensors of fused attention: its output, and a number per row. torch allocates all scores on meta.
 
     Args:
         query: [batch, heads, tokens, head_dim].

@@ -1,6 +1,6 @@
 """Estimates of memory per rank and communication cost of a checkpoint, for several tp sizes.
 
-Owns how the figures are obtained. Bytes of weights are those of the plan, by the headers; all else is counted in a dry
+Owns how the figures are obtained. Bytes of weights follow from the plan and the headers; all else is counted in a dry
 run of the converted model, without values, other processes or a GPU. What cannot be counted is left out, with a reason.
 """
 
@@ -67,7 +67,7 @@ def estimate_cost(
             to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
-        link: the link between the ranks; by default that of :class:`~shardconv.tensor.cost.Link`.
+        link: the link between the ranks; by default the default of :class:`~shardconv.tensor.cost.Link`.
         progress: called with the number of tp sizes that are done, and with the number of all.
         options: see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 
@@ -176,7 +176,7 @@ def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, 
 
 
 def _unquantized(config: Mapping[str, object]) -> dict[str, object]:
-    """The config, and those of its submodels, without quantization settings."""
+    """The config, and the configs of its submodels, without quantization settings."""
     return {
         key: _unquantized(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -1,6 +1,6 @@
 """Load checkpoints: each rank builds the model on the meta device, converts it, and loads its own shards.
 
-Owns the order of these steps. The model class is that of transformers, as is the mapping of names on disk to names in
+Owns the order of these steps. The model class is from transformers, as is the mapping of names on disk to names in
 memory; the conversion takes place after the model is built and before its tensors are loaded.
 """
 
@@ -76,7 +76,7 @@ def load(
         group: the ranks; by default the current tensor axis, else all processes.
         verify: check the rank's file against its checksums while it is read. Without it, damaged or exchanged files are
             loaded as they are. A source does not have checksums.
-        dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default that of the config.
+        dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default the config's dtype.
             They need memory on a CPU, too. Activations and KV caches are not quantized. Without it, quantized layers
             need a ``model`` that has the stored tensors.
         adapter: a split LoRA adapter to apply: its folder, or its name among the adapters of the split checkpoint.
@@ -170,7 +170,7 @@ class _Loading:
         plan: its plan.
         axis: the ranks.
         device: the device of this rank.
-        dtype: of floating-point values; None as they are stored.
+        dtype: dtype of floating-point values; None as they are stored.
         dequantizer: of the rank; None if nothing is dequantized.
         adapter: the shards of the adapter; None without one.
     """
@@ -187,7 +187,7 @@ class _Loading:
         """The steps whose progress is reported, each as an equal part of the whole.
 
         Args:
-            progress: of :func:`load`.
+            progress: ``progress`` of :func:`load`.
             verify: whether the rank's file is verified. Otherwise it is mapped, and only a source is read.
         """
         if progress is None:

@@ -1,6 +1,6 @@
 """Adapters in memory: the shards of a split adapter on this rank, and the layers that compute with them.
 
-Owns how tensors of an adapter find their place in a loaded model. The layers are those of ``shardconv.layers``.
+Owns how tensors of an adapter find their place in a loaded model. The layers are in ``shardconv.layers``.
 """
 
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ class RankAdapter:
         return cls(adapter, AdapterTensors.of_names(shards), shards)
 
     def replace(self, tensors: dict[str, Tensor], rules: RuleSet) -> dict[str, Tensor]:
-        """Replace tensors of the base model by those of the adapter, in their dtype.
+        """Replace tensors of the base model by the adapter's, in the dtype of the base model's.
 
         Args:
             tensors: name on disk to shard, of the base model.
-            rules: of the base model.
+            rules: rules of the base model.
 
         Raises:
             RunError: if the base model does not have one, or its shard has another shape.
@@ -114,7 +114,7 @@ class RankAdapter:
         return made
 
     def _set(self, layer: LoRALayer, parameter: str, name: str) -> None:
-        """Set a parameter of an adapted layer, whose placement must be that of the shard."""
+        """Set a parameter of an adapted layer, whose placement must equal the shard's."""
         stored = self.adapter.manifest.plan.placement(name)
         expected = layer.placements.get(parameter) or Placement.replicated(layer.axis.size)
         shard, shape = self.shards[name], layer.own_tensor(parameter).shape

@@ -1,4 +1,4 @@
-"""The tensors of a rank in memory: from the bytes that its reader returns, and those of quantized layers dequantized.
+"""The tensors of a rank in memory, from the bytes that its reader returns. Quantized layers can be dequantized.
 
 The model that is loaded from quantized layers is the unquantized one: neither activations nor KV caches are quantized.
 """
@@ -33,7 +33,7 @@ def read_tensors(reader: RankReader, progress: Progress | None = None) -> dict[s
     """Read all tensors of a rank, and close its reader.
 
     Args:
-        reader: of the rank.
+        reader: reader of the rank's file.
         progress: called with the number of read bytes and the total.
 
     Returns:
@@ -83,7 +83,7 @@ class Dequantizer:
     Attributes:
         specs: the tensors of the source.
         weights: dtype and shape of each tensor after it is dequantized.
-        dtype: of dequantized weights.
+        dtype: dtype of dequantized weights.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -96,7 +96,7 @@ class Dequantizer:
 
         Args:
             specs: the tensors of the source, with grids.
-            dtype: of dequantized weights.
+            dtype: dtype of dequantized weights.
 
         Raises:
             RunError: if weights do not have this dtype, or a format cannot be dequantized.
@@ -121,11 +121,11 @@ class Dequantizer:
         """Create the dequantizer of a rank's file.
 
         Args:
-            manifest: of the split checkpoint.
-            folder: of the split checkpoint, for messages.
-            plan: of the weights.
+            manifest: manifest of the split checkpoint.
+            folder: folder of the split checkpoint, for messages.
+            plan: plan of the weights.
             rank: the rank.
-            dtype: of dequantized weights; None for that of the config.
+            dtype: dtype of dequantized weights; None for the config's dtype.
 
         Raises:
             RunError: if the checkpoint does not have quantized layers.
@@ -166,7 +166,7 @@ class Dequantizer:
 
 
 def require_quantized(manifest: Manifest, folder: AnyPath) -> dict[str, TensorSpec]:
-    """The source tensors of a split checkpoint, some of which are those of quantized layers.
+    """The source tensors of a split checkpoint, some of which belong to quantized layers.
 
     Raises:
         RunError: if the checkpoint does not have quantized layers.
@@ -196,7 +196,7 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
 
 
 def _weight_dtype(config: Mapping[str, object] | None, specs: Mapping[str, TensorSpec]) -> torch.dtype:
-    """The dtype of dequantized weights: that of the config, else that of most bytes of unquantized tensors.
+    """The dtype of dequantized weights: the config's, else the dtype of most bytes of unquantized tensors.
 
     It is the same on all ranks.
     """

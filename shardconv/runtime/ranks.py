@@ -34,7 +34,7 @@ def connect_ranks(
 
     Args:
         find: opens it.
-        device: of this rank; None for the default.
+        device: device of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
 
     Raises:
@@ -156,7 +156,7 @@ def find_model_class(checkpoint: Loadable, *, is_trusted: bool) -> ModelClass:
 
     Args:
         checkpoint: the checkpoint.
-        is_trusted: whether code in its folder may be run; with another config than that of the folder, it is not.
+        is_trusted: whether code in its folder may be run; it is not run with a config from elsewhere.
 
     Raises:
         RunError: as :func:`~shardconv.hf.classes.model_class`.

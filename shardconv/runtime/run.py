@@ -43,7 +43,7 @@ OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Outputs and figures of a run. Times are those of one rank.
+    """Outputs and figures of a run. Times are measured on one rank.
 
     Attributes:
         path: the checkpoint.
@@ -140,13 +140,13 @@ def run_rank(
 
     Args:
         path: the split checkpoint, or the source.
-        prompts: the prompts; those of the first rank are used on all ranks.
+        prompts: the prompts; all ranks use the prompts of the first rank.
         options: the options.
         write: called on the first rank with the text of a single prompt as it is generated.
         progress: opens a progress display of loading.
 
     Returns:
-        The report; times are those of this rank.
+        The report, with the times of this rank.
 
     Raises:
         RunError: if text needs a tokenizer that the checkpoint does not have, or the model does not support a prompt.

@@ -98,7 +98,7 @@ class SplitTeam(Team):
         return found
 
     def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """See :class:`Team`; ``ranks`` are those of the folder."""
+        """See :class:`Team`; ``ranks`` are the ranks of the folder."""
         return _share(ranks, self._members.index(self._rank), len(self._members))
 
     # --- one folder --------------------------------------------------------------------------------------------------

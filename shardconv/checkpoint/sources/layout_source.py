@@ -103,7 +103,7 @@ def open_layout(
 
 
 class _Read(NamedTuple):
-    """What the files have: full tensors, the config that fits them, what is missing, and what is assumed."""
+    """Contents of the files: full tensors, their config, the contents that are missing, and assumptions."""
 
     specs: dict[str, TensorSpec]
     stored: StoredTensors

@@ -162,7 +162,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     @property
     def shared(self) -> "Manifest":
-        """What folders with other ranks of the same split have in common; all of it in a folder with all ranks."""
+        """The part that is equal in all folders of the same split; all of it in a folder with all ranks."""
         return self if self.is_complete else replace(self, ranks=(), checksums=None, source_name="")
 
     @cached_property

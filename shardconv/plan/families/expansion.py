@@ -62,7 +62,7 @@ class _Expansion:
         find: returns the block of a name.
         config: defaults of config fields.
         units: name to unit.
-        rules: in the order in which they are tried.
+        rules: the rules, in the order in which they are tried.
         modules: module overrides.
         numbered: the units whose names have a number from the order of blocks.
         mount: the entry that is being expanded; "" if it is optional.

@@ -57,7 +57,7 @@ class Submodel(Data, frozen=True):
 
     Attributes:
         config: the config field that holds its config.
-        family: the family whose rules apply; "" for that of the ``model_type`` of its config.
+        family: the family whose rules apply; "" for the family of its config's ``model_type``.
         by_user: whether it is from a plan file; then the config has to have the field.
     """
 
@@ -73,16 +73,16 @@ class Family(Data, frozen=True):
     inherits nothing and does not have submodels.
 
     Attributes:
-        name: of the family, or of the file of the block without its ending.
+        name: name of the family, or of the block's file without its ending.
         model_types: the values of config.json's ``model_type`` that it serves.
         prefix: a prefix of patterns that names may lack, as in checkpoints of a base model; followed by prefixes that
             names may have instead.
         inherits: the family whose rules are tried after its own; "" for none.
         config: defaults of config fields: expressions, true or false.
         units: name to unit.
-        rules: in the order in which they are tried; the first whose pattern matches applies.
+        rules: rules in the order in which they are tried; the first whose pattern matches applies.
         modules: module overrides; all that match apply, where two set the same attribute, the last one.
-        submodels: of a composite model, prefix of the names of each submodel to the submodel.
+        submodels: prefix of the tensor names of each submodel of a composite model, to the submodel.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads; "" where it is.
@@ -110,7 +110,7 @@ class Family(Data, frozen=True):
             check_expression(expression)
 
     def with_base(self, base: "Family") -> "Family":
-        """Add the rules, units, defaults and submodels of ``base``; those of this family take precedence.
+        """Add the rules, units, defaults and submodels of ``base``, over which this family's take precedence.
 
         Raises:
             PlanError: if a rule names a unit that neither has.

@@ -42,7 +42,7 @@ class FamilyList:
 
 
 def list_families(word: str = "") -> FamilyList:
-    """The families with a name that contains a word, and those that serve a model type that contains it.
+    """List the families whose name, or the name of a model type that they serve, contains a word.
 
     Args:
         word: the word, in any case and with any separators; "" for all families.
@@ -61,7 +61,7 @@ def list_families(word: str = "") -> FamilyList:
 
 
 def _similar(unknown: str) -> str:
-    """Families for a name that is not one: that which serves a model type of this name, else the most similar ones."""
+    """Families for an unknown name: the family that serves a model type of this name, else the most similar ones."""
     of_type = _index().of_type
     if (family := of_type.get(unknown)) is not None:
         return f"{family}, which serves the model type {unknown}"
@@ -71,7 +71,7 @@ def _similar(unknown: str) -> str:
 def _nearest(unknown: str) -> tuple[str, ...]:
     """The names of families and model types that are most similar to an unknown one.
 
-    Those that begin with the same letters, the name of a series of models, come before all others: ``qwen2`` for
+    Names that begin with the same letters, the name of a series of models, come before all others: ``qwen2`` for
     ``qwen25``, and ``llama`` for ``LlamaForCausalLM``.
     """
     by_letters = {_squeeze(name): name for name in reversed([*family_names(), *_index().of_type])}
@@ -87,7 +87,7 @@ def _squeeze(name: str) -> str:
 
 
 def _share_stem(name: str, other: str) -> bool:
-    """Whether the letters at the beginning of one name are those of the other, or begin with them."""
+    """Whether two names begin with the same letters, or one with all leading letters of the other."""
     short, long = sorted((re.split("[^a-z]", text)[0] for text in (name, other)), key=len)
     return len(short) >= _MIN_STEM and long.startswith(short)
 
@@ -122,7 +122,7 @@ def expand_family(family: Family, base: Family) -> Family:
 
     Args:
         family: the family, whose rules are tried first.
-        base: the other family, as that from which it inherits.
+        base: the other family, such as the one that it inherits.
 
     Raises:
         PlanError: if a block does not exist or cannot be mounted, or if a unit would change the rules of ``base``

@@ -1,7 +1,7 @@
 """Rules of tensors and of modules whose names match a pattern.
 
 A rule of tensors has their style, and the units that boundaries respect. A rule of modules has attributes, inputs and
-collectives that differ from those of the unsharded model.
+collectives that differ from the unsharded model's.
 """
 
 import re

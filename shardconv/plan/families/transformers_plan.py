@@ -80,7 +80,7 @@ def _rule(name: str, style: str) -> Rule:
 
 
 def _config_texts(model_type: str) -> Iterator[str]:
-    """The sources of the files that mention the model type, among those of transformers' configs."""
+    """The sources of those files of transformers' configs that mention the model type."""
     spec = importlib.util.find_spec("transformers")  # does not import it
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(folder, "models").glob("*/configuration_*.py")):
