@@ -1,1 +1,1 @@
-"""Commands of the command line that are more than a few lines, and what commands have in common."""
+"""The commands of the command line, and the options and reports that they share."""

@@ -1,4 +1,4 @@
-"""The form of a command: its options are data, which ``--help`` lists under headings, and it gets a console.
+"""Commands with a console, whose options are data. ``--help`` lists the options under headings.
 
 The ``params`` of a command are options of ``options.py`` and its own, which ``--help`` shows in this order.
 """
@@ -52,7 +52,7 @@ def chosen(values: dict[str, Any], options: Iterable[click.Parameter]) -> dict[s
 
 
 def _nearest(option: str, options: Iterable[str]) -> list[str]:
-    """The options that a user may have meant: those that begin with the text, else the most similar one."""
+    """The options that a user may have meant: all that begin with the text, else the most similar one."""
     known = sorted(name for name in options if name.startswith("--"))
     begun = [name for name in known if name.startswith(option)]
     return begun[:_MAX_PROPOSED] or get_close_matches(option, known, n=1, cutoff=_SIMILAR)

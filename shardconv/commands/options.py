@@ -61,7 +61,7 @@ class _Family(click.types.StringParamType):
 
 
 class Number(click.ParamType[float]):
-    """A number in a range, which no NaN is in.
+    """A number in a range. NaN is in no range.
 
     Args:
         kind: int or float.

@@ -51,7 +51,7 @@ _VERIFY = "Compare each rank file with its checksums. [default: on]"
 
 
 class _OneFolder(Command):
-    """A command whose error for a second folder says what to do with ranks in several."""
+    """A command whose error for a second folder has the remedy for ranks in several folders."""
 
     def extra_remedy(self, options: Collection[str]) -> str:
         """See :class:`Command`."""

@@ -1,4 +1,4 @@
-"""Plans: which tensor of a checkpoint is sharded along which dim, as plain data and pure functions."""
+"""Plans: the sharded dim of every tensor of a checkpoint, as plain data and pure functions."""
 
 import sys
 from types import ModuleType

@@ -101,7 +101,7 @@ _PADDED = (1, 1)
 
 
 def _suffix(name: str) -> str:
-    """The end of the name that says what the tensor is; "" for a tensor that replaces one of the base."""
+    """The end of the name, which identifies the use of the tensor; "" for a tensor that replaces one of the base."""
     return next((suffix for suffix in (*_LINEAR_SUFFIXES, *_EMBEDDING_SUFFIXES) if name.endswith(suffix)), "")
 
 

@@ -263,7 +263,7 @@ def _count_and_size(name: str, model_rules: "ModelRules") -> tuple[int, int]:
 
 
 def _heads(linked: _LinkedUnits, model_rules: "ModelRules") -> tuple[Heads | None, str]:
-    """The heads of linked units, None without KV heads; and the reason for which the units are not padded, or ""."""
+    """The heads of linked units, None without KV heads; and the reason why the units are not padded, or ""."""
     units = model_rules.family.units
     outer = linked.names - linked.of_group
     has_kv = bool(linked.groups) or any(units[name].replicate for name in outer)

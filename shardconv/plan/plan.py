@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
 
 
 def logical_tensors(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of the same model without quantization: each logical matrix in place of those that store it."""
+    """The tensors of the same model without quantization: each logical matrix in place of the tensors that store it."""
     found: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():
         if spec.grid is None:
@@ -138,7 +138,7 @@ class Plan(Data, frozen=True, dict=True):
         return replace(self, rules=self.rules.stored())
 
     def __repr__(self) -> str:
-        """Without the tensors, which are many."""
+        """A short form without the many tensors."""
         return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.index_of)} tensors)"
 
     @cached_property

@@ -40,7 +40,7 @@ _INTEGERS = re.compile(r"[IU]\d+")
 
 
 def check_quantization(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> None:
-    """Refuse quantized tensors without a grid, as no quantization settings describe them.
+    """Refuse quantized tensors without a grid: no quantization settings describe them.
 
     Args:
         tensors: name to dtype, shape and grid.

@@ -241,7 +241,7 @@ def _how_to_compare(config: Mapping[str, object]) -> str:
 
 
 def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) -> Family:
-    """The family with the rules of the plan file and of ``--replicate``, which are tried first."""
+    """The family, after the rules of the plan file and of ``--replicate``."""
     family = base
     if user is not None:
         family = expand_family(replace(user, name=base.name), base)

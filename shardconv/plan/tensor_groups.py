@@ -96,7 +96,7 @@ def with_rules(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> dict[str,
 
 
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
-    """Pairs of a rule that applies and the rules of its model, and the matcher that returns a tensor's index in them."""
+    """Pairs of an applicable rule and the rules of its model, and the matcher that returns a tensor's index in them."""
     ruled = [(rule, model_rules) for model_rules in rules.models for rule in model_rules.rules()]
     patterns = [(f"{model_rules.at}.{rule.pattern}", model_rules.regex(rule.pattern)) for rule, model_rules in ruled]
     return ruled, Matcher(patterns)

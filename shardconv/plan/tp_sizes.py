@@ -126,7 +126,7 @@ class TpSizes:
     rank_bytes: tuple[int, ...] = ()
 
     def usable(self, *, pad: bool) -> tuple[int, ...]:
-        """The supported sizes, ascending; with ``pad``, including those that need padding."""
+        """The supported sizes, ascending; with ``pad``, including sizes that need padding."""
         return tuple(sorted({*self.supported, *(size.tp for size in self.padded if pad)}))
 
 

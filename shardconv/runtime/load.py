@@ -60,8 +60,8 @@ def load(
     """Load a split checkpoint or a source; each rank calls this, and reads its own shards only.
 
     Initializes torch.distributed under ``torchrun``, with one rank per process. Files are mapped into memory and must
-    not be changed meanwhile. On a CPU the values are views of them, except for shards of a source that are not one
-    range of its file, such as those of row parallel weights.
+    not be changed meanwhile. On a CPU the values are views of the files. Shards of a source that are not one range of
+    its file, such as shards of row parallel weights, are copies.
 
     Args:
         path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder; or the

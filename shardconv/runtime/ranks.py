@@ -33,7 +33,7 @@ def connect_ranks(
     """Open a checkpoint, and check that all ranks have the same one, kind of device and package versions.
 
     Args:
-        find: opens it.
+        find: function that opens the checkpoint.
         device: device of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
 

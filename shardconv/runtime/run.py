@@ -89,7 +89,7 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
     """Check everything that can be checked before processes are started and tensors are read.
 
     Args:
-        checkpoint: what is run.
+        checkpoint: the checkpoint to run.
         prompts: the prompts.
         options: the options.
         rank: the rank of this process; None to check the files of all ranks.
