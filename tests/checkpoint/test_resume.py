@@ -468,14 +468,23 @@ def test_staged_file_of_another_size_or_missing(job, target, size):
     resume(job, target)
 
 
+DEEP = b'{"x":' * 10**5
+#: What is wrong with a record to its change.
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a key changed": lambda line: line.replace(b"stripe", b"strike"),
+    "not UTF-8": lambda line: line.replace(b'":"', b'":"\xff\xfe'),
+    "nested deeply": lambda line: line[:-1] + b"," + DEEP[1:],
+}
+
+
 @OF_SPLIT
-@pytest.mark.parametrize("damage", ["a byte torn", "30 bytes torn", "a key changed"])
+@pytest.mark.parametrize("damage", ["a byte torn", "30 bytes torn", *DAMAGE])
 def test_damaged_last_record(job, target, damage):
     """Its stripe is copied again, and records that are written after it can be read."""
     interrupt(job, target, 3)
     path, before = journal_of(target), recorded(target)
-    if damage == "a key changed":
-        change_line(path, 4, lambda line: line.replace(b"stripe", b"strike"))
+    if damage in DAMAGE:
+        change_line(path, 4, DAMAGE[damage])
     else:
         os.truncate(path, path.stat().st_size - int(damage.split()[0].replace("a", "1")))
     interrupt(job, target, 6)
@@ -496,7 +505,7 @@ def change_line(path: Path, number: int, change: Callable[[bytes], bytes]) -> No
     ("line", "text", "message"),
     [
         (0, b"shardconv journal 2", "has another format (got b'shardconv journal 2', expected 'shardconv journal 1')"),
-        (1, b"0 {}", "the journal of the interrupted run is damaged"),
+        *((1, text, "the journal of the interrupted run is damaged") for text in (b"0 {}", b'{"\xff\xfe":0}', DEEP)),
     ],
 )
 def test_journal_that_cannot_be_read(job, target, line, text, message):
@@ -655,11 +664,13 @@ def test_rate_is_that_of_the_bytes_that_are_copied(made, others, target, monkeyp
     assert rest == whole - kept
 
 
-def test_changed_settings_of_an_adapter_that_is_merged(others, tmp_path, target):
+def test_changed_files_of_an_adapter_that_is_merged(others, tmp_path, target):
     adapter = shutil.copytree(others / "adapter", tmp_path / "adapter")
     arguments = ["split", str(others / "even"), "--tp", "2", "--adapter", str(adapter), "--merge-adapter"]
     job = Job(arguments, shardconv.split, others / "even", {})
     interrupt(job, target, 4)
+    (adapter / "README.md").write_text("the result does not follow from it")
+    interrupt(job, target, 2)
     path = adapter / "adapter_config.json"
     path.write_text(path.read_text().replace("8", "9"))
     refused(job, target, f"{path} is not as in the interrupted run")

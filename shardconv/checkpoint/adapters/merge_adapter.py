@@ -20,6 +20,7 @@ from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_reader import StoredTensors
+from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
@@ -55,7 +56,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
     return planned._replace(
         source=merged,
         planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
-        paths=(*planned.paths, *adapter.source.paths, *adapter.source.auxiliary_files.values()),
+        paths=(*planned.paths, *adapter.source.paths, adapter.source.auxiliary_files[ADAPTER_CONFIG]),
     )
 
 

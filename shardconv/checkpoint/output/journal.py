@@ -23,6 +23,8 @@ from shardconv.support.errors import OutputError, option
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
 _START_OVER = f"remove {option(resume=True)} to start over"
+#: What the decoder raises for damaged lines.
+_DAMAGE = (DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class _Record(Struct):
@@ -84,12 +86,12 @@ class Journal:
             return  # nothing was copied yet
         try:
             job = json.decode(lines[1], type=dict)
-        except DecodeError as error:
+        except _DAMAGE as error:
             raise OutputError(f"{target}: the journal of the interrupted run is damaged: {_START_OVER}") from error
         if (text := difference(job, self._job)) is not None:
             raise OutputError(f"{target}: {text}: repeat its command with the same source, or {_START_OVER}")
         self._num_bytes = sum(len(line) + 1 for line in lines[:2])
-        with suppress(DecodeError):
+        with suppress(*_DAMAGE):
             for line in lines[2:]:
                 record = json.decode(line, type=_Record)
                 self._num_bytes += len(line) + 1
