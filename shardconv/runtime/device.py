@@ -32,8 +32,9 @@ def rank_device(device: Device) -> torch.device:
     """
     counts = device_types()
     requested = next(iter(counts)) if device is None else str(device)
+    kind, _, index = requested.partition(":")
     try:
-        kind, index = torch.device(requested).type, torch.device(requested).index
+        torch.device(kind)
     except RuntimeError as error:
         raise UsageError(
             f"device {requested!r} is unknown (expected cpu, cuda or xpu): use {option(device='cpu')}"
@@ -44,11 +45,11 @@ def rank_device(device: Device) -> torch.device:
         )
     count = counts[kind]
     found = counted(count, f"{kind} device")
-    if index is not None and index >= count:
+    if index and (not index.isdecimal() or int(index) >= count):
         raise UsageError(f"device {requested} does not exist (found {found}): use {option(device=kind)}")
     if kind not in dist.Backend.backend_capability["gloo"] and (ranks := local_ranks()) > count:
         raise UsageError(f"{ranks} ranks cannot share {found}: use {option(tp=count)}, or {option(device='cpu')}")
-    return local_device(kind) if index is None else torch.device(requested)
+    return torch.device(kind, int(index)) if index else local_device(kind)
 
 
 def check_room(

@@ -18,6 +18,8 @@ from shardconv.support.errors import RunError, UsageError, one_line
 
 #: The number of token ids of the default prompt of a comparison.
 _NUM_IDS = 16
+#: The most digits of a token id, so that it fits into int64.
+_MAX_DIGITS = 18
 
 
 class Codec:
@@ -102,11 +104,13 @@ def parse_ids(text: str) -> list[int]:
     """Parse token ids, separated by spaces or commas.
 
     Raises:
-        UsageError: if there are none, or the text has anything else.
+        UsageError: if there are none, the text has anything else, or a number does not fit into int64.
     """
     words = [word for word in re.split(r"[\s,]+", text) if word]
     if not words or not all(word.isdecimal() for word in words):
         raise UsageError(f'--token-ids: got {text!r}, expected numbers, as in --token-ids "1 2 3"')
+    if (longest := max(words, key=len))[_MAX_DIGITS:]:
+        raise UsageError(f"--token-ids: {longest:.40} is not in the vocabulary of any model: use smaller ones")
     return [int(word) for word in words]
 
 

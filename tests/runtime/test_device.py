@@ -111,7 +111,8 @@ def test_accelerator_is_probed_once(monkeypatch, found):
         ("cuda", 0, "", r"device '' is unknown"),
         ("mps", 1, "mps", r"device mps cannot be used here \(expected cpu\)"),
         ("cuda", 2, "cuda:2", r'device cuda:2 does not exist \(found 2 cuda devices\): use device="cuda"'),
-        ("xpu", 1, "xpu:-1", r"device 'xpu:-1' is unknown"),
+        ("xpu", 1, "xpu:-1", r"device xpu:-1 does not exist \(found 1 xpu device\)"),
+        ("cuda", 0, "cpu:x", r"device cpu:x does not exist \(found 1 cpu device\)"),
     ],
 )
 def test_devices_that_cannot_be_used(found, kind, count, requested, message):

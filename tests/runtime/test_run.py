@@ -467,6 +467,7 @@ def test_options_that_contradict_the_checkpoint(split, without_tokenizer, tmp_pa
         (["--prompt", " "], "no prompt given: pass "),
         (["--token-ids", "abc"], "--token-ids: got 'abc', expected numbers"),
         (["--token-ids", "5 six"], "--token-ids: got '5 six', expected numbers"),
+        (["--token-ids", "5 " + "9" * 5000], f"--token-ids: {'9' * 40} is not in the vocabulary of any model"),
         (["--chat", "--token-ids", "1"], "--token-ids replaces --chat"),
         (["--prompt", "caf\udce9"], "prompt 1 is not UTF-8: convert it"),
     ],
