@@ -7,6 +7,7 @@ import io
 import pickle
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -208,9 +209,20 @@ def change_shape(metadata) -> None:
     found.size = torch.Size([200, 64])
 
 
+def change_lengths(metadata, length) -> None:
+    for info in metadata.storage_data.values():
+        info.length = length
+
+
+def change_chunk(metadata) -> None:
+    metadata.state_dict_metadata["model.lm_head.weight"].chunks[0].sizes = torch.Size([1, 64])
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        *((partial(change_lengths, length=length), r"distcp: is truncated or damaged: ") for length in (0, 10**9)),
+        (change_chunk, r"lm_head\.weight is F32 \[\d+, 64\] \(expected F32 \[1, 64\]\): save"),
         (drop_chunk, r"q_proj\.weight cannot be merged"),
         (drop_chunks, r"\.metadata: lm_head\.weight does not have chunks"),
         (leave_folder, r"names the file '\.\./x'"),

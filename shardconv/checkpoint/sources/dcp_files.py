@@ -101,9 +101,10 @@ def _chunks(
     for (name, (offsets, sizes, file, *_)), info in zip(wanted, found, strict=True):
         spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tuple(named[name]["shape"])), []))
         if [*info.shape] != sizes or info.dtype != spec.dtype or info.strides is not None:
+            strides = "" if info.strides is None else f" with strides {list(info.strides)}"
             raise SourceError(
-                f"{paths[file]}: a chunk of {name} is {info.dtype} {list(info.shape)} with strides "
-                f"{list(info.strides or ())} (expected {spec.dtype} {sizes}, contiguous): save the checkpoint again"
+                f"{paths[file]}: a chunk of {name} is {info.dtype} {list(info.shape)}{strides} (expected {spec.dtype} "
+                f"{sizes}{', contiguous' if strides else ''}): save the checkpoint again"
             )
         chunks.append(StoredChunk(tuple(offsets), tuple(sizes), file_of[file], info.start))
     return tensors

@@ -446,6 +446,8 @@ def list_file(path: str) -> dict[str, object]:
 
 def list_chunk(path: str, start: int, size: int) -> dict[str, object]:
     """The tensor that was saved in a range of bytes of a file of torch.distributed.checkpoint; errors as above."""
+    if not 0 < size <= Path(path).stat().st_size - start:
+        raise RefusedError("is truncated or damaged", _DAMAGED)
     with Path(path).open("rb") as file, Window(file.fileno(), start + size, access=mmap.ACCESS_READ) as window:
         loaded, positions = read_zip(window)
     if not isinstance(loaded, Tensor):
