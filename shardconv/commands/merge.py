@@ -40,6 +40,6 @@ def merge(console: Console, src: tuple[SourcePath, ...], output: SourcePath | No
         "; ".join(report.derived) or origin,
         options,
         num_bytes=report.num_bytes,
+        is_warning=report.is_identical is None,
         lines=[*adapter_notes(report.adapters), *report.notes],
-        quiet_warnings=[f"{report.path}: {origin}"] if report.is_identical is None else [],
     )

@@ -52,6 +52,7 @@ def show_written(
     *,
     num_bytes: int,
     copied_bytes: int | None = None,
+    is_warning: bool = False,
     lines: Sequence[str] = (),
     quiet_warnings: Sequence[str] = (),
 ) -> None:
@@ -64,13 +65,15 @@ def show_written(
         options: options of the command.
         num_bytes: bytes of the tensors.
         copied_bytes: bytes that this run copied and an interrupted run had written; all bytes by default.
+        is_warning: whether the first line is a warning.
         lines: further lines.
         quiet_warnings: the warnings among them.
     """
     copied = max((num_bytes if copied_bytes is None else copied_bytes) - report.resumed_bytes, 0)
     effect = "would be written" if report.dry_run else rate(copied, report.seconds)
     first = f"{report.path}: {report.num_tensors} tensors, {size(num_bytes)}, {what}; {effect}"
-    console.report(report, [first, *lines, *_closing_lines(report, options)], quiet_warnings=quiet_warnings)
+    warnings = [*([first] if is_warning else []), *quiet_warnings]
+    console.report(report, [first, *lines, *_closing_lines(report, options)], quiet_warnings=warnings)
 
 
 def _closing_lines(report: "WriteReport", options: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from shardconv.support.errors import IntegrityError, PlanError, SourceError, Spl
 from tests.support.checkpoints import contents, write_index
 from tests.support.command import call
 from tests.support.damage import flip
+from tests.support.manifests import change_manifest
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, MOE, Model, read
 
@@ -158,18 +160,30 @@ def test_pad_refuses_a_padded_checkpoint(padded, tmp_path):
         shardconv.pad(padded, tmp_path / "twice", tp=5)
 
 
+NAME, AGAIN = "shardconv-padding.json", ": copy it again, or run shardconv pad again$"
+change_padding = partial(change_manifest, name=NAME)
+
+
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "message"),
     [
-        (lambda folder: flip(folder / "a-1.safetensors"), IntegrityError),
-        (lambda folder: os.truncate(folder / "shardconv-padding.json", 1000), SplitCheckpointError),
-        (lambda folder: (folder / "shardconv-padding.json").unlink(), SplitCheckpointError),
+        (lambda folder: flip(folder / "a-1.safetensors"), IntegrityError, "bytes of"),
+        (lambda folder: os.truncate(folder / NAME, 1000), SplitCheckpointError, rf"is truncated or damaged .*{AGAIN}"),
+        (lambda folder: (folder / NAME).unlink(), SplitCheckpointError, "is not a padded checkpoint"),
+        (
+            lambda folder: change_padding(folder, lambda data: data.update(format_version=2)), SplitCheckpointError,
+            r"is too new \(got 2, expected at most 1\): update shardconv$",
+        ),
+        (
+            lambda folder: change_padding(folder, lambda data: data["auxiliary_files"].update({NAME: "0" * 32})),
+            SplitCheckpointError, f"two of its files have the same name{AGAIN}",
+        ),
     ],
-    ids=["flipped bit", "truncated manifest", "no manifest"],
-)
-def test_unpad_refuses_a_changed_checkpoint(padded, tmp_path, change, error):
+    ids=["flipped bit", "truncated manifest", "no manifest", "newer manifest", "a file of the manifest's name"],
+)  # fmt: skip
+def test_unpad_refuses_a_changed_checkpoint(padded, tmp_path, change, error, message):
     change(padded)
-    with pytest.raises(error, match=r"bytes of|cannot be used: .*: run shardconv pad again|is not a padded checkpoint"):
+    with pytest.raises(error, match=message):
         shardconv.unpad(padded, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 

@@ -8,9 +8,11 @@ from typing import Any
 import xxhash
 
 
-def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True) -> None:
+def change_manifest(
+    folder: Path, change: Callable[[dict[str, Any]], object], *, sign: bool = True, name: str = "shardconv.json"
+) -> None:
     """Change the manifest and, as an attacker would, update its checksum."""
-    path = folder / "shardconv.json"
+    path = folder / name
     data = json.loads(path.read_text())
     change(data)
     if sign:

@@ -26,7 +26,12 @@ from shardconv.support.structs import located
 
 _MAX_BYTES = 2**30
 _MIN_STRIPE_BYTES = 2**12
-_FORMAT_VERSION = Manifest.__struct_config__.tag
+_FORMAT_VERSION = int(Manifest.__struct_config__.tag or 0)
+#: What to do about a manifest that cannot be used, by its name.
+_REMEDIES = {
+    MANIFEST_NAME: "copy it again, or split the source again",
+    PADDING_NAME: "copy it again, or run shardconv pad again",
+}
 
 
 class _Version(Struct):
@@ -62,9 +67,8 @@ def read_manifest(folder: AnyPath, *, name: str = MANIFEST_NAME, remedy: str = "
     except OSError as error:
         raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ShardconvError, ValueError, RecursionError) as error:
-        reason = error.message if isinstance(error, ShardconvError) else error
-        again = ": run shardconv pad again" if name == PADDING_NAME else ""
-        raise SplitCheckpointError(f"{path}: cannot be used: {reason}{again}") from error
+        reason, *own = error.args if isinstance(error, ShardconvError) else (error,)
+        raise SplitCheckpointError(f"{path}: cannot be used: {reason}: {(own or [_REMEDIES[name]])[0]}") from error
     return manifest
 
 
@@ -136,6 +140,7 @@ def _unseal(text: bytes) -> Manifest:
 
     Raises:
         ValueError: if it is not a manifest of this version, or was changed after it was written.
+        SplitCheckpointError: if it is one of a later version.
         SourceError: if the header of a source file is not valid.
         PlanError: if the options of a plan contradict each other.
     """
@@ -167,12 +172,13 @@ def _check_version(text: bytes) -> None:
     except ValidationError as error:
         raise ValueError("it is not a manifest of shardconv") from error
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is truncated or damaged: copy it again, or split the source again ({error})") from error
-    if version != _FORMAT_VERSION:
-        raise ValueError(
-            f"its format version is not supported (got {version}, expected {_FORMAT_VERSION}): update shardconv, or "
-            f"split the source again"
+        raise ValueError(f"it is truncated or damaged ({error})") from error
+    if version > _FORMAT_VERSION:
+        raise SplitCheckpointError(
+            f"its format version is too new (got {version}, expected at most {_FORMAT_VERSION})", "update shardconv"
         )
+    if version != _FORMAT_VERSION:
+        raise ValueError(f"its format version is not supported (got {version}, expected {_FORMAT_VERSION})")
 
 
 def _header_text(header: object) -> str:
@@ -243,6 +249,6 @@ def _check_names(manifest: Manifest) -> None:
         if not all(is_portable_name(folder_or_file) for folder_or_file in name.split("/")):
             raise ValueError(f"{name!r:.100} is not a valid file name")
     auxiliary_files = manifest.auxiliary_files
-    for files in ([*names, *auxiliary_files], [MANIFEST_NAME, *rank_files, *auxiliary_files]):
+    for files in ([*names, *auxiliary_files], [manifest.file_name, *rank_files, *auxiliary_files]):
         if len({*files}) != len(files):
             raise ValueError("two of its files have the same name")
