@@ -116,13 +116,13 @@ def plan(
     flags, options = chosen(values, COST_OPTIONS), chosen(values, PLAN_OPTIONS)
     is_measured, is_cost = flags["measure_link"], flags["cost"]
     is_link = is_measured and not is_cost
+    if base is not None and (is_cost or check_model):
+        raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
     _check_options(src, families=families is not None, propose=propose, prove=prove, cost=is_cost, measure_link=is_link)
     if families is not None:
         _show_families(families, console)
         return
     page = HtmlFile.of(html, overwrite=overwrite, sources=(src, base))
-    if base is not None and check_model:
-        raise UsageError("--base plans an adapter, which is not a model of its own: remove it, and pass the base model")
     link = measured_link(console, is_reported=src is None) if is_measured else None
     if src is None or (is_measured and link is None):
         return

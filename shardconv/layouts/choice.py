@@ -242,9 +242,11 @@ class _Quantized:
         return tuple(
             replace(
                 tensor,
-                dim=_output_dim(tensors[tensor.members[0]].grid) if len(tensor.members) > max(tensor.stack, 1) else 0,
+                dim=_output_dim(tensors[tensor.members[0]].grid)
+                if len(tensor.members) > max(tensor.stack, 1)
+                else tensor.dim,
                 implied=(*tensor.implied, *(name for one in tensor.members for name in dropped.get(one, ()))),
-                is_vector=numbers >= {*tensor.members},
+                is_vector=tensor.is_vector or numbers >= {*tensor.members},
             )
             for tensor in (*changed, *(FileTensor(name, (name,)) for name in alone if name not in held))
         )

@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -503,7 +504,7 @@ def test_plans_of_adapters_with_other_options_are_refused(made, tmp_path):
     for words, text in (
         ((adapter,), "pass --base BASE to shardconv plan or split"),
         ((adapter, "--base", source, "--prove"), "--base does not apply to --prove"),
-        ((adapter, "--base", source, "--cost"), "--base does not apply to --cost"),
+        ((adapter, "--base", source, "--cost"), "--base plans an adapter, which is not a model of its own"),
         ((adapter, "--base", source, "--dtype", "bf16"), "--dtype converts models, not adapters"),
         ((adapter, "--base", source, "--pad"), "--pad is not supported for adapters"),
         ((tmp_path / "split", "--base", source), "which stores its plan: remove --base"),
@@ -621,6 +622,13 @@ REFUSED |= {
 def test_empty_settings_of_another_type_are_not_in_use(tmp_path, key, empty):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, key: empty}))
     assert read_settings(tmp_path / "adapter_config.json") == AdapterSettings(r=4)
+
+
+def test_tensors_of_the_same_name_in_model_and_adapter_are_refused(made):
+    source, adapter = (open_source(folder).stored for folder in made("llama"))
+    other = replace(adapter, shards={next(iter(source.shards)): next(iter(adapter.shards.values()))})
+    with pytest.raises(SourceError, match=r"both have a tensor \S+: rename it in one"):
+        source.joined(other)
 
 
 @pytest.mark.parametrize("options", [["--base"], ["--adapter"], ["--merge-adapter", "--adapter"]], ids=" ".join)

@@ -31,7 +31,7 @@ from shardconv.support.errors import (
     SplitCheckpointError,
     UsageError,
 )
-from tests.support.checkpoints import contents
+from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
 from tests.support.external import (
     Tensors,
@@ -355,6 +355,15 @@ def test_deepseeks_files_of_two_sizes_are_refused(deepseek, tmp_path):
     source = write_deepseek(tmp_path / "ranks", deepseek_ranks(read(deepseek), 2, LAYERS, EXPERTS))
     (source / "model0-mp4.safetensors").write_bytes((source / "model0-mp2.safetensors").read_bytes())
     with pytest.raises(SourceError, match="rank files of several checkpoints"):
+        open_source(source)
+
+
+def test_a_shard_that_ends_inside_of_a_byte_is_an_error(tmp_path):
+    source = write_deepseek(tmp_path / "ranks", [{}, {}])
+    entry = {"layers.0.attn.wo.weight": {"dtype": "F4", "shape": [2, 1], "data_offsets": [0, 1]}}
+    for path in source.glob("model*"):
+        path.write_bytes(safetensors_bytes(entry, b"\0"))
+    with pytest.raises(SourceError, match=r"wo\.weight cannot be merged: a shard begins or ends inside a byte"):
         open_source(source)
 
 

@@ -71,7 +71,10 @@ def read_full_tensors(
             raise SourceError(f"{folder}: two tensors are {source} (got {name} as the second, expected one)")
         full = _full_tensor(folder, name, related[name], held, config)
         spec = specs[source] = TensorSpec(held[0].spec.dtype, full.shape)
-        whole = unsharded(num_bytes(*spec[:2])) if len(held) == 1 else geometry(full.placement, *spec[:2])
+        try:
+            whole = unsharded(num_bytes(*spec[:2])) if len(held) == 1 else geometry(full.placement, *spec[:2])
+        except ValueError as error:
+            raise SourceError(f"{folder}: {name} cannot be merged: {error}: {_AGAIN}") from error
         stored = name if full.rotary_heads else source
         shards[stored] = Shards(whole, tuple(one.file for one in held), tuple(one.offset for one in held))
         if full.rotary_heads:

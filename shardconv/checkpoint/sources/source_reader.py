@@ -66,12 +66,25 @@ class StoredTensors:
         """The last transform of a tensor; None if it is stored under its name."""
         return next((layer[name] for layer in reversed(self.layers) if name in layer), None)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors that are stored or computed."""
+        return {*self.shards, *(name for layer in self.layers for name in layer)}
+
     def with_layer(self, transforms: Transforms) -> Self:
         """The tensors with another layer of transforms."""
         return replace(self, layers=(*self.layers, transforms)) if transforms else self
 
     def joined(self, other: "StoredTensors") -> Self:
-        """The tensors of both, whose names differ."""
+        """The tensors of both.
+
+        Raises:
+            SourceError: if they have a tensor of the same name, which would be read through the transforms of both.
+        """
+        if both := self.names & other.names:
+            raise SourceError(
+                f"{self.files[0].path} and {other.files[0].path} both have a tensor {min(both)}: rename it in one"
+            )
         moved = {
             name: shards._replace(files=tuple(file + len(self.files) for file in shards.files))
             for name, shards in other.shards.items()
