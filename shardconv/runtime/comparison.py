@@ -122,13 +122,16 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
     Raises:
         RunError: if PEFT is not installed, or does not load the adapter.
     """
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_kernel_warning)  # imported by PEFT
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # imported by PEFT
+    logger.addFilter(_is_no_kernel_warning)
     try:
         peft = import_module("peft")
     except ImportError as error:
         raise RunError(
             f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
         ) from error
+    finally:
+        logger.removeFilter(_is_no_kernel_warning)
     with temporary_folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
         merged = place / "adapter"
@@ -141,7 +144,7 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
 
 def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
     """Whether a record is not a warning of bitsandbytes on an optional kernel, which reads like a failed check."""
-    return not record.msg.startswith("Failed to load CPU gemm_4bit_forward")
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _dequantized(folder: AnyPath, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import make_plan, plan_source
-from shardconv.checkpoint.split import rank_reader
+from shardconv.checkpoint.split import loadable, rank_reader
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
 from shardconv.engines.weights import RankSource, open_rank, rank_weights
@@ -259,6 +259,11 @@ def test_another_tensor_parallel_size(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
     with pytest.raises(WorldSizeError, match=r"parallel size \(got 2, expected 4 of the engine\): .* --tp 4"):
         open_rank(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
+
+
+def test_a_source_is_opened_without_checksums_of_its_other_files(source, monkeypatch):
+    monkeypatch.setattr(loadable, "checksum_file", pytest.fail)
+    assert open_rank(source, tp=2, rank=0, engine="vllm", verify=False).reader.tensors
 
 
 def test_remedies(source, tmp_path):

@@ -7,18 +7,21 @@ import itertools
 import json
 import logging
 import shutil
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import shardconv
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import _verdict
-from shardconv.runtime.comparison import _is_no_kernel_warning
+from shardconv.runtime.comparison import _apply_adapter, _is_no_kernel_warning
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
-from shardconv.support.errors import ShardconvError
+from shardconv.support.errors import RunError, ShardconvError
 from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
 from tests.support.command import call
 from tests.support.matrix import cases
@@ -123,7 +126,15 @@ def test_only_the_kernel_warning_of_bitsandbytes_is_hidden(caplog):
     logger.addFilter(_is_no_kernel_warning)
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "No module named 'kernels'")
     logger.warning("another")
-    assert caplog.messages == ["another"]
+    logger.warning(ValueError("not a text"))
+    assert caplog.messages == ["another", "not a text"]
+
+
+def test_without_peft_the_check_names_it_and_leaves_no_filter(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(RunError, match="PEFT, which is not installed"):
+        _apply_adapter(nn.Linear(1, 1), Path("adapter"))
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").filters
 
 
 def check_refused(axis, folder, adapter, text):

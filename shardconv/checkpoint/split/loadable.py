@@ -32,7 +32,7 @@ class Loadable:
 
     Attributes:
         path: the split checkpoint, or the source as the user passed it.
-        manifest: of the split checkpoint; of a source, that of a split, with the checksums of auxiliary files only.
+        manifest: of the split checkpoint; of a source, that of a split, without checksums.
         source: the source; None for a split checkpoint.
     """
 
@@ -119,10 +119,15 @@ class Loadable:
             SourceError: if the source, or a remote file, cannot be read.
         """
         source, manifest = self.source, self.manifest
-        paths = manifest.rank_paths(self.path) if source is None else source.paths
+        if source is None:
+            shared, sample, paths = manifest.shared, None, tuple(manifest.rank_paths(self.path))
+        else:
+            checksums = {name: checksum_file(file) for name, file in source.auxiliary_files.items()}
+            shared = replace(manifest, auxiliary_files=checksums, source_name="")
+            sample, paths = sample_checksum(source), source.paths
         return {
-            "checkpoints": comparable(manifest.shared if source is None else replace(manifest, source_name="")),
-            "values of tensors": None if source is None else sample_checksum(source),
+            "checkpoints": comparable(shared),
+            "values of tensors": sample,
             REMOTE_VERSIONS: remote_versions(paths),
         }
 
@@ -150,9 +155,7 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
         return Loadable(path, manifest)
     source, _, request, planner, _ = plan_source(path, **options)
     plan = planner.plan(tp)
-    manifest = Manifest.of_source(source, plan, request, checksums=False)
-    checksums = {name: checksum_file(file) for name, file in source.auxiliary_files.items()}
-    return Loadable(path, manifest.written(None, checksums), source)
+    return Loadable(path, Manifest.of_source(source, plan, request, checksums=False), source)
 
 
 def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
