@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from shardconv.checkpoint.engine.layout import lay_out_ranks
+from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
@@ -32,3 +35,15 @@ def test_ranks_with_different_shapes():
     assert [size - len(head) for size, head in zip(layout.file_bytes, layout.prefixes, strict=True)] == [11, 27, 11]
     starts = [offset - len(head) for offset, head in zip(layout.shards[1].offsets, layout.prefixes, strict=True)]
     assert starts == [8, 24, 8]
+
+
+@pytest.mark.parametrize(
+    ("rank", "tp", "file", "count", "name"),
+    [
+        (3, 10, 0, 1, "rank-3-of-10.safetensors"),
+        (3, 11, 0, 1, "rank-03-of-11.safetensors"),
+        (100, 101, 2, 11, "rank-100-of-101-file-02-of-11.safetensors"),
+    ],
+)
+def test_names_sort_in_the_order_of_ranks(rank, tp, file, count, name):
+    assert NATIVE.rank_file(rank, tp, file, count) == name
