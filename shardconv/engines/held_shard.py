@@ -6,7 +6,7 @@ the sharded dim, and gathers the selected elements from the shard. Knows no oper
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -19,6 +19,20 @@ from shardconv.plan.placement import Interval, Placement
 CPU = torch.device("cpu")
 
 
+class HeldRun(NamedTuple):
+    """A range of the sharded dim that the rank holds.
+
+    Attributes:
+        start: its first index.
+        stop: the index after its last.
+        local: the index of the first in the shard.
+    """
+
+    start: int
+    stop: int
+    local: int
+
+
 @dataclass(frozen=True, eq=False)
 class HeldShard:
     """One rank's shard of a full tensor, read on first use.
@@ -27,7 +41,7 @@ class HeldShard:
         name: name of the tensor, for messages.
         shape: shape of the full tensor.
         dim: the dim that is sharded.
-        positions: [shape[dim]], the index in the shard of each index of that dim, -1 if this rank does not hold it.
+        runs: what the rank holds of that dim.
         read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], contiguous; called at most once.
         remedy: what to do if an element is used that this rank does not hold, for the message.
     """
@@ -35,9 +49,17 @@ class HeldShard:
     name: str
     shape: tuple[int, ...]
     dim: int
-    positions: Tensor
+    runs: tuple[HeldRun, ...]
     read: Callable[[], Tensor]
     remedy: str
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[shape[dim]], the index in the shard of each index of the sharded dim, -1 if this rank does not hold it."""
+        positions = torch.full((self.shape[self.dim],), -1, device=CPU)
+        for start, stop, local in self.runs:
+            positions[start:stop] = torch.arange(local, local + stop - start, device=CPU)
+        return positions
 
     @cached_property
     def rows(self) -> Tensor:
@@ -45,16 +67,54 @@ class HeldShard:
         before, after = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return self.read().view(prod(before), -1, prod(after))
 
+    def range_of(self, view: Tensor) -> Tensor | None:
+        """The elements of a view that is a range of the sharded dim, with all of the others, within one run.
 
-def positions_of(placement: Placement, rank: int) -> Tensor:
-    """Return the index in a rank's shard of each index of the sharded dim, -1 if not held: [placement.size]."""
-    positions = torch.full((placement.size,), -1, device=CPU)
-    local = 0
+        Args:
+            view: a view of a contiguous tensor of the full shape.
+
+        Returns:
+            [elements before the dim, size of the range, elements after it], a view of the shard; None for other views.
+        """
+        size = view.shape[self.dim] if view.dim() == len(self.shape) else 0
+        after = prod(self.shape[self.dim + 1 :])
+        start, within = divmod(int(view.storage_offset()), max(after, 1))
+        if within or view.shape != (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]):
+            return None
+        if view.stride() != _contiguous_strides(self.shape):
+            return None
+        found = (run for run in self.runs if run.start <= start and start + size <= run.stop)
+        run = next(found, None)
+        return None if run is None else self.rows.narrow(1, run.local + start - run.start, size)
+
+
+@lru_cache(maxsize=256)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(max(prod(shape[at + 1 :]), 1) for at in range(len(shape)))
+
+
+def runs_of(placement: Placement, rank: int) -> tuple[HeldRun, ...]:
+    """What a rank holds of the sharded dim of a placement."""
+    runs, local = [], 0
     for interval in placement.ranks[rank]:
         if isinstance(interval, Interval):  # else padding
-            positions[interval.start : interval.stop] = torch.arange(local, local + interval.size, device=CPU)
+            runs.append(HeldRun(interval.start, interval.stop, local))
         local += interval.size
-    return positions
+    return tuple(runs)
+
+
+def runs_at(positions: Tensor) -> tuple[HeldRun, ...]:
+    """The runs with these :attr:`HeldShard.positions`."""
+    held = (positions >= 0).nonzero().flatten()
+    local = positions[held]
+    ends = ((held.diff() != 1) | (local.diff() != 1)).nonzero().flatten().tolist()
+    starts = [0, *(end + 1 for end in ends)] if len(held) else []
+    stops = [*(end + 1 for end in ends), len(held)]
+    return tuple(
+        HeldRun(int(held[first]), int(held[stop - 1]) + 1, int(local[first]))
+        for first, stop in zip(starts, stops, strict=False)
+    )
 
 
 class ViewDim(NamedTuple):

@@ -6,6 +6,7 @@ them, and raises otherwise.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from torch._C import _disabled_torch_function_impl  # torch's documentation of s
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
-from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, select, span_of
+from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, runs_at, select, span_of
 from shardconv.support.errors import NotHeldError
 
 #: Positional and keyword arguments of an operation, of any type.
@@ -117,8 +118,7 @@ class RankTensor(Tensor):
             like = torch.empty((), dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
             return func(like, *args[1:], **kwargs)
         _refuse_writes(func, args, kwargs)
-        args, kwargs = tree_map_only(RankTensor, RankTensor.read, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*map(_read, args), **{name: _read(value) for name, value in kwargs.items()})
 
     def is_sharded_along(self, dim: int) -> bool:
         """Whether this is a full tensor, not a view of some of its elements, that is sharded along ``dim``."""
@@ -133,6 +133,8 @@ class RankTensor(Tensor):
         shard = self.shard
         if self.numel() == 0:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if (rows := shard.range_of(self._view)) is not None:  # of most weights
+            return rows.view(self.dtype).reshape(self.shape)
         selection = self._selection()
         positions = shard.positions[selection.indices]
         if (positions < 0).any():
@@ -163,6 +165,8 @@ class RankTensor(Tensor):
         views = func(self._view, *args, **kwargs)
         if isinstance(views, Tensor) and views.dtype.itemsize != self.dtype.itemsize:
             return func(self.read(), *args, **kwargs)
+        if isinstance(views, Tensor):
+            return RankTensor(self.shard, views, self.device)
         return tree_map_only(Tensor, lambda view: RankTensor(self.shard, view, self.device), views)
 
     def mapped(self, func: OpOverload, args: _Arguments, kwargs: _Options) -> Tensor:
@@ -184,10 +188,17 @@ class RankTensor(Tensor):
         new_positions = torch.full_like(positions, -1)
         new_positions[positions >= 0] = torch.arange(len(held_positions), device=CPU)
         shape = (*(dim.size for dim in before), len(positions), *(dim.size for dim in after))
-        result = HeldShard(shard.name, shape, len(before), new_positions, read, shard.remedy)
+        result = HeldShard(shard.name, shape, len(before), runs_at(new_positions), read, shard.remedy)
         device = torch.device(kwargs.get("device") or self.device)
         on_meta = {name: value for name, value in kwargs.items() if name != "device"}
         return RankTensor.of(result, func(self._view, *args, **on_meta).dtype, device).view(self.shape)
+
+
+def _read(value: object) -> object:
+    """An argument of an operation, with the elements of rank tensors read; lists of them are the only nested ones."""
+    if isinstance(value, RankTensor):
+        return value.read()
+    return [_read(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -209,7 +220,7 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat([shard.read() for shard in shards if (shard.positions >= 0).any()], dim)
 
     first = shards[0]
-    result = HeldShard(first.name, tuple(joined.shape), dim, torch.cat(positions), read, first.remedy)
+    result = HeldShard(first.name, tuple(joined.shape), dim, runs_at(torch.cat(positions)), read, first.remedy)
     return RankTensor.of(result, joined.dtype, copies[0].device)
 
 
@@ -223,14 +234,20 @@ def _is_elementwise(func: OpOverload, args: _Arguments, kwargs: _Options) -> boo
 
 def _refuse_writes(func: OpOverload, args: _Arguments, kwargs: _Options) -> None:
     """Raise TypeError if an operation writes into a rank tensor."""
-    passed = dict(zip((argument.name for argument in _declared_arguments(func)), args, strict=False)) | kwargs
-    for argument in _declared_arguments(func):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and tree_any(lambda value: isinstance(value, RankTensor), passed.get(argument.name)):
+    for at, name in _written_arguments(func):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        if tree_any(lambda leaf: isinstance(leaf, RankTensor), value):
             raise TypeError(
                 f"{func} writes into a rank tensor, which is read-only: select the elements of this rank by narrow, "
                 f"and write into a clone of them"
             )
+
+
+@lru_cache(maxsize=256)
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operation writes into."""
+    declared = enumerate(_declared_arguments(func))
+    return tuple((at, one.name) for at, one in declared if one.alias_info is not None and one.alias_info.is_write)
 
 
 def _declared_arguments(func: OpOverload) -> Sequence[torch.Argument]:
