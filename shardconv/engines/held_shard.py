@@ -95,7 +95,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def runs_of(placement: Placement, rank: int) -> tuple[HeldRun, ...]:
-    """What a rank holds of the sharded dim of a placement."""
+    """The ranges of the sharded dim that a rank holds."""
     runs, local = [], 0
     for interval in placement.ranks[rank]:
         if isinstance(interval, Interval):  # else padding

@@ -107,7 +107,7 @@ class _Units(NamedTuple):
 
 
 def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units | None:
-    """What ranks divide of a tensor; None for one that they replicate, or that the layout does not have."""
+    """The units that ranks divide; None for a tensor that they replicate, or that the layout does not have."""
     known = find_source(layout_file(META).all_rules.rules, name)
     if known is None or not known.rule.options.dims or len(spec.shape) < 2:
         return None

@@ -17,7 +17,7 @@ from shardconv.support.errors import UsageError, option
 
 
 class SplitSources(NamedTuple):
-    """What is split.
+    """The sources of a split.
 
     Attributes:
         source: the model, or an adapter alone.

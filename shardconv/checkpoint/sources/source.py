@@ -82,7 +82,7 @@ class Source:
 
     @cached_property
     def stored(self) -> StoredTensors:
-        """Where the tensors are stored."""
+        """The positions of the stored tensors."""
         if self.converted_from is not None:
             return self.converted_from
         shards = lay_out_source([file.header for file in self.files], self.specs).shards

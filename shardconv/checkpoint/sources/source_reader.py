@@ -49,7 +49,7 @@ Transforms = Mapping[str, Transform]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """Where the tensors of a source are stored, and how those in another form are computed.
+    """The positions of the stored tensors of a source, and the transforms to those in another form.
 
     Attributes:
         files: the files.

@@ -47,7 +47,7 @@ class Loadable:
 
     @property
     def adapter_note(self) -> str:
-        """Which adapters it holds, and how to apply one; "" without any."""
+        """The adapters in it, and the command that applies one; "" without any."""
         if self.source is None:
             names = ", ".join(self.manifest.adapters)
             return f"adapters that are not applied: {names} (pass --adapter NAME to apply one)" if names else ""

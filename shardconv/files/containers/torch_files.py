@@ -34,7 +34,7 @@ _ZIP, _LEGACY = b"PK\x03\x04", 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
 
 class TorchProblem(NamedTuple):
-    """Why a file cannot be read, and the remedy."""
+    """The reason for which a file cannot be read, and the remedy."""
 
     problem: str
     remedy: str
@@ -109,7 +109,7 @@ def _file_of(path: AnyPath, listed: TensorFile | TorchProblem) -> TensorFile:
 
 
 def _problem_at_start(path: AnyPath) -> TorchProblem | None:
-    """Why a file cannot be of torch.save, by its first bytes."""
+    """The reason, by its first bytes, for which a file is not one of torch.save."""
     if isinstance(path, RemotePath) or not path.is_file():
         return REMOTE if isinstance(path, RemotePath) else TorchProblem("is not a regular file", "remove it")
     try:

@@ -235,7 +235,7 @@ class Unpickler(pickle.Unpickler):
         self.item_bytes: dict[object, int] = {}
 
     def find_class(self, module: str, name: str) -> object:
-        """What stands for a name.
+        """The object in place of a name.
 
         Raises:
             RefusedError: if it must not be in the pickle.

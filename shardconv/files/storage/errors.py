@@ -116,7 +116,7 @@ def _scheme(shown: str) -> str:
 
 
 def _reason(error: Exception, scheme: str, done: str) -> str:
-    """What went wrong, and the remedy if there is one; ``done`` is what the request does, as a participle."""
+    """The problem, and the remedy if there is one; ``done`` is the action of the request, as a participle."""
     status, name = _status(error), type(error).__name__
     if known := next((text for kind, text in _KNOWN.items() if kind == name or kind in str(error)), ""):
         return known

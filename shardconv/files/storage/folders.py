@@ -178,7 +178,7 @@ def _model_files(location: Location) -> dict[str, RemoteFile]:
 
 
 def _hub_reason(error: Exception, revision: str | None) -> str:
-    """What went wrong, and the remedy."""
+    """The problem, and the remedy."""
     kind = type(error).__name__
     if kind == "RevisionNotFoundError":
         return f"does not have the revision {revision}: see its branches and tags on the Hub"

@@ -70,7 +70,7 @@ class _Chunk:
 
 
 class _Ahead(threading.local):
-    """What one thread fetches ahead: ranges to come, and those that are under way."""
+    """The ranges that one thread fetches ahead: those to come, and those that are under way."""
 
     def __init__(self) -> None:
         self.announced: deque[Range] = deque()

@@ -142,7 +142,7 @@ class RemoteFile:
         return meta["size"]
 
     async def _request_head(self) -> "tuple[ObjectMeta, bytes]":
-        """What the store knows about the file, and its first bytes."""
+        """The size and version of the file in the store, and its first bytes."""
         try:
             result = await self._get(0, _FIRST)
             return result.meta, bytes(await result.bytes_async())
