@@ -24,7 +24,7 @@ from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.weights import open_rank, rank_weights
+from shardconv.engines.weights import open_for_engine, rank_weights
 from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
 from shardconv.layouts.choice import choose_layout
@@ -168,7 +168,7 @@ def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, T
 
 def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
     """Return the parameters that vLLM's loaders do not fill."""
-    source = open_rank(folder, tp=tp, rank=rank, engine="vllm", verify=False)
+    source = open_for_engine(folder, tp=tp, rank=rank, engine="vllm", verify=False)
     loaded = model.load_weights(rank_weights(source, dry_run=True))
     if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []

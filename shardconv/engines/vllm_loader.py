@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from shardconv.engines.weights import open_rank, rank_weights
+from shardconv.engines.weights import open_for_engine, rank_weights
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -52,7 +52,7 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Yield name and tensor of all weights: a rank tensor of the full shape where sharded, else the full tensor."""
         tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.counter_before_loading_weights = time.perf_counter()
-        source = open_rank(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
+        source = open_for_engine(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
         for assumption in source.reader.plan.assumed if rank == 0 else ():
             logger.warning("shardconv: assumed: %s", assumption)
         yield from rank_weights(source)

@@ -40,7 +40,7 @@ class RankSource(NamedTuple):
     remedy: str
 
 
-def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankSource:
+def open_for_engine(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankSource:
     """Open a checkpoint for one rank.
 
     Args:
@@ -66,7 +66,7 @@ def open_rank(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) ->
     check_config(checkpoint)
     of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
     remedy = _SOURCE if is_source else of_split
-    return RankSource(checkpoint.open_rank(rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp))
+    return RankSource(checkpoint.reader(rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp))
 
 
 def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -75,7 +75,7 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
     Only the current tensor is in memory, and those that the caller keeps. Rank tensors can also be read later.
 
     Args:
-        source: result of :func:`open_rank`.
+        source: result of :func:`open_for_engine`.
         dry_run: yield zeros instead of values, and read nothing.
 
     Raises:

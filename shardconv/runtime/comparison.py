@@ -18,7 +18,7 @@ from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.convert.protocols import ModelConfig, PretrainedModel

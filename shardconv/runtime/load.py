@@ -206,7 +206,7 @@ class _Loading:
         """Verify the rank's file if asked, and return the tensors that the model has in memory."""
         manifest, rank = self.checkpoint.manifest, self.axis.rank
         self._check_room()
-        tensors = read_tensors(self.checkpoint.open_rank(rank, verify=verify), steps.get("read"))
+        tensors = read_tensors(self.checkpoint.reader(rank, verify=verify), steps.get("read"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
         is_dequantized = self.dequantizer is not None

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.sources.planning import plan_source
-from shardconv.checkpoint.split.rank_reader import SourceReader
+from shardconv.checkpoint.split.rank_reader import RankSourceReader
 from shardconv.support.errors import PlanError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_config, write_index
 from tests.support.command import call
@@ -112,7 +112,7 @@ def test_reshard_keeps_the_conversion(source, converted, tmp_path):
 
 def test_shards_that_an_engine_reads_of_the_source(source, converted):
     planned = plan_source(source, dtype="bf16", replicate=OPTIONS["replicate"])
-    reader = SourceReader(planned.source, planned.planner.plan(4), 1)
+    reader = RankSourceReader(planned.source, planned.planner.plan(4), 1)
     with safe_open(converted / "rank-1-of-4.safetensors", "pt") as file:
         for name in reader.tensors:
             expected = file.get_tensor(name).flatten().view(torch.uint8).numpy().tobytes()

@@ -21,8 +21,8 @@ from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import make_plan, plan_source
 from shardconv.checkpoint.split import loadable, rank_reader
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
-from shardconv.engines.weights import RankSource, open_rank, rank_weights
+from shardconv.checkpoint.split.rank_reader import RankFileReader, RankSourceReader
+from shardconv.engines.weights import RankSource, open_for_engine, rank_weights
 from shardconv.files.input_files import InputFiles
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.engines import Engine
@@ -182,7 +182,7 @@ def test_readers_return_the_shards(tp, engine, tmp_path):
     opened, _, _, planner, _ = plan_source(source, engine=engine)
     for rank in range(tp):
         expected = load_file(manifest.rank_paths(tmp_path / "split")[rank])
-        readers = RankFileReader(manifest, tmp_path / "split", rank), SourceReader(opened, planner.plan(tp), rank)
+        readers = RankFileReader(manifest, tmp_path / "split", rank), RankSourceReader(opened, planner.plan(tp), rank)
         for reader in readers:
             assert reader.tensors.keys() == expected.keys()
             for name, tensor in expected.items():
@@ -199,7 +199,7 @@ def test_source_is_read_by_ranges(tmp_path):
     opened = open_source(write_checkpoint(tmp_path / "source", config=config))
     name = "model.layers.0.mlp.down_proj.weight"
     for rank in range(2):
-        reader = SourceReader(opened, make_plan(tmp_path / "source", tp=2), rank)
+        reader = RankSourceReader(opened, make_plan(tmp_path / "source", tp=2), rank)
         data = reader.read(name)
         full = load_file(tmp_path / "source" / "model.safetensors")[name]
         assert bytes(data) == full[:, rank * 4096 : (rank + 1) * 4096].contiguous().view(torch.uint8).numpy().tobytes()
@@ -215,7 +215,7 @@ def test_source_that_cannot_be_mapped_is_read_in_blocks(monkeypatch, tmp_path):
     full = load_file(write_checkpoint(tmp_path / "source", config=config) / "model.safetensors")
     plan = make_plan(tmp_path / "source", tp=2)
     for rank in range(2):
-        reader = SourceReader(open_source(tmp_path / "source"), plan, rank)
+        reader = RankSourceReader(open_source(tmp_path / "source"), plan, rank)
         for name, tensor in full.items():
             shard = take_shard(tensor, plan.placement(name), rank).contiguous()
             assert bytes(reader.read(name)) == shard.view(torch.uint8).numpy().tobytes(), name
@@ -252,18 +252,18 @@ def test_engine_refuses_unsupported_checkpoints(source, tmp_path, what):
     shardconv.split(write_checkpoint(tmp_path / "source", parts=2, seed=1), other, tp=2, engine="vllm")
     change(split, other)
     with pytest.raises(ShardconvError, match=said):
-        list(rank_weights(open_rank(split, tp=2, rank=1, engine="vllm", verify=True)))
+        list(rank_weights(open_for_engine(split, tp=2, rank=1, engine="vllm", verify=True)))
 
 
 def test_another_tensor_parallel_size(source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
     with pytest.raises(WorldSizeError, match=r"parallel size \(got 2, expected 4 of the engine\): .* --tp 4"):
-        open_rank(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
+        open_for_engine(tmp_path / "split", tp=4, rank=0, engine="vllm", verify=True)
 
 
 def test_a_source_is_opened_without_checksums_of_its_other_files(source, monkeypatch):
     monkeypatch.setattr(loadable, "checksum_file", pytest.fail)
-    assert open_rank(source, tp=2, rank=0, engine="vllm", verify=False).reader.tensors
+    assert open_for_engine(source, tp=2, rank=0, engine="vllm", verify=False).reader.tensors
 
 
 def test_remedies(source, tmp_path):
@@ -271,7 +271,7 @@ def test_remedies(source, tmp_path):
     shardconv.split(source, tmp_path / "own", tp=2)
     shardconv.split(source, tmp_path / "vllm", tp=2, engine="vllm")
     own, vllm, full = (
-        open_rank(folder, tp=2, rank=0, engine="vllm", verify=False).remedy
+        open_for_engine(folder, tp=2, rank=0, engine="vllm", verify=False).remedy
         for folder in (tmp_path / "own", tmp_path / "vllm", source)
     )
     assert own == (
@@ -285,7 +285,7 @@ def test_remedies(source, tmp_path):
 def test_files_are_closed_with_the_last_reference(source):
     gc.collect()
     before = len(list(Path("/dev/fd").iterdir()))
-    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    reader = RankSourceReader(open_source(source), make_plan(source, tp=2), 0)
     weights = rank_weights(RankSource(reader, ""))
     del weights, reader
     gc.collect()
@@ -293,7 +293,7 @@ def test_files_are_closed_with_the_last_reference(source):
 
 
 def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
-    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    reader = RankSourceReader(open_source(source), make_plan(source, tp=2), 0)
     kept = dict(rank_weights(RankSource(reader, "")))["lm_head.weight"]
     del reader
     rows = load_file(source / "model-00002-of-00002.safetensors")["lm_head.weight"][:66]
@@ -307,7 +307,7 @@ def test_kept_weight_is_read_behind_the_end_of_the_iterator(source):
 )
 def test_source_that_changes_while_it_is_read_is_refused(tmp_path, use):
     source = write_checkpoint(tmp_path / "source")
-    reader = SourceReader(open_source(source), make_plan(source, tp=2), 0)
+    reader = RankSourceReader(open_source(source), make_plan(source, tp=2), 0)
     path = source / "model.safetensors"
     data = np.fromfile(path, np.uint8)
     data[-1] ^= 1

@@ -12,7 +12,7 @@ from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 
 
 def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):

@@ -273,7 +273,7 @@ def test_file_that_is_truncated_after_the_plan_is_refused(single, tmp_path):
     source = open_source(single)
     os.truncate(single / SINGLE, 5000)
     with pytest.raises(SourceError, match="was modified or truncated"):
-        shardconv.checkpoint.sources.source_reader.open_tensors(source, source.specs, None)
+        shardconv.checkpoint.sources.stored_tensors.open_tensors(source, source.specs, None)
 
 
 def test_file_that_is_replaced_after_it_is_listed_is_refused(single, tmp_path, monkeypatch):

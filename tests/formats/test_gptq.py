@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.split.manifest_file import read_manifest
-from shardconv.checkpoint.split.rank_reader import RankFileReader, SourceReader
+from shardconv.checkpoint.split.rank_reader import RankFileReader, RankSourceReader
 from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
@@ -160,7 +160,7 @@ def test_engines_read_the_values_of_the_source(tmp_path, name):
     manifest, source = read_manifest(tmp_path / "split"), open_source(DATA / name)
     full = load_file(DATA / name / "model.safetensors")
     for rank in range(2):
-        of_source = SourceReader(source, manifest.plan, rank)
+        of_source = RankSourceReader(source, manifest.plan, rank)
         of_rank_file = RankFileReader(manifest, tmp_path / "split", rank, verify=True)
         for tensor, values in full.items():
             expected = take_shard(values, manifest.plan.placement(tensor), rank)
@@ -216,7 +216,7 @@ def test_rank_that_reads_a_source_refuses_unexpected_indices(tmp_path):
     tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
     shutil.copytree(DATA / "gptq-3", tmp_path / "flipped")
     save_file(tensors, tmp_path / "flipped/model.safetensors", metadata={"format": "pt"})
-    reader = SourceReader(open_source(tmp_path / "flipped"), read_manifest(tmp_path / "split").plan, 1)
+    reader = RankSourceReader(open_source(tmp_path / "flipped"), read_manifest(tmp_path / "split").plan, 1)
     with pytest.raises(SourceError, match=rf"{DOWN}\.g_idx: input feature 0 is in group 3 \(expected 0"):
         reader.read(f"{DOWN}.g_idx")
 

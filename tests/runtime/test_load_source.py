@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
-from shardconv.checkpoint.split.rank_reader import SourceReader
+from shardconv.checkpoint.split.rank_reader import RankSourceReader
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import change_config
@@ -230,7 +230,7 @@ def test_source_that_one_rank_cannot_read(ranks, copied):
 
 def check_changed(axis, path):
     """Check that a source that changes between two tensors is refused."""
-    read = SourceReader.read
+    read = RankSourceReader.read
 
     def read_later(self, name):
         if axis.rank == 1:
@@ -238,7 +238,7 @@ def check_changed(axis, path):
         return read(self, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SourceReader, "read", read_later)
+        patch.setattr(RankSourceReader, "read", read_later)
         check_fails(axis, path, ["changed while it was read"], {"tp": 2})
 
 

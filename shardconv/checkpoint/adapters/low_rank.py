@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardconv.checkpoint.engine.arrays.rounding import convert, widen
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.source_reader import ReadTensor
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor
 from shardconv.files.fileio import Bytes
 from shardconv.support.errors import SourceError, option
 

@@ -19,7 +19,7 @@ from shardconv.checkpoint.adapters.low_rank import (
 from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import StoredTensors
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.grid import VALUES

@@ -16,7 +16,7 @@ from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import Transform, open_tensors
+from shardconv.checkpoint.sources.stored_tensors import Transform, open_tensors
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.files.folder import AnyPath, permissions

@@ -24,7 +24,7 @@ from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.sources.source_files import with_total_size
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest, write_manifest
 from shardconv.checkpoint.split.split_folders import as_folders

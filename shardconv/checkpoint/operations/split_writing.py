@@ -15,7 +15,7 @@ from shardconv.checkpoint.output.job import Job, settings_of
 from shardconv.checkpoint.output.team import Checksums, Team, facts
 from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors, sample_checksum
+from shardconv.checkpoint.sources.stored_tensors import open_tensors, sample_checksum
 from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import write_manifest

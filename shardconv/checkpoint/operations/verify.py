@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import as_names
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file

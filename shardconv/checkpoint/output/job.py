@@ -14,7 +14,7 @@ from msgspec import json, structs
 
 from shardconv import __version__
 from shardconv.checkpoint.engine.copy import Reader, StripeState
-from shardconv.checkpoint.sources.source_reader import checksum_of_tensors
+from shardconv.checkpoint.sources.stored_tensors import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath, RemotePath, file_state
 from shardconv.files.input_files import InputFiles

@@ -14,7 +14,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import NewFolder
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import sample_checksum
+from shardconv.checkpoint.sources.stored_tensors import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import comparable
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions

@@ -13,7 +13,7 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, RemotePath

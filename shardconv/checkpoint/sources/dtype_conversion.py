@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.checkpoint.sources.source_files import with_total_size
-from shardconv.checkpoint.sources.source_reader import ReadTensor
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor
 from shardconv.files.containers.safetensors import (
     DTYPE_BITS,
     FLOAT_NAMES,
@@ -149,7 +149,7 @@ class DtypeConversion:
         name: of the tensor.
         stored_dtype: its dtype in safetensors before the conversion.
         dtype: its dtype after the conversion.
-        unit: see :class:`~shardconv.checkpoint.sources.source_reader.Transform`; a multiple of an element.
+        unit: see :class:`~shardconv.checkpoint.sources.stored_tensors.Transform`; a multiple of an element.
     """
 
     name: str

@@ -11,7 +11,7 @@ from shardconv.checkpoint.sources.full_tensors import read_full_tensors
 from shardconv.checkpoint.sources.layout_files import detect_layout, is_hugging_face_index, rank_files, read_rank_files
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
-from shardconv.checkpoint.sources.source_reader import StoredTensors
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.source_reader import ReadTensor
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor
 from shardconv.files.fileio import Bytes
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shardconv.checkpoint.engine.layout import lay_out_source
-from shardconv.checkpoint.sources.source_reader import StoredTensors
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import Header
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import absolute_path

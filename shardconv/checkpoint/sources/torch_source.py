@@ -13,7 +13,7 @@ from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source import Source, SourceFile
-from shardconv.checkpoint.sources.source_reader import StoredTensors, Transform
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import parse_object

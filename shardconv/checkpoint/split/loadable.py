@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, refuse_changes
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import sample_checksum
+from shardconv.checkpoint.sources.stored_tensors import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import comparable, is_split, read_manifest
 from shardconv.checkpoint.split.rank_files import check_ranks
-from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, SourceReader, copied_bytes
+from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, RankSourceReader, copied_bytes
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_versions
 from shardconv.files.paths import folder_name
@@ -68,7 +68,7 @@ class Loadable:
             return "a source"
         return f"a split checkpoint with {'all' if self.manifest.is_complete else 'some of the'} ranks"
 
-    def open_rank(self, rank: int, *, verify: bool) -> RankReader:
+    def reader(self, rank: int, *, verify: bool) -> RankReader:
         """Open the shards of a rank.
 
         Args:
@@ -81,7 +81,7 @@ class Loadable:
         """
         if self.source is None:
             return RankFileReader(self.manifest, self.path, rank, verify=verify)
-        return SourceReader(self.source, self.manifest.plan, rank)
+        return RankSourceReader(self.source, self.manifest.plan, rank)
 
     def copied_bytes(self, rank: int) -> int:
         """Bytes of the shards of a rank that are copied into memory, because they are not ranges of a mapped file."""

@@ -23,7 +23,7 @@ class SplitFolder(NamedTuple):
     manifest: Manifest
 
 
-def read_ranks(
+def open_ranks(
     manifest: Manifest,
     folders: Sequence[SplitFolder],
     checksums: Sequence[Sequence[str]] | None,
@@ -86,7 +86,7 @@ def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> No
         )
 
 
-def open_rank(manifest: Manifest, folder: AnyPath, rank: int) -> tuple[Manifest, ShardReader, InputFiles]:
+def open_rank_files(manifest: Manifest, folder: AnyPath, rank: int) -> tuple[Manifest, ShardReader, InputFiles]:
     """Open the files of a rank and check their headers.
 
     Args:
@@ -104,7 +104,7 @@ def open_rank(manifest: Manifest, folder: AnyPath, rank: int) -> tuple[Manifest,
     check_ranks(manifest, folder, [rank])
     own, at = manifest.with_ranks((rank,)), manifest.ranks.index(rank)
     checksums = None if manifest.checksums is None else manifest.checksums[at : at + 1]
-    return own, *read_ranks(own, [SplitFolder(folder, own)], checksums)
+    return own, *open_ranks(own, [SplitFolder(folder, own)], checksums)
 
 
 def auxiliary_paths(manifest: Manifest, folder: AnyPath) -> dict[str, AnyPath]:

@@ -17,9 +17,9 @@ from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, Stri
 from shardconv.checkpoint.engine.geometry import ShardRows, geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import open_rank
+from shardconv.checkpoint.split.rank_files import open_rank_files
 from shardconv.files.containers.safetensors import DTYPE_BITS, num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath, RemotePath
@@ -174,7 +174,7 @@ class RankFileReader(RankReader):
     """
 
     def __init__(self, manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False) -> None:
-        own, reader, files = open_rank(manifest, folder, rank)
+        own, reader, files = open_rank_files(manifest, folder, rank)
         super().__init__(files, own.tensors, own.plan, rank)
         self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
         self._number = {name: number for number, name in enumerate(own.tensors)}
@@ -215,7 +215,7 @@ class RankFileReader(RankReader):
         return _sum(data, shards.edits.dtype, shards.edits.values[0], sign=1)
 
 
-class SourceReader(RankReader):
+class RankSourceReader(RankReader):
     """A reader of the shards of a plan from the files of a source.
 
     Args:
@@ -305,7 +305,7 @@ class SourceReader(RankReader):
 
 
 def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
-    """Bytes of the shards of a rank that a :class:`SourceReader` copies: all that are not one range of a local file."""
+    """Bytes of the shards of a rank that a :class:`RankSourceReader` copies: all but single ranges of local files."""
     is_remote = any(isinstance(path, RemotePath) for path in source.paths)
     stored, total = source.stored, 0
     for name, spec in source.specs.items():

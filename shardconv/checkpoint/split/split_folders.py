@@ -12,11 +12,11 @@ from shardconv.checkpoint.engine.copy import Reader
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.opening import open_if_external
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_reader import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import encode, read_manifest
-from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, read_ranks
+from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, open_ranks
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path
@@ -94,7 +94,7 @@ class SplitFolders(NamedTuple):
         """
         if self.source is not None:
             return open_tensors(self.source, self.manifest.tensors, None, for_report=for_report)
-        return read_ranks(self.manifest, self.folders, self.manifest.checksums, for_report=for_report)
+        return open_ranks(self.manifest, self.folders, self.manifest.checksums, for_report=for_report)
 
     def check_readable(self) -> None:
         """Check the existence, sizes and headers of all files, without reading their data.
