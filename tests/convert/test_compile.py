@@ -61,7 +61,10 @@ def assert_same(found, expected):
             assert (found[1][name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
 
 
-def check_type(axis, model_type, backend):
+@pytest.mark.parametrize("model_type", cases(TYPES, lambda name: name == "llama"))
+@on_ranks("pair")
+def test_fullgraph(axis, model_type):
+    """Check that forward and backward are compiled without graph breaks."""
     kind, mechanism = TYPES[model_type]
     unsharded = small(model_class(kind, model_type)).eval()
     inputs = example_inputs(unsharded)
@@ -70,20 +73,9 @@ def check_type(axis, model_type, backend):
     expected = results(model, model, inputs)
     for found, full in zip(expected[0], results(unsharded, unsharded, inputs)[0], strict=True):
         assert (found - full).abs().max() <= 1e-5 * full.abs().max()
-    call = compiled(model, backend)
+    call = compiled(model, "aot_eager")
     assert_same(results(call, model, inputs), expected)
     assert_same(results(call, model, inputs), expected)  # the compiled graph
-
-
-@pytest.mark.parametrize("model_type", cases(TYPES, lambda name: name == "llama"))
-def test_fullgraph(ranks, model_type):
-    """Forward and backward are compiled without graph breaks."""
-    ranks("pair", check_type, model_type, "aot_eager")
-
-
-@MATRIX
-def test_fullgraph_of_forward(ranks):
-    ranks("pair", check_type, "llama", "eager")
 
 
 @MATRIX

@@ -345,17 +345,6 @@ def test_pickled(model_type):
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
-@on_ranks("four")
-def test_stored(axis, tmp_path):
-    """Check that each rank stores its model and loads it again."""
-    _, after = models_of(MODELS["llama"], axis)
-    torch.save(after, f"{tmp_path}/{axis.rank}")
-    loaded = torch.load(f"{tmp_path}/{axis.rank}", weights_only=False)
-    inputs = inputs_of(MODELS["llama"])
-    assert torch.equal(loaded(**inputs).logits, after(**inputs).logits)
-    assert gather_state_dict(loaded).keys() == gather_state_dict(after).keys()
-
-
 def test_arguments_for_each_head():
     """An argument without a dim of heads is not sliced, whatever its shape is."""
     rows, of_examples = (shard_dim(dim, [Unit(8)], 2) for dim in (1, 2))
@@ -399,53 +388,34 @@ WRONG_OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_OVERRIDES)
-def test_wrong_overrides(what):
-    """They are errors, and the model is unchanged."""
-    override, message = WRONG_OVERRIDES[what]
-    model = MODELS["llama"].build()
-    request = PlanRequest(plan_file=("plan.toml", f"[units]\nsingle = {{}}\n[modules]\n{override}\n"))
-    before = {name: type(module) for name, module in model.named_modules()}
-    with pytest.raises(PlanError, match=message):
-        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
-    assert {name: type(module) for name, module in model.named_modules()} == before
+#: Styles that do not fit a module: a model, the rule, and the error message.
+WRONG_STYLES = {
+    "router with a weight that is not a linear layer": (
+        "mixtral", '"**.gate" = { style = "colwise_gather_output" }', "is not a linear layer",
+    ),
+    "linear layer as an embedding": (
+        "llama", '"**.up_proj" = { style = "embedding_colwise_gather_output" }', "is not an embedding",
+    ),
+}  # fmt: skip
 
 
-def test_output_that_cannot_be_gathered():
-    """A router with a weight matrix that is not an nn.Linear."""
-    model = small(model_class("text generation", "mixtral"))
-    request = PlanRequest(plan_file=("plan.toml", '[rules]\n"**.gate" = { style = "colwise_gather_output" }\n'))
-    with pytest.raises(ValueError, match="is not a linear layer"):
-        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
-
-
-@pytest.mark.parametrize("layout", ["pair", "four"])
-@on_ranks()
-def test_embedding_dim_parallel_with_gathered_output(axis):
-    """The output has all features on every rank."""
-    before = MODELS["llama"].build(SCALE).eval()
-    after = copy.deepcopy(before)
-    style = '{ style = "embedding_colwise_gather_output" }'
-    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"model.embed_tokens" = {style}\n'))
-    convert_with_request(after, after.config.to_dict(), request, axis)
-    width = before.config.hidden_size // axis.size
-    assert after.model.embed_tokens.weight.shape == (before.config.vocab_size, width)
-    ids = inputs_of(MODELS["llama"])
-    expected, found = before(**ids).logits, after(**ids).logits
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    expected.sum().backward()
-    found.sum().backward()
-    full = before.model.embed_tokens.weight.grad
-    mine = full[:, axis.rank * width : (axis.rank + 1) * width]
-    assert (after.model.embed_tokens.weight.grad - mine).abs().max() <= 1e-4 * full.abs().max()
-
-
-def test_embedding_style_refuses_a_linear_layer():
-    model = MODELS["llama"].build()
-    style = '{ style = "embedding_colwise_gather_output" }'
-    request = PlanRequest(plan_file=("plan.toml", f'[rules]\n"**.up_proj" = {style}\n'))
-    with pytest.raises(ValueError, match="is not an embedding"):
-        convert_with_request(model, model.config.to_dict(), request, Axis("tensor", 0, 1, (0,), None))
+@pytest.mark.parametrize(
+    ("name", "plan_file", "message"),
+    [
+        *(("llama", f"[units]\nsingle = {{}}\n[modules]\n{each}\n", text) for each, text in WRONG_OVERRIDES.values()),
+        *((name, f"[rules]\n{rule}\n", text) for name, rule, text in WRONG_STYLES.values()),
+    ],
+    ids=[*WRONG_OVERRIDES, *WRONG_STYLES],
+)
+def test_plan_file_that_does_not_fit_is_refused(name, plan_file, message):
+    model = MODELS[name].build()
+    request, axis = PlanRequest(plan_file=("plan.toml", plan_file)), Axis("tensor", 0, 1, (0,), None)
+    check_refused(
+        model,
+        lambda one: convert_with_request(one, one.config.to_dict(), request, axis),
+        message,
+        (ValueError, PlanError),
+    )
 
 
 @on_ranks("pair")

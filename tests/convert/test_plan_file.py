@@ -13,6 +13,7 @@ from torch import nn
 import shardconv
 from shardconv.convert import model as conversion
 from shardconv.distributed import Axis
+from tests.support.comparison import check_gradients
 from tests.support.ranks import on_ranks
 
 UNITS = """
@@ -29,8 +30,6 @@ RULES = """
 """
 MODULES = '[modules]\n"layers.*" = { attributes = { num_heads = "head" } }\n'
 PLAN_FILE = UNITS + RULES + MODULES
-#: The number of heads as the user may also write it.
-KEPT = '[modules]\n"layers.*" = { attributes = { num_heads = 8 } }\n'
 
 
 class Layer(nn.Module):
@@ -66,49 +65,6 @@ class Net(nn.Module):
         return x
 
 
-@on_ranks("pair", plan=PLAN_FILE)
-def test_module_without_a_config_is_converted_by_a_plan_file(axis, path):
-    torch.manual_seed(0)
-    before, x = Net(), torch.randn(2, 5, 32)
-    after = shardconv.convert_model(copy.deepcopy(before), rules=str(path), group=axis)
-    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
-    after(x).square().sum().backward()
-    before(x).square().sum().backward()
-    columns = before.layers[1].o.weight.grad.chunk(axis.size, 1)[axis.rank]
-    torch.testing.assert_close(after.layers[1].o.weight.grad, columns, atol=1e-5, rtol=1e-4)
-
-
-def warnings_of(axis, path, is_right=True):
-    """The texts of the warnings of a conversion, with which the outputs are right or not."""
-    torch.manual_seed(0)
-    before, x = Net(), torch.randn(2, 5, 32)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
-    assert torch.allclose(after(x), before(x), atol=1e-5) is is_right
-    return [str(one.message) for one in caught if one.category is shardconv.PlanWarning]
-
-
-def check_refused(axis, path):
-    """Check that the error has the override to add."""
-    with pytest.raises(
-        shardconv.PlanError, match="num_heads = 8, which is right for all 32 features and not for"
-    ) as error:
-        shardconv.convert_model(Net(), rules=path, group=axis)
-    advice = re.search(r'"layers.*" = { attributes = { num_heads = "head" } }', str(error.value))
-    assert advice is not None
-    assert advice[0] in MODULES
-
-
-OTHER = '[modules]\n"layers.*" = { attributes = { num_steps = 3 } }\n'
-
-
-@pytest.mark.parametrize("modules", ["", OTHER], ids=["none", "other"])
-def test_forward_that_divides_by_the_number_of_all_heads_is_refused(ranks, tmp_path, modules):
-    (tmp_path / "net.toml").write_text(UNITS + RULES + modules)
-    ranks("pair", check_refused, tmp_path / "net.toml")
-
-
 GROUPS = """
 [units]
 one    = { count = 4, size = 4 }
@@ -140,22 +96,6 @@ class Grouped(Net):
             layer.num_heads = 4
 
 
-@on_ranks("pair", plan=GROUPS)
-def test_units_that_are_counted_per_group_are_not_compared(axis, path):
-    torch.manual_seed(0)
-    before, x = Grouped(), torch.randn(2, 5, 32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", shardconv.PlanWarning)
-        after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
-    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
-
-
-@pytest.mark.parametrize(("modules", "is_right"), [(MODULES, True), (KEPT, False)], ids=["override", "kept"])
-def test_override_of_the_number_of_heads_is_not_a_warning(ranks, tmp_path, modules, is_right):
-    (tmp_path / "net.toml").write_text(UNITS + RULES + modules)
-    assert ranks("pair", warnings_of, tmp_path / "net.toml", is_right) == [[], []]
-
-
 class Channels(nn.Module):
     """A depthwise convolution between two layers, whose forward reads its number of groups."""
 
@@ -179,20 +119,46 @@ channel = { count = 16 }
 """
 
 
-@on_ranks("pair", plan=CHANNELS)
-def test_layers_of_torch_are_converted_with_their_numbers(axis, path):
-    """Convert with warnings as errors, and compare the outputs."""
-    torch.manual_seed(0)
-    before, x = Channels(), torch.randn(2, 5, 8)
+#: Modules of other structures, the width of their inputs, and their plan files.
+CONVERTED = {
+    "fused layers": (Net, 32, PLAN_FILE),
+    "units that are counted per group": (Grouped, 32, GROUPS),
+    "numbers of layers of torch": (Channels, 8, CHANNELS),
+}
+
+
+@pytest.fixture
+def path(tmp_path, name):
+    (tmp_path / "net.toml").write_text(CONVERTED[name][2])
+    return tmp_path / "net.toml"
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@on_ranks("pair")
+def test_module_without_a_config_is_converted_by_a_plan_file(axis, path, name):
+    """Check outputs and gradients, and that there is no warning."""
+    kind, width, _ = CONVERTED[name]
+    before, x = kind(), torch.randn(2, 5, width)
     with warnings.catch_warnings():
         warnings.simplefilter("error", shardconv.PlanWarning)
         after = shardconv.convert_model(copy.deepcopy(before), rules=path, group=axis)
-    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(after(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
+    before(x).square().sum().backward()
+    after(x).square().sum().backward()
+    check_gradients(before, after, axis)
+
+
+@on_ranks("pair", plan=UNITS + RULES)
+def test_forward_that_divides_by_the_number_of_all_heads_is_refused(axis, path):
+    """Check that the error has the override to add."""
+    message = rf"num_heads = 8, which is right for all 32 features and not for .*{re.escape(MODULES.splitlines()[1])}"
+    with pytest.raises(shardconv.PlanError, match=message):
+        shardconv.convert_model(Net(), rules=path, group=axis)
 
 
 def test_numbers_of_units_are_not_compared_on_one_rank(tmp_path):
     (tmp_path / "net.toml").write_text(UNITS + RULES)
-    assert warnings_of(Axis("tensor", 0, 1, (0,), None), tmp_path / "net.toml") == []
+    shardconv.convert_model(Net(), rules=tmp_path / "net.toml", group=Axis("tensor", 0, 1, (0,), None))
 
 
 @pytest.mark.parametrize("inherits", ['inherits = "llama"\n', ""])
@@ -263,12 +229,15 @@ class Mlps(nn.Module):
         return torch.einsum("ti,toi->to", hidden, self.down[numbers])
 
 
-def plan_of_mlps(folder, modules=""):
-    rules = {"up": "colwise", "down": "rowwise"}
-    lines = [f'"*.{name}" = {{ style = "{style}", unit = "hidden" }}' for name, style in rules.items()]
-    path = folder / "mlps.toml"
-    path.write_text("\n".join(["[units]", "hidden = { count = 24 }", "[rules]", *lines, modules]))
-    return str(path)
+MLPS = """
+[units]
+hidden = { count = 24 }
+[rules]
+"*.up" = { style = "colwise", unit = "hidden" }
+"*.down" = { style = "rowwise", unit = "hidden" }
+"""
+#: The line that the error names.
+ALL_REDUCED = '"mlps" = { allreduce_input_grad = true, allreduce_output = true }'
 
 
 def check_mlps(axis, name, path):
@@ -283,24 +252,22 @@ def check_mlps(axis, name, path):
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, atol=1e-5, rtol=1e-5)
 
 
-def test_modules_called_experts_are_packed_experts(ranks, tmp_path):
-    ranks("pair", check_mlps, "experts", plan_of_mlps(tmp_path))
+@on_ranks("pair", plan=MLPS)
+def test_modules_called_experts_are_packed_experts(axis, path):
+    check_mlps(axis, "experts", path)
 
 
-#: The line that the error names.
-ALL_REDUCED = '"mlps" = { allreduce_input_grad = true, allreduce_output = true }'
+@on_ranks("pair", plan=f"{MLPS}[modules]\n{ALL_REDUCED}")
+def test_own_row_parallel_matrices_with_an_override(axis, path):
+    check_mlps(axis, "mlps", path)
 
 
-def check_partial_mlps(axis, path):
+@on_ranks("pair", plan=MLPS)
+def test_own_row_parallel_matrices_need_an_override(axis, path):
+    """Check that the output without one, the partial sum of each rank, is refused."""
     advice = f"mlps: a Mlps multiplies by shards of down, .* add {re.escape(ALL_REDUCED)} to "
     with pytest.raises(shardconv.PlanError, match=advice.replace('"', "'")):
         shardconv.convert_model(nn.ModuleDict({"mlps": Mlps()}), rules=path, group=axis)
-
-
-def test_own_row_parallel_matrices_need_an_override(ranks, tmp_path):
-    """Without one, the output would be the partial sum of each rank."""
-    ranks("pair", check_partial_mlps, plan_of_mlps(tmp_path))
-    ranks("pair", check_mlps, "mlps", plan_of_mlps(tmp_path, f"[modules]\n{ALL_REDUCED}"))
 
 
 @pytest.mark.parametrize(("package", "old"), [("torch", "2.11.0+cu130"), ("transformers", "4.57.3")])

@@ -16,8 +16,6 @@ from shardconv.layers import (
     LoRALinear,
     ParallelLinear,
     RowParallelLinear,
-    VocabParallelClassifier,
-    VocabParallelEmbedding,
 )
 from shardconv.layers.functional import parallel_linear
 from shardconv.layers.init import INITIALIZERS, init_affine_weight_, shard_init_
@@ -147,30 +145,31 @@ def test_functional(axis):
         parallel_linear(x, unsharded.weight, dim=2)
 
 
+def unsharded_pair(dtype):
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
+
+
+def split_pair(dtype, axis):
+    pair = unsharded_pair(dtype)
+    pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
+    pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
+    return pair
+
+
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 @on_ranks()
 def test_pair_takes_one_collective_per_direction(axis):
     """Check a column and a row parallel layer, and their number of collectives."""
-    first, second = unsharded_layer(), nn.Linear(OUT, IN, dtype=torch.float64)
-    column = ColumnParallelLinear(IN, OUT, dtype=torch.float64, group=axis)
-    row = RowParallelLinear(OUT, IN, dtype=torch.float64, group=axis)
-    mine = columns_of(axis, (OUT,))
-    with torch.no_grad():
-        column.weight.copy_(first.weight[mine])
-        column.bias.copy_(first.bias[mine])
-        row.weight.copy_(second.weight[:, mine])
-        row.bias.copy_(second.bias)
-    x = fixed((BATCH, IN)).requires_grad_()
+    pair, x, grad = split_pair(torch.float64, axis), fixed((BATCH, IN)).requires_grad_(), fixed((BATCH, IN), seed=6)
     with spied() as seen:
-        y = row(torch.relu(column(x)))
+        y = pair(x)
     with spied() as seen_backward:
-        y.backward(fixed((BATCH, IN), seed=6))
+        y.backward(grad)
     assert [kind for kind, _ in seen] == [kind for kind, _ in seen_backward] == ["all_reduce"]
-    full_x = x.detach().clone().requires_grad_()
-    expected = second(torch.relu(first(full_x)))
-    expected.backward(fixed((BATCH, IN), seed=6))
+    expected, expected_x = run(unsharded_pair(torch.float64), fixed((BATCH, IN)), grad)
     assert_near(y, expected)
-    assert_near(x.grad, full_x.grad)
+    assert_near(x.grad, expected_x)
 
 
 @pytest.mark.parametrize("gather", [False, True])
@@ -218,18 +217,6 @@ def test_invalid_placements_are_errors(axis):
         placement = Placement(0 if dim else 1, size, ranks)
         with pytest.raises(ValueError, match=message):
             ParallelLinear(size, size, dim=dim, placement=placement, group=axis)
-
-
-def unsharded_pair(dtype):
-    torch.manual_seed(6)
-    return nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)).to(dtype)
-
-
-def split_pair(dtype, axis):
-    pair = unsharded_pair(dtype)
-    pair[0] = ParallelLinear.convert_parallel_linear(pair[0], -1, group=axis)
-    pair[1] = ParallelLinear.convert_parallel_linear(pair[1], 0, group=axis)
-    return pair
 
 
 @on_ranks("pairs")
@@ -396,34 +383,6 @@ def test_low_rank(axis, dim):
     assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), found)
     with pytest.raises(ValueError, match="got 0, expected at least 1"):
         LoRALinear(base, 0)
-
-
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-@on_ranks()
-def test_tied_head(axis):
-    """Check a head tied to an embedding with a vocabulary of 21: padded logits are -inf, and gradients are summed."""
-    vocab = 21
-    embedding = VocabParallelEmbedding(vocab, IN, dtype=torch.float64, group=axis)
-    head = VocabParallelClassifier(IN, vocab, False, weight=embedding.weight, group=axis)
-    assert head.weight is embedding.weight
-    table = embedding.master_weight.detach().requires_grad_()
-    ids = torch.tensor([0, 20, 7, 7])
-    hidden = embedding(ids)
-    logits = head(hidden)
-    per_rank = -(-vocab // axis.size)
-    assert logits.shape == (4, per_rank)
-    first = axis.rank * per_rank
-    expected = table[ids] @ table.T
-    assert_near(logits[:, : max(vocab - first, 0)], expected[:, first : first + per_rank])
-    assert (logits[:, max(vocab - first, 0) :] == float("-inf")).all()
-    gathered = VocabParallelClassifier(IN, vocab, False, weight=embedding.weight, gather_output=True, group=axis)(
-        hidden
-    )
-    assert_near(gathered, expected)
-    gathered.square().sum().backward()
-    expected.square().sum().backward()
-    mine = table.grad[first : first + per_rank]
-    assert_near(embedding.weight.grad[: len(mine)], mine)
 
 
 @on_ranks("strided")
