@@ -24,7 +24,9 @@ from tests.support.damage import flip
 from tests.support.loading import NAMES, TP, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB, change_config
+from tests.support.ranks import on_ranks
 
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 #: Models that run by default: on four ranks, and models of other structures on two.
 ON_FOUR_RANKS = {"llama", "phi3", "mixtral", "gpt2"}
 ON_TWO_RANKS = {"bloom", "deepseek_v3", "falcon-40b", "gpt_oss", "mamba2", "t5"}
@@ -37,6 +39,16 @@ LAYOUTS_AND_NAMES = cases(
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("load")
+
+
+@pytest.fixture
+def source(home):
+    return source_and_split(home, "llama", 2)[0]
+
+
+@pytest.fixture
+def split(home):
+    return source_and_split(home, "llama", 2)[1]
 
 
 def architecture(source):
@@ -71,7 +83,9 @@ def opened_files():
         opened -= {path for path in opened if not path.endswith(".safetensors")}
 
 
-def check_reads(axis, source, split):
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
+@on_ranks("pair")
+def test_each_rank_reads_its_own_file_once(axis, source, split):
     """Check that a rank opens only its rank file, and that parameters are views of it."""
     with opened_files() as opened:
         model = shardconv.load(split, device="cpu", group=axis)
@@ -86,11 +100,6 @@ def check_reads(axis, source, split):
     assert held <= 0.6 * sum(parameter.numel() * parameter.element_size() for parameter in unsharded.parameters())
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
-def test_each_rank_reads_its_own_file_once(ranks, home):
-    ranks("pair", check_reads, *source_and_split(home, "llama", 2))
-
-
 def check_several_files(axis, source, split):
     """Check logits, and that a rank opens all of its files, and no others."""
     with opened_files() as opened:
@@ -100,8 +109,7 @@ def check_several_files(axis, source, split):
     assert len(found) > 2
 
 
-def test_rank_with_several_files(ranks, home, tmp_path):
-    source, _ = source_and_split(home, "llama", 2)
+def test_rank_with_several_files(ranks, source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, max_file_size="100kB")
     ranks("pair", check_several_files, source, tmp_path / "split")
 
@@ -116,8 +124,7 @@ def check_converted(axis, source, split):
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, rows)
 
 
-def test_converted_checkpoint_is_loaded_in_its_dtype(ranks, home, tmp_path):
-    source, _ = source_and_split(home, "llama", 2)
+def test_converted_checkpoint_is_loaded_in_its_dtype(ranks, source, tmp_path):
     shardconv.split(source, tmp_path / "split", tp=2, dtype="bf16")
     ranks("pair", check_converted, source, tmp_path / "split")
 
@@ -131,14 +138,15 @@ def check_generation(axis, source, split):
     assert torch.equal(model.generate(ids, **options), unsharded.generate(ids, **options))
 
 
-def test_generation_config_of_the_checkpoint_is_used(ranks, home, tmp_path):
-    source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
+def test_generation_config_of_the_checkpoint_is_used(ranks, source, tmp_path):
+    source = shutil.copytree(source, tmp_path / "source")
     (source / "generation_config.json").write_text('{"max_length": 77, "eos_token_id": 2, "pad_token_id": 0}')
     shardconv.split(source, tmp_path / "split", tp=2)
     ranks("pair", check_generation, source, tmp_path / "split")
 
 
-def check_collectives(axis, split, layers, expected):
+@on_ranks("pair")
+def test_token_takes_the_minimal_number_of_collectives(axis, split):
     """Check the collectives of a token: one all-reduce of the embedding, two per layer, and one gather of logits."""
     messages = []
 
@@ -160,36 +168,24 @@ def check_collectives(axis, split, layers, expected):
         put = lambda _: (times.append(list(messages)), messages.clear())  # noqa: E731
         streamer = type("Streamer", (), {"put": staticmethod(put), "end": lambda _: None})()
         model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, streamer=streamer)
-    hidden, words = model.config.hidden_size, expected
+    hidden, layers, words = model.config.hidden_size, model.config.num_hidden_layers, -(-VOCAB // 2)
     for tokens, found in zip((7, 1, 1), times[1:], strict=True):
         assert found == [("shared", (1, tokens, hidden))] * (1 + 2 * layers) + [("shared", (1, 1, words))]
 
 
-def test_token_takes_the_minimal_number_of_collectives(ranks, home):
-    split = source_and_split(home, "llama", 2)[1]
-    config = json.loads((split / "config.json").read_text())
-    words = -(-config["vocab_size"] // 2)
-    ranks("pair", check_collectives, split, config["num_hidden_layers"], words)
-
-
-def check_dtype(axis, split, dtype):
-    model = shardconv.load(split, device="cpu", dtype=dtype, group=axis)
+@on_ranks("pair")
+def test_dtype_by_its_name(axis, split):
+    """Check that one in another spelling is refused with those that are known."""
+    model = shardconv.load(split, device="cpu", dtype="bf16", group=axis)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
-def test_dtype_by_its_name(ranks, home):
-    """One in another spelling is refused with those that are known."""
-    split = source_and_split(home, "llama", 2)[1]
-    ranks("pair", check_dtype, split, "bf16")
     with pytest.raises(UsageError, match=r"dtype 'bfloat16' is unknown.*bf16, fp16, fp32"):
-        shardconv.load(split, device="cpu", dtype="bfloat16")
+        shardconv.load(split, device="cpu", dtype="bfloat16", group=axis)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def test_world_of_another_size(ranks, home):
-    split = source_and_split(home, "llama", 2)[1]
+def test_world_of_another_size(ranks, split):
     message = "is for 2 ranks, and there are 4 processes: start it by torchrun --nproc-per-node 2, or .* --tp 4"
     ranks("four", check_fails, split, [message])
 
@@ -210,8 +206,8 @@ def test_checkpoints_for_other_numbers_of_ranks_on_each_host(ranks, home):
 
 
 @pytest.fixture
-def damaged(home, tmp_path):
-    return shutil.copytree(source_and_split(home, "llama", 2)[1], tmp_path / "split")
+def damaged(split, tmp_path):
+    return shutil.copytree(split, tmp_path / "split")
 
 
 def truncate(folder, path, _):
@@ -241,8 +237,8 @@ def test_damaged_folder(ranks, home, damaged, what):
     ranks("pair", check_fails, damaged, messages)
 
 
-def test_code_in_the_checkpoint_is_not_run(ranks, home, tmp_path):
-    source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
+def test_code_in_the_checkpoint_is_not_run(ranks, source, tmp_path):
+    source = shutil.copytree(source, tmp_path / "source")
     change_config(source, {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModel": "evil.Evil"}})
     (source / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     shardconv.split(source, tmp_path / "split", tp=2, rules="llama")
@@ -275,8 +271,7 @@ def check_own_code(axis, source, split):
     assert (found - 2 * expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_code_in_the_checkpoint_that_is_trusted(ranks, home, tmp_path, monkeypatch):
-    source = source_and_split(home, "llama", 2)[0]
+def test_code_in_the_checkpoint_that_is_trusted(ranks, source, tmp_path):
     own = shutil.copytree(source, tmp_path / "own")
     auto_map = {"AutoConfig": "code_of_mine.MineConfig", "AutoModelForCausalLM": "code_of_mine.MineForCausalLM"}
     change_config(own, {"model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": auto_map})
@@ -312,21 +307,14 @@ def test_ranks_with_different_checkpoints(ranks, home, damaged):
     ranks("pair", check_seen_by_one, damaged, damaged.parent / "other")
 
 
-def check_no_room(axis, split):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "sysconf", lambda _: 16)
-        shardconv.load(split, device="cpu", group=axis)  # pages of a mapped file can be evicted
-        with pytest.raises(shardconv.ShardconvError, match=r"cpu has room for 256 B: use more"):
-            shardconv.load(split, device="cpu", group=axis, dtype=torch.float64)
-
-
-def test_memory_is_checked_before_reading(ranks, home):
-    ranks("pair", check_no_room, source_and_split(home, "llama", 2)[1])
-
-
-def check_room_for_copies(axis, source, row_parallel, padded):
-    """Check that the source is loaded if there is memory for the copies on each rank, and refused with less."""
-    needed = row_parallel + (padded if axis.rank == 1 else 0)
+@on_ranks("pair")
+def test_memory_is_checked_for_the_copied_shards_of_all_ranks_of_a_host(axis, source):
+    """Check the row parallel ones, and vocabulary with padding; the other shards of a source are views of its file."""
+    tensors = load_file(source / "model.safetensors")
+    needed = sum(tensor.nbytes // 2 for name, tensor in tensors.items() if name.endswith(ROW_PARALLEL))
+    if axis.rank == 1:
+        vocabulary = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+        needed += sum(-(-len(tensor) // 2) * tensor[0].nbytes for tensor in vocabulary)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")
         patch.setattr(os, "sysconf", lambda name: 2 * needed if name == "SC_PAGE_SIZE" else 1)
@@ -336,24 +324,12 @@ def check_room_for_copies(axis, source, row_parallel, padded):
             shardconv.load(source, device="cpu", group=axis, tp=2)
 
 
-def test_memory_is_checked_for_the_copied_shards_of_all_ranks_of_a_host(ranks, home):
-    """The row parallel ones, and vocabulary with padding; the other shards of a source are views of its file."""
-    source, _ = source_and_split(home, "llama", 2)
-    tensors = load_file(source / "model.safetensors")
-    row_parallel = [
-        tensor.nbytes // 2 for name, tensor in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
-    ]
-    vocabulary = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
-    padded = [-(-len(tensor) // 2) * tensor[0].nbytes for tensor in vocabulary if len(tensor) % 2]
-    ranks("pair", check_room_for_copies, source, sum(row_parallel), sum(padded))
-
-
 # --- unused tensors and missing parameters --------------------------------------------------------------------------
 
 
-def changed_tensors(home, tmp_path, change):
+def changed_tensors(source, tmp_path, change):
     """Split a checkpoint with changed tensors for 2 ranks."""
-    source = shutil.copytree(source_and_split(home, "llama", 2)[0], tmp_path / "source")
+    source = shutil.copytree(source, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
@@ -365,11 +341,11 @@ def check_unused(axis, split, pattern):
     shardconv.load(split, device="cpu", group=axis, unused=(pattern,))
 
 
-def test_unused_option_permits_tensors(ranks, home, tmp_path):
+def test_unused_option_permits_tensors(ranks, source, tmp_path):
     """A bias without attention_bias in the config, which is an error otherwise; MTP layers are known to be unused."""
     name = "model.layers.0.self_attn.q_proj"
     add = lambda tensors: tensors.update({f"{name}.bias": torch.ones(len(tensors[f"{name}.weight"]))})  # noqa: E731
-    split = changed_tensors(home, tmp_path, add)
+    split = changed_tensors(source, tmp_path, add)
     message = rf"tensors that LlamaForCausalLM does not use \(1\): {name}.bias. The .*unused="
     ranks("pair", check_fails, split, [message])
     ranks("pair", check_unused, split, "*.q_proj.bias")
@@ -384,20 +360,17 @@ def test_heads_of_pretraining_may_be_unused(ranks, tmp_path):
     ranks("pair", check_unused, tmp_path / "split", "nothing")
 
 
-def test_parameter_without_a_tensor_is_an_error(ranks, home, tmp_path):
+def test_parameter_without_a_tensor_is_an_error(ranks, source, tmp_path):
     name = "model.layers.1.post_attention_layernorm.weight"
-    split = changed_tensors(home, tmp_path, lambda tensors: tensors.pop(name))
+    split = changed_tensors(source, tmp_path, lambda tensors: tensors.pop(name))
     ranks("pair", check_fails, split, [rf"parameters of LlamaForCausalLM without a tensor \(1\): {name}"])
 
 
-def check_versions(axis, split):
+@on_ranks("pair")
+def test_ranks_with_different_versions(axis, split):
     with pytest.MonkeyPatch.context() as patch:
         if axis.rank == 1:
             module = sys.modules["shardconv.runtime.ranks"]
             found = module._version
             patch.setattr(module, "_version", lambda package: "9.9" if package == "torch" else found(package))
         check_fails(axis, split, ["versions of torch differ between ranks .rank 0: 2", "rank 1: 9.9"])
-
-
-def test_ranks_with_different_versions(ranks, home):
-    ranks("pair", check_versions, source_and_split(home, "llama", 2)[1])

@@ -14,6 +14,7 @@ from shardconv.checkpoint.split.rank_reader import RankSourceReader
 from tests.support.loading import NAMES, PLAN, TP, Mlp, check_fails, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import change_config
+from tests.support.ranks import on_ranks
 from tests.support.torch_files import SINGLE, write_pytorch
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
@@ -22,6 +23,11 @@ DATA = Path(__file__).parents[1] / "data" / "quantized"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     return tmp_path_factory.mktemp("load")
+
+
+@pytest.fixture
+def source(home):
+    return source_and_split(home, "llama", 2)[0]
 
 
 # --- equality with a split checkpoint -------------------------------------------------------------------------------
@@ -105,20 +111,21 @@ def test_dtype(ranks, home):
     ranks("pair", check_equal, *source_and_split(home, "llama", 2), {"dtype": torch.bfloat16}, {})
 
 
-def check_own(axis, source, plan):
+@pytest.fixture
+def file(tmp_path):
+    torch.manual_seed(0)
+    save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
+    return tmp_path / "mlp.safetensors"
+
+
+@on_ranks("pair", plan=PLAN)
+def test_own_module_of_a_file_with_a_plan_file(axis, plan, file):
     unsharded = Mlp()
-    unsharded.load_state_dict(load_file(source))
-    model = shardconv.load(source, tp=2, rules=plan, model=Mlp, device="cpu", group=axis)
+    unsharded.load_state_dict(load_file(file))
+    model = shardconv.load(file, tp=2, rules=plan, model=Mlp, device="cpu", group=axis)
     assert tuple(model.up.weight.shape) == (12, 8)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(model(x), unsharded(x))
-
-
-def test_own_module_of_a_file_with_a_plan_file(ranks, tmp_path):
-    torch.manual_seed(0)
-    save_file(Mlp().state_dict(), tmp_path / "mlp.safetensors")
-    (tmp_path / "plan.toml").write_text(PLAN)
-    ranks("pair", check_own, tmp_path / "mlp.safetensors", tmp_path / "plan.toml")
 
 
 def check_config_option(axis, file, config):
@@ -127,8 +134,7 @@ def check_config_option(axis, file, config):
     assert type(model).__name__.endswith("LlamaForCausalLM")
 
 
-def test_file_without_a_config_is_loaded_with_another(ranks, home, tmp_path):
-    source = source_and_split(home, "llama", 2)[0]
+def test_file_without_a_config_is_loaded_with_another(ranks, source, tmp_path):
     shutil.copyfile(source / "model.safetensors", tmp_path / "weights.safetensors")
     ranks("pair", check_config_option, tmp_path / "weights.safetensors", source / "config.json")
 
@@ -136,7 +142,9 @@ def test_file_without_a_config_is_loaded_with_another(ranks, home, tmp_path):
 # --- what a rank reads ----------------------------------------------------------------------------------------------
 
 
-def check_views(axis, source):
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
+@on_ranks("pair")
+def test_only_row_parallel_weights_are_copied(axis, source):
     """Check that parameters are views of the source, except those that are not one range of it."""
     model = shardconv.load(source, tp=2, device="cpu", group=axis)
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -150,11 +158,6 @@ def check_views(axis, source):
     assert copied == {"o_proj", "down_proj"} | padded
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="requires /proc")
-def test_only_row_parallel_weights_are_copied(ranks, home):
-    ranks("pair", check_views, source_and_split(home, "llama", 2)[0])
-
-
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,9 +167,8 @@ def check_seen(axis, paths, messages, options=None):
 
 
 @pytest.fixture
-def copied(home, tmp_path):
+def copied(source, tmp_path):
     """Two equal sources with other names of their folders."""
-    source = source_and_split(home, "llama", 2)[0]
     return [shutil.copytree(source, tmp_path / name) for name in ("one", "other")]
 
 
@@ -200,13 +202,9 @@ def test_ranks_with_different_sources(ranks, copied, what):
     ranks("pair", check_seen, copied, [message])
 
 
-def test_ranks_with_equal_sources_in_other_folders(ranks, copied, tmp_path):
-    shardconv.split(copied[0], tmp_path / "split", tp=2)
-    ranks("pair", check_seen_as_one, copied)
-
-
-def check_seen_as_one(axis, paths):
-    shardconv.load(paths[axis.rank], tp=2, device="cpu", group=axis)
+@on_ranks("pair")
+def test_ranks_with_equal_sources_in_other_folders(axis, copied):
+    shardconv.load(copied[axis.rank], tp=2, device="cpu", group=axis)
 
 
 def test_ranks_with_a_source_and_a_split(ranks, copied, tmp_path):
@@ -228,8 +226,10 @@ def test_source_that_one_rank_cannot_read(ranks, copied):
     ranks("pair", check_seen, copied, ["rank 1: .*model.safetensors", "model.safetensors"])
 
 
-def check_changed(axis, path):
+@on_ranks("pair")
+def test_source_that_changes_while_it_is_loaded(axis, copied):
     """Check that a source that changes between two tensors is refused."""
+    path = copied[0]
     read = RankSourceReader.read
 
     def read_later(self, name):
@@ -242,10 +242,6 @@ def check_changed(axis, path):
         check_fails(axis, path, ["changed while it was read"], {"tp": 2})
 
 
-def test_source_that_changes_while_it_is_loaded(ranks, copied):
-    ranks("pair", check_changed, copied[0])
-
-
 @pytest.mark.parametrize(
     ("layout", "tp", "message"),
     [
@@ -253,8 +249,8 @@ def test_source_that_changes_while_it_is_loaded(ranks, copied):
         ("three", 3, "is not a multiple of 3"),
     ],
 )
-def test_wrong_sizes(ranks, home, layout, tp, message):
-    ranks(layout, check_fails, source_and_split(home, "llama", 2)[0], [message], {"tp": tp})
+def test_wrong_sizes(ranks, source, layout, tp, message):
+    ranks(layout, check_fails, source, [message], {"tp": tp})
 
 
 def test_rank_files_without_their_manifest_are_not_a_source(ranks, home, tmp_path):
