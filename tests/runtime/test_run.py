@@ -29,6 +29,7 @@ from tests.support.damage import flip
 from tests.support.forked import run, run_python
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import change_config
+from tests.support.torchrun import on_one_node
 from tools.model_matrix.trial import model_class, small
 
 PROMPT = "The import statement"
@@ -36,7 +37,6 @@ TOKENS = 12
 GPTQ = Path(__file__).parents[1] / "data" / "quantized" / "gptq-3"
 #: Options of each run whose text is compared with that of the unsharded model.
 OPTIONS = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--device", "cpu"]
-TORCHRUN = ["-m", "torch.distributed.run"]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="requires /proc")
 pytestmark = pytest.mark.timeout(240)  # loaded machines are slow
 
@@ -140,12 +140,6 @@ def test_prompts_from_stdin_in_one_batch(split):
     assert len(report["memory_bytes"]) == 2
 
 
-def test_joins_the_ranks_that_torchrun_started(split):
-    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
-    result = run_python(*ranks, "run", split, *OPTIONS, "-q")
-    assert (result.returncode, result.stdout.rstrip("\n")) == (0, unsharded_texts(PROMPT)[0]), result.stderr
-
-
 def test_other_number_of_processes_is_one_message_though_rank_0_is_the_last(split, tmp_path):
     """torchrun ends all processes when one exits, so the others must not exit before rank 0 has printed it."""
     program = tmp_path / "late.py"
@@ -154,10 +148,8 @@ def test_other_number_of_processes_is_one_message_though_rank_0_is_the_last(spli
         "def late(*arguments):\n    time.sleep(3 if os.environ['RANK'] == '0' else 0)\n    check(*arguments)\n"
         "ranks._check_size = late\nfrom shardconv.cli import main\nmain()\n"
     )
-    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", program]
-    result = run_python(*ranks, "run", split, "--prompt", PROMPT, "--device", "cpu")
-    assert result.returncode == 1
-    assert result.stderr.count("is for 2 ranks, and there are 3 processes") == 1, result.stderr
+    result = finish(on_one_node(3, program, "run", split, "--prompt", PROMPT, "--device", "cpu"))
+    assert (result.code, result.err.count("is for 2 ranks, and there are 3 processes")) == (1, 1), result.err
 
 
 def test_chat_template(single, tmp_path):
@@ -222,10 +214,9 @@ def test_rank_files_without_checksums_are_not_verified(tmp_path):
 
 
 def test_example_of_a_custom_module():
-    example = DEMO.parent / "own_module.py"
-    result = run_python(*TORCHRUN, "--standalone", "--nproc-per-node", "2", example)
-    assert result.returncode == 0, result.stderr
-    assert "(qkv): ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.stdout
+    result = finish(on_one_node(2, DEMO.parent / "own_module.py"))
+    assert result.code == 0, result.err
+    assert "(qkv): ColumnParallelLinear(in_features=32, out_features=96, bias=True, dim=-1, tp=2)" in result.out
 
 
 # --- token ids ------------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import pytest
 
 from shardconv.tensor.cost import Link, LinkReport, collective_time, fit_link, measure_link
 from tests.support.checkpoints import llama_config, write_checkpoint
-from tests.support.forked import run_python
+from tests.support.command import finish
+from tests.support.torchrun import on_one_node
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardconv"]
 pytestmark = pytest.mark.timeout(240)  # loaded machines are slow
 
 
@@ -69,31 +69,29 @@ def test_one_rank_does_not_have_a_link():
         measure_link()
 
 
-def torchrun(*arguments):
-    return run_python(*TORCHRUN, "plan", "--measure-link", *arguments)
+def measure(*arguments):
+    return finish(on_one_node(2, "-m", "shardconv", "plan", "--measure-link", *arguments))
 
 
 def test_measurement_under_torchrun():
     """One process prints the result, and all exit."""
-    result = torchrun("--json")
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    result = measure("--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
     assert list(report) == [field.name for field in dataclasses.fields(LinkReport)]
     assert (report["num_ranks"], report["backend"], report["device"]) == (2, "gloo", "cpu")
-    assert [timing["num_bytes"] for timing in report["timings"][:3]] == [8, 64, 512]
-    assert Link(**report["link"]) == fit_link(
-        [(timing["num_bytes"], timing["seconds"]) for timing in report["timings"]], 2
-    )
+    times = [(timing["num_bytes"], timing["seconds"]) for timing in report["timings"]]
+    assert [num_bytes for num_bytes, _ in times[:3]] == [8, 64, 512]
+    assert Link(**report["link"]) == fit_link(times, 2)
 
 
 def test_measured_link_is_used_for_costs(tmp_path):
     """One process prints the link and the result."""
     source = write_checkpoint(tmp_path / "tiny", config=llama_config(layers=1))
-    result = torchrun(source, "--cost", "--tp", "2", "--seq", "4")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("LlamaForCausalLM") == 1
-    assert "2 ranks, gloo on cpu: " in result.stderr
-    flags = next(line for line in result.stderr.splitlines() if line.startswith("shardconv plan SRC --cost --alpha "))
+    result = measure(source, "--cost", "--tp", "2", "--seq", "4")
+    assert result.code == 0, result.err
+    assert (result.out.count("LlamaForCausalLM"), "2 ranks, gloo on cpu: " in result.err) == (1, True)
+    flags = next(line for line in result.err.splitlines() if line.startswith("shardconv plan SRC --cost --alpha "))
     alpha, beta = float(flags.split()[5]), float(flags.split()[7])
     assert 0 <= alpha < 1e3
     assert beta >= 0
@@ -101,7 +99,6 @@ def test_measured_link_is_used_for_costs(tmp_path):
 
 def test_missing_source_under_torchrun():
     """All processes fail, and one prints the error."""
-    result = torchrun("nowhere", "--cost")
-    assert result.returncode != 0
-    assert result.stderr.count("shardconv: nowhere: does not exist") == 1
-    assert result.stdout == ""
+    result = measure("nowhere", "--cost")
+    assert (result.code != 0, result.out) == (True, "")
+    assert result.err.count("shardconv: nowhere: does not exist") == 1
