@@ -4,7 +4,6 @@ Losses of fifty steps in float64 are compared to 1e-9, as sums over ranks round 
 The limit is about a million times the rounding error of one step, and far below the effect of a wrong gradient.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +12,7 @@ import shardconv
 from shardconv.convert import gather_state_dict, load_full_state_dict
 from shardconv.distributed import init_parallel
 from tests.support.gpt import GPT, WIDTH, Block, batch
-from tests.support.matrix import MATRIX, cases
+from tests.support.matrix import MATRIX
 from tests.support.ranks import on_ranks
 
 STEPS = 50
@@ -42,22 +41,6 @@ def loaded(axis, state):
     return model
 
 
-@pytest.mark.parametrize("layout", cases(["pairs", "strided", "four"], lambda layout: layout == "four"))
-@on_ranks()
-def test_tensor_parallel(axis):
-    unsharded = GPT().double()
-    unsharded.load_state_dict(unsharded_state())
-    expected = train(unsharded, range(STEPS))
-    model = loaded(axis, unsharded_state())
-    found = train(model, range(STEPS))
-    assert expected[-1] < 0.5 * expected[0]  # the model learns
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
-    state = gather_state_dict(model)
-    assert list(state) == list(unsharded.state_dict())
-    for name, tensor in unsharded.state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-7, atol=1e-9)
-
-
 @on_ranks("four")
 def test_tensor_and_data_parallel(axis):
     """Check tp=2 with two replicas under torch's DistributedDataParallel, each with half of the batch."""
@@ -80,14 +63,18 @@ def train_some(axis, state, first, last):
     return {"losses": losses, "state": {name: tensor.clone() for name, tensor in full.items()}}
 
 
-def test_continued_at_another_tp(ranks):
+def test_tensor_parallel_and_continued_at_another_tp(ranks):
     unsharded = GPT().double()
     unsharded.load_state_dict(unsharded_state())
     expected = train(unsharded, range(STEPS))
     begun = ranks("pairs", train_some, unsharded_state(), 0, 25)[0]
     continued = ranks("four", train_some, begun["state"], 25, STEPS)[0]
     found = torch.cat([begun["losses"], continued["losses"]])
+    assert expected[-1] < 0.5 * expected[0]  # the model learns
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    assert list(continued["state"]) == list(unsharded.state_dict())
+    for name, tensor in unsharded.state_dict().items():
+        torch.testing.assert_close(continued["state"][name], tensor, rtol=1e-7, atol=1e-9)
 
 
 @MATRIX

@@ -16,73 +16,55 @@ from tests.support.ranks import on_ranks
 LAYOUTS = ["pairs", "four"]
 
 
-def passed(spec, mesh, local, grad, **options):
-    """Output, gradient, and collectives of forward and backward; checks that arguments do not change."""
-    argument = local.clone().requires_grad_()
-    before, grad_before = argument.detach().clone(), grad.clone()
+def check(spec, mesh, tensors, collectives=None, **options):
+    """Check a communication of this rank.
+
+    Args:
+        spec: the communication.
+        mesh: its mesh.
+        tensors: the local tensor, the gradient of the output, the expected output, and the expected gradient.
+        collectives: the expected ones of forward and backward.
+        options: of ``apply``.
+    """
+    local, grad, expected, expected_grad = (one.contiguous() for one in tensors)
+    argument, given = local.clone().requires_grad_(), grad.clone()
     with spied() as forward:
         output = spec.apply(argument, mesh, **options)
     with spied() as backward:
-        output.backward(grad)
-    assert torch.equal(argument, before)
-    assert torch.equal(grad, grad_before)
+        output.backward(given)
     assert output.is_contiguous()
-    return output.detach(), argument.grad, [kind for kind, _ in forward], [kind for kind, _ in backward]
+    assert torch.equal(output.detach(), expected), spec
+    assert torch.equal(argument.grad, expected_grad), spec
+    assert torch.equal(argument, local)
+    assert torch.equal(given, grad)
+    assert collectives in (None, tuple([kind for kind, _ in seen] for seen in (forward, backward))), spec
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @on_ranks()
-def test_patterns(axis):
-    """Check each of Colossal-AI's patterns, by its name there."""
+def test_every_kind(axis):
+    """Check each kind; with its name in Colossal-AI, if it has one."""
     mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
     full, other = numbers((2 * n, 3 * n), 1), numbers((2 * n, 3 * n), 2)
-    mine, theirs = [x.contiguous() for x in full.chunk(n, 1)], [x.contiguous() for x in other.chunk(n, 1)]
-    rows = [x.contiguous() for x in other.chunk(n, 0)]
-    summands = [numbers((4, 3), rank) for rank in range(n)]
-    cases = {
-        "GATHER_FWD_SPLIT_BWD": (
-            CommSpec("all_gather", 0, gather_dims=1), mine[r], other, full, theirs[r], ["all_gather"], [],
-        ),
-        "SPLIT_FWD_GATHER_BWD": (
-            CommSpec("chunk", 0, shard_dims=-1), full, theirs[r], mine[r], other, [], ["all_gather"],
-        ),
-        "ALL2ALL_FWD_ALL2ALL_BWD": (
-            CommSpec("all_to_all", 0, gather_dims=1, shard_dims=0), mine[r], rows[r],
-            full.chunk(n, 0)[r], theirs[r], ["all_to_all"], ["all_to_all"],
-        ),
-        "ALLREDUCE_FWD_IDENTITY_BWD": (
-            CommSpec("all_reduce", 0), summands[r], summands[0], sum(summands), summands[0], ["all_reduce"], [],
-        ),
-        "IDENTITY_FWD_ALLREDUCE_BWD": (
-            CommSpec("copy", 0), summands[0], summands[r], summands[0], sum(summands), [], ["all_reduce"],
-        ),
-    }  # fmt: skip
-    for name, (spec, local, grad, output, local_grad, forward, backward) in cases.items():
-        found = passed(spec, mesh, local, grad)
-        assert torch.equal(found[0], output), name
-        assert torch.equal(found[1], local_grad), name
-        assert found[2:] == (forward, backward), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks()
-def test_others(axis):
-    mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
-    summands, grad = [numbers((2 * n, 3), rank) for rank in range(n)], numbers((2 * n, 3), 9)
-    chunks = grad.chunk(n)
-    found = passed(CommSpec("reduce_scatter", 0, shard_dims=0), mesh, summands[r], chunks[r])
-    assert torch.equal(found[0], sum(summands).chunk(n)[r])
-    assert torch.equal(found[1], grad)
-    assert found[2:] == (["reduce_scatter"], ["all_gather"])
-    found = passed(CommSpec("to_partial", 0), mesh, summands[0], grad)
-    assert torch.equal(found[0], summands[0] if r == 0 else torch.zeros(2 * n, 3).double())
-    assert torch.equal(found[1], grad)
-    assert found[2:] == ([], [])
-    found = passed(CommSpec("shard_to_partial", 0, gather_dims=0), mesh, chunks[r], summands[0])
-    assert torch.equal(found[0].chunk(n)[r], chunks[r])
-    assert found[0].abs().sum() == chunks[r].abs().sum()
-    assert torch.equal(found[1], summands[0].chunk(n)[r])
-    assert found[2:] == ([], [])
+    mine, theirs, rows = full.chunk(n, 1)[r], other.chunk(n, 1)[r], other.chunk(n, 0)[r]
+    summands = [numbers((2 * n, 3 * n), rank) for rank in range(n)]
+    first = summands[0] if r == 0 else torch.zeros_like(full)
+    placed = torch.cat([rows if rank == r else torch.zeros_like(rows) for rank in range(n)])
+    # GATHER_FWD_SPLIT_BWD
+    check(CommSpec("all_gather", 0, gather_dims=1), mesh, (mine, other, full, theirs), (["all_gather"], []))
+    # SPLIT_FWD_GATHER_BWD
+    check(CommSpec("chunk", 0, shard_dims=-1), mesh, (full, theirs, mine, other), ([], ["all_gather"]))
+    # ALL2ALL_FWD_ALL2ALL_BWD
+    spec = CommSpec("all_to_all", 0, gather_dims=1, shard_dims=0)
+    check(spec, mesh, (mine, rows, full.chunk(n, 0)[r], theirs), (["all_to_all"], ["all_to_all"]))
+    # ALLREDUCE_FWD_IDENTITY_BWD
+    check(CommSpec("all_reduce", 0), mesh, (summands[r], full, sum(summands), full), (["all_reduce"], []))
+    # IDENTITY_FWD_ALLREDUCE_BWD
+    check(CommSpec("copy", 0), mesh, (full, summands[r], full, sum(summands)), ([], ["all_reduce"]))
+    spec = CommSpec("reduce_scatter", 0, shard_dims=0)
+    check(spec, mesh, (summands[r], rows, sum(summands).chunk(n)[r], other), (["reduce_scatter"], ["all_gather"]))
+    check(CommSpec("to_partial", 0), mesh, (summands[0], other, first, other), ([], []))
+    check(CommSpec("shard_to_partial", 0, gather_dims=0), mesh, (rows, full, placed, full.chunk(n)[r]), ([], []))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,26 +76,14 @@ def test_uneven(axis):
 
     def block(x, dim):
         chunks = x.chunk(n, dim)
-        return chunks[r].contiguous() if r < len(chunks) else x.narrow(dim, 0, 0).contiguous()
+        return chunks[r] if r < len(chunks) else x.narrow(dim, 0, 0)
 
-    found = passed(CommSpec("all_gather", 0, gather_dims=0), mesh, block(full, 0), other, shape=(5, 7))
-    assert torch.equal(found[0], full)
-    assert torch.equal(found[1], block(other, 0))
+    spec = CommSpec("all_gather", 0, gather_dims=0)
+    check(spec, mesh, (block(full, 0), other, full, block(other, 0)), shape=(5, 7))
     spec = CommSpec("all_to_all", 0, gather_dims=0, shard_dims=1)
-    found = passed(spec, mesh, block(full, 0), block(other, 1), shape=(5, 7))
-    assert torch.equal(found[0], block(full, 1))
-    assert torch.equal(found[1], block(other, 0))
-    found = passed(CommSpec("reduce_scatter", 0, shard_dims=0), mesh, full, block(other, 0))
-    assert torch.equal(found[0], n * block(full, 0))
-    assert torch.equal(found[1], other)
-    found = passed(CommSpec("chunk", 0, shard_dims=1), mesh, full, block(other, 1))
-    assert torch.equal(found[0], block(full, 1))
-    assert torch.equal(found[1], other)
-    if n == 2:
-        with pytest.raises(
-            ValueError, match=r"mesh \(tensor: 2\): local tensor of rank \d .*, expected \[3, 7\] of \[6, 7"
-        ):
-            CommSpec("all_gather", 0, gather_dims=0).apply(full, mesh, shape=(6, 7))
+    check(spec, mesh, (block(full, 0), block(other, 1), block(full, 1), block(other, 0)), shape=(5, 7))
+    check(CommSpec("reduce_scatter", 0, shard_dims=0), mesh, (full, block(other, 0), n * block(full, 0), other))
+    check(CommSpec("chunk", 0, shard_dims=1), mesh, (full, block(other, 1), block(full, 1), other))
 
 
 @on_ranks("four")
@@ -122,34 +92,19 @@ def test_several_axes(axis):
     mesh = mesh_of(axis, 2)
     row, column = mesh.get_coordinate()
     full, other = numbers((4, 8), 1), numbers((4, 8), 2)
-
-    def tile(x):
-        return x.chunk(2, 0)[row].chunk(2, 1)[column].contiguous()
-
-    def stripe(x):
-        return x.chunk(4, 1)[2 * row + column].contiguous()
-
+    (tile, other_tile) = (x.chunk(2, 0)[row].chunk(2, 1)[column] for x in (full, other))
+    (stripe, other_stripe) = (x.chunk(4, 1)[2 * row + column] for x in (full, other))
     spec = CommSpec("all_gather", ("data", "tensor"), gather_dims=(0, 1))
-    found = passed(spec, mesh, tile(full), other)
-    assert torch.equal(found[0], full)
-    assert torch.equal(found[1], tile(other))
-    assert found[2:] == (["all_gather"], [])
-    found = passed(CommSpec("all_gather", (0, 1), gather_dims=(1, 1)), mesh, stripe(full), other)
-    assert torch.equal(found[0], full)
-    found = passed(
-        CommSpec("all_to_all", (0, 1), gather_dims=(0, 1), shard_dims=(1, 1)), mesh, tile(full), stripe(other)
-    )
-    assert torch.equal(found[0], stripe(full))
-    assert torch.equal(found[1], tile(other))
-    assert found[2:] == (["all_to_all"], ["all_to_all"])
-    found = passed(CommSpec("reduce_scatter", (0, 1), shard_dims=(1, 1)), mesh, full, stripe(other))
-    assert torch.equal(found[0], 4 * stripe(full))
-    found = passed(CommSpec("all_reduce", (0, 1)), mesh, full, other)
-    assert torch.equal(found[0], 4 * full)
+    check(spec, mesh, (tile, other, full, other_tile), (["all_gather"], []))
+    check(CommSpec("all_gather", (0, 1), gather_dims=(1, 1)), mesh, (stripe, other, full, other_stripe))
+    spec = CommSpec("all_to_all", (0, 1), gather_dims=(0, 1), shard_dims=(1, 1))
+    check(spec, mesh, (tile, other_stripe, stripe, other_tile), (["all_to_all"], ["all_to_all"]))
+    check(CommSpec("reduce_scatter", (0, 1), shard_dims=(1, 1)), mesh, (full, other_stripe, 4 * stripe, other))
+    check(CommSpec("all_reduce", (0, 1)), mesh, (full, other, 4 * full, other))
     turned = CommSpec("chunk", ("tensor", "data"), shard_dims=(1, 1)).apply(full, mesh)
     assert torch.equal(turned, full.chunk(4, 1)[2 * column + row])
     with spied() as seen:  # one axis only
-        only = CommSpec("all_gather", "tensor", gather_dims=1).apply(tile(full), mesh)
+        only = CommSpec("all_gather", "tensor", gather_dims=1).apply(tile.contiguous(), mesh)
     assert torch.equal(only, full.chunk(2, 0)[row])
     assert seen == [("all_gather", only.nbytes)]
 
@@ -246,6 +201,10 @@ INVALID = {
     "dim": (
         lambda mesh: CommSpec("all_gather", 0, gather_dims=2).apply(torch.zeros(3, 4), mesh),
         r"all_gather: dim 2 is out of range for shape \[3, 4\]",
+    ),
+    "shape of the block": (
+        lambda mesh: CommSpec("all_gather", 0, gather_dims=0).apply(torch.zeros(5, 7), mesh, shape=(6, 7)),
+        r"mesh \(tensor: 2\): local tensor of rank \d .*, expected \[3, 7\] of \[6, 7",
     ),
     "axis": (
         lambda mesh: CommSpec("all_reduce", "data").apply(torch.zeros(3, 4), mesh),

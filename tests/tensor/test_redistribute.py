@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from shardconv.tensor import from_global, plan_redistribution, redistribute, redistribution_cost
+from shardconv.tensor import plan_redistribution, redistribute, redistribution_cost
 from shardconv.tensor.cost import Link
 from shardconv.tensor.redistribution import START_SECONDS
 from tests.support.matrix import cases, each_once
@@ -259,25 +259,6 @@ def test_in_many_steps(axis, links):
                 check_pair(mesh, shape, source, target, links)
 
 
-@pytest.mark.parametrize(("layout", "ndim"), [("pairs", 1), ("four", 1)])
-@on_ranks()
-def test_as_torch(axis, ndim):
-    """Check forward and backward against torch's redistribute."""
-    mesh = mesh_of(axis, ndim)
-    full = numbers((6, 7), 1)
-    for source in layouts(ndim):
-        for target in (layout for layout in layouts(ndim) if P not in layout):
-            found = []
-            for function in (redistribute, lambda x, layout: x.redistribute(placements=layout)):
-                local = lying(full, mesh, source).requires_grad_()
-                tensor = DTensor.from_local(local, mesh, source, shape=full.shape, stride=full.stride())
-                output = function(tensor, target)
-                (output * output).sum().backward()
-                found.append((output.to_local().detach(), local.grad))
-            assert torch.equal(found[0][0], found[1][0])
-            assert torch.equal(found[0][1], found[1][1])
-
-
 @on_ranks("four")
 def test_three_axes(axis):
     """Check three axes, one of them of one rank, and a tensor of three dims."""
@@ -337,21 +318,3 @@ def test_second_gradients(axis):
         (second,) = torch.autograd.grad((grad**2).sum(), local)
         # Of x**3 first 3 x**2, then of 9 x**4 36 x**3.
         assert torch.equal(second, 36 * local.detach() ** 3)
-
-
-@pytest.mark.parametrize("layout", ["pairs", "four"])
-@on_ranks()
-def test_partial_gradients(axis):
-    """Check a replicated weight with a sharded batch: its gradient is reduce-scattered."""
-    mesh = mesh_of(axis, 1)
-    n = axis.size
-    weight, batch = numbers((2 * n, 3), 1), numbers((4 * n, 3), 2)
-    sharded = from_global(weight, mesh, [Shard(0)]).detach().requires_grad_()
-    inputs = from_global(batch, mesh, [Shard(0)])
-    output = inputs @ redistribute(sharded, [Replicate()]).T
-    with spied() as seen:
-        output.sum().backward()
-    assert [kind for kind, _ in seen] == ["reduce_scatter"]
-    unsharded = weight.clone().requires_grad_()
-    (batch @ unsharded.T).sum().backward()
-    assert torch.equal(sharded.grad.full_tensor(), unsharded.grad)
