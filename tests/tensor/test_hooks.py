@@ -5,6 +5,7 @@ Every check runs with DTensor parameters and with shards of parallel layers, on 
 
 import copy
 from collections import Counter
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.ranks import on_ranks
 
 FORWARD = ["pre_forward", "post_forward"]
 BACKWARD = ["pre_backward", "post_backward"]
+PHASES = ("pre", "post")
 
 
 class Recorder(ParamHook):
@@ -36,17 +38,8 @@ class Recorder(ParamHook):
         assert isinstance(params, list)
         self.log.append((self.name + phase, "".join(self.names[id(param)] for param in params)))
 
-    def pre_forward(self, params):
-        self.note("pre_forward", params)
-
-    def post_forward(self, params):
-        self.note("post_forward", params)
-
-    def pre_backward(self, params):
-        self.note("pre_backward", params)
-
-    def post_backward(self, params):
-        self.note("post_backward", params)
+    pre_forward, post_forward = map(partial(partialmethod, note), FORWARD)
+    pre_backward, post_backward = map(partial(partialmethod, note), BACKWARD)
 
     def take(self):
         """Return and clear the record."""
@@ -110,12 +103,7 @@ def check_order(axis, kind):
     first, second = (Recorder({"w": case.w, "b": case.b}, log, name) for name in ("1 ", "2 "))
     with use_param_hooks(first, second):
         output = case.linear()
-        assert log == [
-            ("1 pre_forward", "wb"),
-            ("2 pre_forward", "wb"),
-            ("1 post_forward", "wb"),
-            ("2 post_forward", "wb"),
-        ]
+        assert log == [(f"{name} {phase}", "wb") for phase in FORWARD for name in (1, 2)]
         log.clear()
     output.sum().backward()  # after the context
     assert log == [(f"{name} {phase}", "wb") for phase in BACKWARD for name in (1, 2)]
@@ -170,16 +158,15 @@ def check_passes(axis, kind):
 def check_second_derivative(axis, kind):
     """Check second derivatives by the output and, for a linear first derivative, by the weight alone."""
     case = Case(axis, kind)
-    recorder = case.recorder
     for loss in (lambda output: output.pow(2).sum(), torch.sum):
-        results = []
-        for hooks in ((), (recorder,)):
-            with use_param_hooks(*hooks):
-                (slope,) = torch.autograd.grad(loss(F.linear(case.x, case.w)), case.x, create_graph=True)
-                slope.pow(2).sum().backward()
-            results.append([full(slope), *case.grads()])
-        assert same(*results)
-        assert recorder.take() == [*around("w", FORWARD), *around("w", BACKWARD * 2)]
+
+        def run(expect, loss=loss):
+            (slope,) = torch.autograd.grad(loss(F.linear(case.x, case.w)), case.x, create_graph=True)
+            slope.pow(2).sum().backward()
+            expect([*around("w", FORWARD), *around("w", BACKWARD * 2)])
+            return slope
+
+        with_and_without_hooks(case, run)
 
 
 class Noted(torch.autograd.Function):
@@ -329,24 +316,37 @@ def check_no_grad(axis, kind):
     assert Counter(phase for phase, _ in recorder.take()).keys() == set(FORWARD)
 
 
+def with_and_without_hooks(case, run):
+    """The same with and without hooks; ``run`` returns a result, and expects these phases of a parameter."""
+    results = []
+    for hooks in ((), (case.recorder,)):
+
+        def expect(log, hooks=hooks):
+            assert case.recorder.take() == (log if hooks else [])
+
+        with use_param_hooks(*hooks):
+            found = run(expect)
+        results.append([full(found), *case.grads()])
+    assert same(*results)
+
+
 def check_in_place(axis, kind):
     """Check in-place operations, and that torch still refuses leaves that require grad."""
     case = Case(axis, kind)
-    recorder = case.recorder
-    results = []
-    for hooks in ((), (recorder,)):
-        with use_param_hooks(*hooks):
-            changed = F.linear(case.x, case.w)
-            recorder.take()
-            assert changed.mul_(case.b) is changed
-            assert recorder.take() == (around("b", FORWARD) if hooks else [])
-            changed.sum().backward()
-            assert recorder.take() == ([*around("b", BACKWARD), *around("w", BACKWARD)] if hooks else [])
-            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
-                case.w.add_(case.w)
-            assert recorder.take() == (around("ww", FORWARD) if hooks else [])
-        results.append([full(changed), *case.grads()])
-    assert same(*results)
+
+    def run(expect):
+        changed = F.linear(case.x, case.w)
+        expect(around("w", FORWARD))
+        assert changed.mul_(case.b) is changed
+        expect(around("b", FORWARD))
+        changed.sum().backward()
+        expect([*around("b", BACKWARD), *around("w", BACKWARD)])
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            case.w.add_(case.w)
+        expect(around("ww", FORWARD))
+        return changed
+
+    with_and_without_hooks(case, run)
 
 
 def check_set_items(axis, kind):
@@ -354,20 +354,18 @@ def check_set_items(axis, kind):
     if kind == "dtensor":
         return  # torch does not have a strategy for it
     case = Case(axis, kind)
-    recorder = case.recorder
-    results = []
-    for hooks in ((), (recorder,)):
-        with use_param_hooks(*hooks):
-            full = case.x.detach().new_zeros(2, *case.b.shape, requires_grad=True) * 2
-            recorder.take()
-            full[0] = case.b
-            assert recorder.take() == (around("b", FORWARD) if hooks else [])
-            full[1].mul_(case.b)
-            recorder.take()
-            (full * 3).sum().backward()
-            assert recorder.take() == (around("b", BACKWARD * 2) if hooks else [])
-        results.append([full.detach(), *case.grads()])
-    assert same(*results)
+
+    def run(expect):
+        rows = case.x.detach().new_zeros(2, *case.b.shape, requires_grad=True) * 2
+        rows[0] = case.b
+        expect(around("b", FORWARD))
+        rows[1].mul_(case.b)
+        expect(around("b", FORWARD))
+        (rows * 3).sum().backward()
+        expect(around("b", BACKWARD * 2))
+        return rows
+
+    with_and_without_hooks(case, run)
 
 
 # --- nesting and failures -------------------------------------------------------------------------------------------
@@ -448,9 +446,11 @@ def block(case):
     return run
 
 
-def check_checkpoint_without_hooks(axis, kind, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@on_ranks("four")
+def test_checkpoint_without_hooks(axis, use_reentrant):
     """Check that a pass without hooks is recomputed without hooks, also after torch's checkpoint was patched."""
-    case = Case(axis, kind)
+    case = Case(axis, "shard")
     with use_param_hooks():
         pass
     output = checkpoint(block(case), case.x, use_reentrant=use_reentrant)
@@ -488,19 +488,12 @@ def test_embedding_with_a_norm(axis):
 # --- converted models -----------------------------------------------------------------------------------------------
 
 
-def tiny_llama():
-    from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
-
-    return MODELS["llama"].build(0.1)
-
-
 def train(model, ids, hooks):
     model.zero_grad()
     with use_param_hooks(*hooks):
         output = model(input_ids=ids, labels=ids)
     output.loss.backward()
-    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    return output.logits.detach(), grads
+    return {"logits": output.logits.detach(), **{name: one.grad.clone() for name, one in model.named_parameters()}}
 
 
 KINDS_ON_LAYOUTS = pytest.mark.parametrize(("kind", "layout"), each_once(["dtensor", "shard"], ["pairs", "four"]))
@@ -549,42 +542,29 @@ def test_checkpoint(axis, kind, use_reentrant, early_stop, where):
     assert same([full(output), *case.grads()], expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_without_hooks(ranks, use_reentrant):
-    ranks("four", check_checkpoint_without_hooks, "shard", use_reentrant)
-
-
 @pytest.mark.parametrize(("recomputes", "layout"), each_once([None, True, False], ["pairs", "four"]))
 @on_ranks()
 def test_llama(axis, recomputes):
-    model = convert_model(tiny_llama(), group=axis).train()
-    unsharded = tiny_llama()
+    """Check that hooks change no value, and that each use of a sharded parameter has all of its phases."""
+    from tests.support.models import MODELS  # noqa: PLC0415 - transformers takes seconds to import
+
+    model = convert_model(MODELS["llama"].build(0.1), group=axis).train()
     ids = torch.arange(2, 14).view(2, 6)
     if recomputes is not None:
         model.gradient_checkpointing_enable({"use_reentrant": recomputes})
         model.enable_input_require_grads()
-    logits, grads = train(model, ids, ())
     recorder = Recorder({f"{name} ": parameter for name, parameter in model.named_parameters()})
-    found_logits, found = train(model, ids, (recorder,))
-    assert torch.equal(found_logits, logits)
-    assert found.keys() == grads.keys()
-    assert all(torch.equal(found[name], grad) for name, grad in grads.items())
-    assert torch.allclose(logits, unsharded(input_ids=ids).logits, atol=1e-5)  # sums over ranks have another order
-    log = recorder.take()
-    counts = Counter(log)
-    names = {name.strip() for _, name in log}
-    assert names == {name for name in grads if "norm" not in name}
+    expected, found = train(model, ids, ()), train(model, ids, (recorder,))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    counts = Counter(recorder.take())
     for phase in ("forward", "backward"):
-        pre = {name: count for (when, name), count in counts.items() if when == f"pre_{phase}"}
-        post = {name: count for (when, name), count in counts.items() if when == f"post_{phase}"}
+        pre, post = ({name: counts[when, name] for when, name in counts if when == f"{at}_{phase}"} for at in PHASES)
         assert pre == post
-        assert {name.strip() for name in pre} == names
-        times = 2 if recomputes is not None and phase == "forward" else 1
-        # recomputation begins in the backward of a layer's last operation
-        assert pre["model.layers.0.mlp.down_proj.weight "] == (2 if recomputes is False else times)
-        # on four ranks two replicate a kv head, which adds an operation if grad is enabled
-        extra = 0 if axis.size == 2 else 1 if recomputes else times
-        assert pre["model.layers.0.self_attn.k_proj.weight "] == times + extra
+        assert {name.strip() for name in pre} == {name for name in found if "norm" not in name} - {"logits"}
+        # recomputation with use_reentrant=False begins in the backward of a layer's last operation
+        times = {"forward": 1 if recomputes is None else 2, "backward": 2 if recomputes is False else 1}
+        assert pre["model.layers.0.mlp.down_proj.weight "] == times[phase]
     with use_param_hooks(recorder):
         model.eval().generate(ids, max_new_tokens=2, do_sample=False)
     assert {phase for phase, _ in recorder.take()} == set(FORWARD)
