@@ -280,12 +280,6 @@ def test_only_debug_shows_the_traceback(commands, arguments):
     assert plain.code == debug.code == 1
 
 
-def test_debug_does_not_change_results(commands):
-    result = call(*commands["plan"], "--debug")
-    assert result == call(*commands["plan"])
-    assert result.code == 0
-
-
 def test_version():
     assert call("--version") == (0, f"shardconv {shardconv.__version__}\n", "")
 
@@ -343,11 +337,6 @@ def test_no_bar_when_quiet(commands, command):
     os.set_blocking(reading, False)
     with os.fdopen(reading, "rb", buffering=0) as shown, pytest.raises(OSError, match="Input/output error"):
         shown.read(1)  # nothing was written, and all writers have exited
-
-
-@pytest.mark.parametrize("command", cases(COMMANDS, lambda command: command in {"merge", "plan"}))
-def test_no_escapes_without_a_terminal(commands, command):
-    assert "\x1b" not in run(*commands[command]).out
 
 
 def test_names_of_tensors_are_not_markup(tmp_path):

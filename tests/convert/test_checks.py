@@ -235,7 +235,7 @@ CHECKS = (check_chains, check_no_false_alarms, check_forward, check_policy, chec
 
 
 @pytest.mark.parametrize(
-    ("layout", "check"), cases(itertools.product(LAYOUTS, CHECKS), lambda layout, _: layout == "pair")
+    ("layout", "check"), cases(itertools.product(LAYOUTS, CHECKS), lambda layout, _: layout == "pairs")
 )
 def test_checks(ranks, layout, check):
     ranks(layout, check)

@@ -176,8 +176,6 @@ REFUSED = {
         lambda _: replace(MODELS["llama"], config={"num_attention_heads": 2, "num_key_value_heads": 2}).build(),
         "auto", shardconv.PlanError, "tp=4 is unsupported.*2 is not a multiple of 4",
     ),
-    "other family": (lambda _: llama(), "gpt2", shardconv.PlanError, "no rule of family gpt2 matches"),
-    "unknown family": (lambda _: llama(), "lama", shardconv.support.errors.UsageError, "family 'lama' is unknown"),
     "by_name": (
         lambda _: llama(), "by_name", shardconv.PlanError,
         "no family is known for model type 'llama'.*Pass rules=FILE with a plan file, for a split checkpoint to",

@@ -136,7 +136,7 @@ def path(tmp_path, name):
 @pytest.mark.parametrize("name", CONVERTED)
 @on_ranks("pair")
 def test_module_without_a_config_is_converted_by_a_plan_file(axis, path, name):
-    """Check outputs and gradients, and that there is no warning."""
+    """Check outputs and gradients; a warning is an error."""
     kind, width, _ = CONVERTED[name]
     before, x = kind(), torch.randn(2, 5, width)
     with warnings.catch_warnings():

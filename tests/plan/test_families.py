@@ -24,7 +24,7 @@ from shardconv.support.errors import PlanError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases, each_once
-from tests.support.models import EXPERTS, HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, default_model, read
+from tests.support.models import HEADS, KV_HEADS, MODELS, VOCAB, Tensors, change_config, default_model, read
 
 TPS = (1, 2, 4, 8)
 each_tp = pytest.mark.parametrize("tp", cases(TPS, lambda tp: tp in {2, 8}))
@@ -601,14 +601,6 @@ def test_list_of_families_has_similar_names(word, similar):
 
 def test_families_are_found_in_any_spelling():
     assert listed("qwen3_moe") == listed("Qwen3-MoE") == listed("qwen3moe") == ({"llama": ["qwen3_moe"]}, None)
-
-
-def test_transformers_saves_a_tensor_for_each_expert(checkpoint):
-    """In memory they are packed; the packed models of models.py have the other form on disk."""
-    for name in ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"):
-        written, packed = read(checkpoint(name)), read(checkpoint(f"{name}-packed")) if name in MODELS else {}
-        assert len([tensor for tensor in written if re.search(r"layers\.1\..*\.experts\.\d+\.", tensor)]) == 3 * EXPERTS
-        assert "model.layers.1.mlp.experts.gate_up_proj" in packed
 
 
 def test_cross_attention_with_other_numbers_of_heads(tmp_path):

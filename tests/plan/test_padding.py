@@ -35,7 +35,7 @@ from tests.support.command import call
 from tests.support.matrix import cases
 from tests.support.models import GQA, MODELS, MOE, T5, Model, model_class
 from tests.support.plans import held
-from tests.support.ranks import ranks_in
+from tests.support.ranks import on_ranks, ranks_in
 from tests.support.verdicts import verdict
 from tools.model_matrix.trial import small
 
@@ -83,13 +83,6 @@ def test_padding_takes_the_least_memory(heads, tp):
             is_shared = kv * each % tp == 0 and (kv % tp == 0 or (tp % kv == 0 and each % (tp // kv) == 0))
             costs += [kv * each + max(kv, tp)] if is_shared else []
     assert found.query_heads + max(found.kv_heads, tp) == min(costs)
-
-
-@given(heads=heads, tp=tps)
-def test_counts_that_divide_are_not_padded(heads, tp):
-    kv_heads, group = heads
-    if kv_heads % tp == 0 or (tp % kv_heads == 0 and group % (tp // kv_heads) == 0):
-        assert Heads(kv_heads, group).padded(tp) == Heads(kv_heads, group)
 
 
 @given(heads=heads, tp=tps, block=st.sampled_from([2, 3, 4]))
@@ -462,27 +455,25 @@ def test_padding_stays_zero_in_training(ranks, name, tp):
     assert sum(ranks(LAYOUTS[tp], check_training, name))
 
 
-def check_distributed_checkpoint(axis, folder):
-    """Save a padded model without padding, and load the result into a padded model."""
+@on_ranks("six")
+def test_distributed_checkpoints_have_no_padding(axis, tmp_path):
+    """Check a padded model that is saved without padding, and the result that is loaded into a padded model."""
     model, expected = MODELS["llama-biases"].build(SCALE), MODELS["llama-biases"].build(SCALE).state_dict()
     shardconv.convert_model(model, pad=True, group=axis.group)
-    dcp.save(as_dtensor(model), checkpoint_id=folder)
+    dcp.save(as_dtensor(model), checkpoint_id=tmp_path / "dcp")
     full = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load(full, checkpoint_id=folder)
+    dcp.load(full, checkpoint_id=tmp_path / "dcp")
     assert all(torch.equal(full[name], value) for name, value in expected.items())
     again = MODELS["llama-biases"].build(1.0)
     shardconv.convert_model(again, pad=True, group=axis.group)
-    dcp.load(as_dtensor(again), checkpoint_id=folder)
+    dcp.load(as_dtensor(again), checkpoint_id=tmp_path / "dcp")
     loaded = shardconv.gather_state_dict(again)
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
-def test_distributed_checkpoints_have_no_padding(ranks, tmp_path):
-    ranks("six", check_distributed_checkpoint, tmp_path / "dcp")
-
-
-def check_full_input(axis):
-    """A row parallel layer accepts a full input, of which each rank uses its features."""
+@on_ranks("three")
+def test_row_parallel_layers_accept_full_inputs(axis):
+    """Check a full input, of which each rank uses its features."""
     unsharded = nn.Linear(8, 3)
     layer = copy.deepcopy(unsharded)
     placement = shard_dim(1, [Unit(8, pad=True)], axis.size)
@@ -495,10 +486,6 @@ def check_full_input(axis):
     output.sum().backward()
     expected.sum().backward()
     assert torch.allclose(full.grad, again.grad, atol=1e-5)
-
-
-def test_row_parallel_layers_accept_full_inputs(ranks):
-    ranks("three", check_full_input)
 
 
 # --- what is said, and what is refused ------------------------------------------------------------------------------
@@ -588,14 +575,6 @@ def test_one_value_per_head_is_padded_like_the_heads(tmp_path):
 def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
     source = write_checkpoint(tmp_path, config=llama_config(layers=1, intermediate=100))
     assert padded_units(source, 3)["intermediate"] == (100, 120)
-
-
-def test_manifest_without_the_key_pad_has_no_padding(one_layer, tmp_path):
-    shardconv.split(one_layer, tmp_path / "two", tp=2)
-    assert '"pad":1' not in (tmp_path / "two" / "shardconv.json").read_text()
-    shardconv.split(one_layer, tmp_path / "three", tp=3, pad=True)
-    manifest = json.loads((tmp_path / "three" / "shardconv.json").read_text())
-    assert (manifest["request"]["pad"], manifest["plan"]["rules"]["models"][0]["pad"]) == (1, 1)
 
 
 def test_plan_lists_large_sizes_if_only_these_need_padding(tmp_path):

@@ -12,6 +12,7 @@ from shardconv.checkpoint.operations.plan_report import report_plan
 from shardconv.support.errors import PlanError, UsageError
 from tests.support.models import MODELS
 from tests.support.policies import MlpPolicy
+from tests.support.ranks import on_ranks
 
 PLAN_FILE = 'inherits = "llama"\n[rules]\n"lm_head" = { style = "replicate" }\n'
 
@@ -102,8 +103,14 @@ def test_options_that_change_a_plan_are_refused(checkpoint, option):
     assert raised.value.with_options().startswith(f"--{flag} cannot change a plan (--rules is a Plan)")
 
 
-def check_converted(axis, source, plan_file):
-    """The same model by every way to name the same rules."""
+@pytest.fixture
+def source(checkpoint):
+    return checkpoint("llama")
+
+
+@on_ranks("pair")
+def test_models_in_memory(axis, source, plan_file):
+    """Check the same model by every way to name the same rules."""
     before = MODELS["llama"].build()
     inputs = torch.tensor([[1, 2, 3, 4]])
     expected = before(inputs).logits
@@ -114,22 +121,9 @@ def check_converted(axis, source, plan_file):
         assert model.model.layers[0].mlp.up_proj.weight.shape[0] * axis.size == before.config.intermediate_size
 
 
-def check_plan_for_another_tp(axis, source):
-    plan = shardconv.make_plan(source, tp=1)
-    with pytest.raises(shardconv.PlanError, match="is for 1 ranks"):
-        shardconv.convert_model(MODELS["llama"].build(), rules=plan, group=axis)
-
-
-def check_padding_of_a_plan(axis, source):
-    plan = shardconv.make_plan(source, tp=axis.size)
-    with pytest.raises(ValueError, match="pad is True with a plan"):
-        shardconv.convert_model(MODELS["llama"].build(), rules=plan, pad=True, group=axis)
-
-
-def test_models_in_memory(ranks, checkpoint, plan_file):
-    ranks("pair", check_converted, checkpoint("llama"), plan_file)
-
-
-@pytest.mark.parametrize("check", [check_plan_for_another_tp, check_padding_of_a_plan])
-def test_model_in_memory_refuses_another_plan(ranks, checkpoint, check):
-    ranks("pair", check, checkpoint("llama"))
+@pytest.mark.parametrize(("tp", "pad", "message"), [(1, False, "is for 1 ranks"), (2, True, "pad is True with a plan")])
+@on_ranks("pair")
+def test_model_in_memory_refuses_another_plan(axis, source, tp, pad, message):
+    plan = shardconv.make_plan(source, tp=tp)
+    with pytest.raises((ValueError, PlanError), match=message):
+        shardconv.convert_model(MODELS["llama"].build(), rules=plan, pad=pad, group=axis)

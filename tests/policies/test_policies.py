@@ -35,47 +35,6 @@ def both(path, **options):
     return Layer(weight=f"{path}.weight", bias=f"{path}.bias", **options)
 
 
-class BertPolicy(Policy):
-    """The policy of parallelformers, with ``replace`` for row parallel layers."""
-
-    @staticmethod
-    def replace_arguments(config, world_size):
-        return {
-            f"{attention}.self.{name}": value // world_size
-            for attention in ("attention", "crossattention")
-            for name, value in (
-                ("num_attention_heads", config.num_attention_heads),
-                ("all_head_size", config.hidden_size),
-            )
-        }
-
-    @staticmethod
-    def attn_qkv():
-        names = ("query", "key", "value")
-        return [both(f"attention.self.{name}") for name in names] + [
-            both(f"crossattention.self.{name}", ignore_checker=True) for name in names
-        ]
-
-    @staticmethod
-    def attn_out():
-        return [
-            both("attention.output.dense", replace=RowParallelLinear),
-            both("crossattention.output.dense", replace=RowParallelLinear, ignore_checker=True),
-        ]
-
-    @staticmethod
-    def mlp_in():
-        return [both("intermediate.dense")]
-
-    @staticmethod
-    def mlp_out():
-        return [both("output.dense", replace=RowParallelLinear)]
-
-    @staticmethod
-    def original_layer_class():
-        return BertLayer
-
-
 def changed(policy, **roles):
     """The policy with other results of its methods."""
     return type(
@@ -85,6 +44,29 @@ def changed(policy, **roles):
 
 def weights(pattern, names, **options):
     return [Layer(pattern.format(name), **options) for name in names]
+
+
+class BertPolicy(changed(
+    Policy,
+    original_layer_class=BertLayer,
+    attn_qkv=[
+        *(both(f"attention.self.{name}") for name in ("query", "key", "value")),
+        *(both(f"crossattention.self.{name}", ignore_checker=True) for name in ("query", "key", "value")),
+    ],
+    attn_out=[
+        both("attention.output.dense", replace=RowParallelLinear),
+        both("crossattention.output.dense", replace=RowParallelLinear, ignore_checker=True),
+    ],
+    mlp_in=[both("intermediate.dense")],
+    mlp_out=[both("output.dense", replace=RowParallelLinear)],
+)):  # fmt: skip
+    """The policy of parallelformers, with ``replace`` for row parallel layers."""
+
+    @staticmethod
+    def replace_arguments(config, world_size):
+        sizes = {"num_attention_heads": config.num_attention_heads, "all_head_size": config.hidden_size}
+        modules = ("attention.self", "crossattention.self")
+        return {f"{module}.{name}": size // world_size for module in modules for name, size in sizes.items()}
 
 
 class GPT2Policy(changed(
@@ -481,13 +463,6 @@ def test_classes(axis, name):
     expected = Model("bert").build(SCALE).eval()(**inputs).logits
     assert torch.equal(other(**inputs).logits, expected)
     assert attributes == [dict(vars(type(module))) for module in other.modules()]
-
-
-@on_ranks("pair")
-def test_conv1d_class(axis):
-    after = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
-    kinds = {type(block.mlp.c_proj) for block in after.transformer.h}
-    assert kinds == {RowParallelLinear}
 
 
 #: A custom module with a fused weight and bias, stored (out, in).
