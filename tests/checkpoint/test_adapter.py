@@ -20,12 +20,13 @@ from shardconv.checkpoint.adapters import low_rank
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
-from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError, UsageError
+from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.models import MODELS, change_config, read
+from tests.support.tensors import check_equal_files
 from tests.support.torch_files import write_pytorch
 
 WEIGHTS = "adapter_model.safetensors"
@@ -53,10 +54,6 @@ def made(tmp_path_factory):
     return make
 
 
-def shards_of(folder, tp):
-    return [load_file(folder / NATIVE.rank_file(rank, tp)) for rank in range(tp)]
-
-
 @pytest.mark.parametrize("tp", TPS)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merge_restores_the_adapter(made, tmp_path, name, tp):
@@ -73,9 +70,9 @@ def test_shards_follow_the_base_weights(made, tmp_path):
     source, adapter = made("llama")
     shardconv.split(adapter, tmp_path / "split", tp=4, base=source)
     full = load_file(adapter / WEIGHTS)
-    ranks = shards_of(tmp_path / "split", 4)
     layer = "base_model.model.model.layers.0"
-    for rank, shards in enumerate(ranks):
+    for rank in range(4):
+        shards = load_file(tmp_path / "split" / NATIVE.rank_file(rank, 4))
         head, kv_head = slice(rank * 32, rank * 32 + 32), slice(rank // 2 * 16, rank // 2 * 16 + 16)
         width, vocabulary = slice(rank * 24, rank * 24 + 24), slice(rank * 33, rank * 33 + 33)
         for module, rows, columns in (
@@ -97,9 +94,9 @@ def test_shards_of_fused_layers_have_all_segments(made, tmp_path):
     shardconv.split(adapter, tmp_path / "split", tp=2, base=source)
     name = "base_model.model.model.layers.1.self_attn.qkv_proj.lora_B.weight"
     query, key, value = load_file(adapter / WEIGHTS)[name].split([64, 16, 16])
-    for rank, shards in enumerate(shards_of(tmp_path / "split", 2)):
+    for rank in range(2):
         expected = [part.chunk(2)[rank] for part in (query, key, value)]
-        assert torch.equal(shards[name], torch.cat(expected))
+        assert torch.equal(load_file(tmp_path / "split" / NATIVE.rank_file(rank, 2))[name], torch.cat(expected))
 
 
 @pytest.mark.parametrize("kind", ["split", "config", "folder"])
@@ -114,14 +111,6 @@ def test_the_base_may_be_split_or_a_config(made, tmp_path, kind):
     shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
     shardconv.split(adapter, tmp_path / "found", tp=2, base=base / "config.json" if kind == "config" else base)
     assert contents(tmp_path / "found") == contents(tmp_path / "expected")
-
-
-def test_reshard_equals_split(made, tmp_path):
-    source, adapter = made("llama")
-    for tp in (2, 4):
-        shardconv.split(adapter, tmp_path / str(tp), tp=tp, base=source)
-    shardconv.reshard(tmp_path / "2", tmp_path / "resharded", tp=4)
-    assert contents(tmp_path / "resharded") == contents(tmp_path / "4")
 
 
 # --- with the base model --------------------------------------------------------------------------------------------
@@ -146,29 +135,18 @@ def test_merge_restores_the_model_and_its_adapters(together, tmp_path):
     assert contents(tmp_path / "merged") == contents(source) | expected
 
 
-def test_merged_folder_is_split_again_with_its_adapters(together, tmp_path):
-    """The message of a split without --adapter has the options with which it succeeds."""
-    _, adapters, split = together
+@pytest.mark.parametrize("keeps_adapters", [True, False])
+def test_merged_folder_is_split_again(together, tmp_path, keeps_adapters):
+    """The message has the options that split the adapters, too, and those that leave them out."""
+    source, _, split = together
     merged = tmp_path / "merged"
     shardconv.merge(split, merged)
-    refused = call("split", merged, "--tp", 2, "-o", tmp_path / "again")
-    folders = [merged / "adapters" / name for name in sorted(one.name for one in adapters)]
-    options = " ".join(f"--adapter {folder}" for folder in folders)
-    assert f"pass {options} to split them with the base model" in refused.err
-    assert call("split", merged, *shlex.split(options), "--tp", 2, "-o", tmp_path / "again").code == 0
-    assert shards_of(tmp_path / "again", 2)[1].keys() == shards_of(split, 2)[1].keys()
+    refused = call("split", merged, "--tp", 2, "-o", tmp_path / "again").err
+    keeping, _, leaving = refused.partition("pass ")[2].partition(" to split them with the base model, or ")
+    options = shlex.split(keeping if keeps_adapters else leaving.partition(" to leave")[0])
+    assert call("split", merged, *options, "--tp", 2, "-o", tmp_path / "again").code == 0
     shardconv.merge(tmp_path / "again", tmp_path / "restored")
-    assert contents(tmp_path / "restored") == contents(merged)
-
-
-def test_merged_folder_is_split_without_its_adapters(together, tmp_path):
-    source, _, split = together
-    shardconv.merge(split, tmp_path / "merged")
-    refused = call("split", tmp_path / "merged", "--tp", 2, "-o", tmp_path / "again")
-    options = refused.err.partition(", or ")[2].partition(" to leave")[0]
-    assert call("split", tmp_path / "merged", *shlex.split(options), "--tp", 2, "-o", tmp_path / "again").code == 0
-    shardconv.merge(tmp_path / "again", tmp_path / "restored")
-    assert contents(tmp_path / "restored") == contents(source)
+    assert contents(tmp_path / "restored") == contents(merged if keeps_adapters else source)
 
 
 def test_one_adapter_of_a_merged_folder_does_not_leave_out_the_other(together, tmp_path):
@@ -244,11 +222,6 @@ def test_verify_finds_damaged_and_missing_adapters(together, tmp_path):
     with pytest.raises(ShardconvError, match="dora: does not exist"):
         shardconv.merge(copied, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-def test_one_file_cannot_hold_adapters(together, tmp_path):
-    with pytest.raises(UsageError, match="expected a folder, also for the adapters"):
-        shardconv.merge(together[2], tmp_path / "merged.safetensors")
 
 
 def test_an_adapter_next_to_its_model(made, tmp_path):
@@ -386,7 +359,7 @@ def test_dtype_converts_the_sums(made, tmp_path, monkeypatch, name, stored, dtyp
     shardconv.split(tmp_path / "wide-merged", tmp_path / "adapted", **options)
     shardconv.merge(tmp_path / "adapted", tmp_path / "adapted-merged")
     shardconv.split(tmp_path / "adapted-merged", tmp_path / "expected", tp=2, dtype=dtype)
-    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
+    check_equal_files(tmp_path / "split", tmp_path / "expected")
 
 
 def test_an_adapter_is_merged_into_metas_files(made, tmp_path):
@@ -420,14 +393,7 @@ def assert_merged_in_one_step(source, adapter, folder):
     shardconv.split(source, folder / "plain", tp=1)
     shardconv.merge(folder / "plain", folder / "safetensors")
     shardconv.split(folder / "safetensors", folder / "expected", **options)
-    assert_equal_shards(folder / "split", folder / "expected")
-
-
-def assert_equal_shards(one, other):
-    for found, expected in zip(shards_of(one, 2), shards_of(other, 2), strict=True):
-        assert found.keys() == expected.keys()
-        assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
-        assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    check_equal_files(folder / "split", folder / "expected")
 
 
 # --- adapter_model.bin ----------------------------------------------------------------------------------------------
@@ -449,14 +415,12 @@ def test_a_pytorch_adapter_has_the_shards_of_a_safetensors_one(as_bin, tmp_path)
     source, adapter, folder = as_bin
     shardconv.split(folder, tmp_path / "split", tp=2, base=source)
     shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
-    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
+    check_equal_files(tmp_path / "split", tmp_path / "expected")
     assert not shardconv.verify(tmp_path / "split", against=folder).differences
     report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert (report.is_identical, report.derived) == (False, ("converted from PyTorch files",))
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {WEIGHTS, "adapter_config.json"}
-    found, expected = load_file(tmp_path / "merged" / WEIGHTS), load_file(adapter / WEIGHTS)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_equal_files(tmp_path / "merged", adapter)
 
 
 def test_a_merge_says_which_adapters_are_converted(as_bin, tmp_path):
@@ -472,17 +436,7 @@ def test_a_pytorch_adapter_is_merged_into_the_weights(as_bin, tmp_path):
     source, adapter, folder = as_bin
     for name, one in (("split", folder), ("expected", adapter)):
         shardconv.split(source, tmp_path / name, tp=2, adapters=[one], merge_adapter=True)
-    assert_equal_shards(tmp_path / "split", tmp_path / "expected")
-
-
-def test_a_pytorch_adapter_next_to_its_model(as_bin, tmp_path):
-    source, adapter, folder = as_bin
-    both = shutil.copytree(source, tmp_path / "both")
-    for path in folder.iterdir():
-        shutil.copy(path, both)
-    shardconv.split(both, tmp_path / "split", tp=2, adapters=[both])
-    shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
-    assert_equal_shards(tmp_path / "split" / "adapters" / "both", tmp_path / "expected")
+    check_equal_files(tmp_path / "split", tmp_path / "expected")
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------
@@ -496,22 +450,6 @@ def test_plan_of_an_adapter_is_that_of_its_split(made, tmp_path):
     assert found["tensors"] == expected["tensors"]
     assert (found["supported_tp"], found["padded_tp"]) == (expected["supported_tp"], [])
     assert found["supported_tp"] == json.loads(call("plan", source, "--json").out)["supported_tp"]
-
-
-def test_plans_of_adapters_with_other_options_are_refused(made, tmp_path):
-    source, adapter = made("llama")
-    shardconv.split(adapter, tmp_path / "split", tp=2, base=source)
-    for words, text in (
-        ((adapter,), "pass --base BASE to shardconv plan or split"),
-        ((adapter, "--base", source, "--prove"), "--base does not apply to --prove"),
-        ((adapter, "--base", source, "--cost"), "--base plans an adapter, which is not a model of its own"),
-        ((adapter, "--base", source, "--dtype", "bf16"), "--dtype converts models, not adapters"),
-        ((adapter, "--base", source, "--pad"), "--pad is not supported for adapters"),
-        ((tmp_path / "split", "--base", source), "which stores its plan: remove --base"),
-    ):
-        result = call("plan", *words)
-        assert result.code in {1, 2}
-        assert text in result.err
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
@@ -665,36 +603,35 @@ def test_base_that_does_not_exist_gets_a_remedy(made, tmp_path, monkeypatch, bas
     assert remedy in result.err
 
 
-#: Options that do not fit together, and the error.
-OPTIONS = {
-    "engine": (["--for", "vllm"], "adapters are split for shardconv run only (got vllm)"),
-    "layout": (["--layout", "vllm"], "adapters are split for shardconv run only (got vllm)"),
-    "padding": (["--pad"], "--pad is not supported for adapters"),
+#: Commands whose options do not fit together, and the error.
+WRONG_OPTIONS = {
+    "split {adapter} --base {source} --for vllm": "adapters are split for shardconv run only (got vllm)",
+    "split {source} --adapter {adapter} --layout vllm": "adapters are split for shardconv run only (got vllm)",
+    "split {adapter} --base {source} --pad": "--pad is not supported for adapters",
+    "split {source} --adapter {adapter} --pad": "--pad is not supported for adapters",
+    "split {source} --merge-adapter": "merges one adapter (got 0)",
+    "split {source} --merge-adapter --adapter {adapter} --adapter {adapter}": "merges one adapter (got 2)",
+    "split {source} --adapter {adapter} --adapter {adapter}": "two adapters have the same name",
+    "split {adapter} --base {source} --adapter {adapter}": "remove one of the two",
+    "plan {adapter}": "pass --base BASE to shardconv plan or split",
+    "plan {adapter} --base {source} --prove": "--base does not apply to --prove",
+    "plan {adapter} --base {source} --cost": "--base plans an adapter, which is not a model of its own",
+    "plan {adapter} --base {source} --dtype bf16": "--dtype converts models, not adapters",
+    "plan {adapter} --base {source} --pad": "--pad is not supported for adapters",
+    "plan {split}/adapters/dora --base {source}": "which stores its plan: remove --base",
+    "merge {split} -o merged.safetensors": "expected a folder, also for the adapters",
 }
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_that_adapters_do_not_support_are_refused(made, tmp_path, case):
-    source, adapter = made("llama")
-    options, text = OPTIONS[case]
-    for words in ((adapter, "--base", source), (source, "--adapter", adapter)):
-        result = call("split", *words, "--tp", 2, "-o", tmp_path / "split", *options)
-        assert result.code
-        assert text in result.err
+@pytest.mark.parametrize("command", WRONG_OPTIONS)
+def test_options_that_do_not_fit_are_refused(together, tmp_path, monkeypatch, command):
+    source, (adapter, _), split = together
+    monkeypatch.chdir(tmp_path)
+    words = command.format(source=source, adapter=adapter, split=split).split()
+    result = call(*words, *(["--tp", 2] if words[0] == "split" else []))
+    assert result.code in {1, 2}
+    assert WRONG_OPTIONS[command] in result.err
     assert not any(tmp_path.iterdir())
-
-
-def test_contradicting_options_are_refused(made, tmp_path):
-    source, adapter = made("llama")
-    for words, text in (
-        ((source, "--merge-adapter"), "merges one adapter (got 0)"),
-        ((source, "--merge-adapter", "--adapter", adapter, "--adapter", adapter), "merges one adapter (got 2)"),
-        ((source, "--adapter", adapter, "--adapter", adapter), "two adapters have the same name"),
-        ((adapter, "--base", source, "--adapter", adapter), "remove one of the two"),
-    ):
-        result = call("split", *words, "--tp", 2, "-o", tmp_path / "split")
-        assert result.code == 2
-        assert text in result.err
 
 
 def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
@@ -710,7 +647,7 @@ def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
         shardconv.split(quantized, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
     shardconv.split(adapter, tmp_path / "found", tp=2, base=quantized)
     shardconv.split(adapter, tmp_path / "expected", tp=2, base=source)
-    assert shards_of(tmp_path / "found", 2)[0].keys() == shards_of(tmp_path / "expected", 2)[0].keys()
+    check_equal_files(tmp_path / "found", tmp_path / "expected")
 
 
 def tied(source, folder):
@@ -733,11 +670,7 @@ def test_merge_says_that_a_tied_head_changes_with_its_table(made, tmp_path):
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     expected = merged_by_peft(source, adapter, tmp_path / "peft")["model.embed_tokens.weight"]
     torch.testing.assert_close(read(tmp_path / "merged")["model.embed_tokens.weight"], expected)
-
-
-def test_merge_says_nothing_of_a_table_next_to_its_head(made, tmp_path):
-    source, adapter = made("llama-dora")
-    report = shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
+    report = shardconv.split(made("llama")[0], tmp_path / "untied", tp=2, adapters=[adapter], merge_adapter=True)
     assert not [one for one in report.assumed if "embed_tokens" in one]
 
 
