@@ -125,7 +125,7 @@ READ = {
 _COMPRESSED = "formats/test_compressed_tensors.py::test_shards_have_the_values_of_shards"
 _FP8 = "formats/test_fp8.py::test_shards_have_the_values_of_shards"
 _GPTQ = "formats/test_gptq.py::test_dequantized_models_compute_the_same"
-_MODELOPT = "formats/test_other_formats.py::test_modelopt"
+_OTHER = "formats/test_other_formats.py::test_shards_have_the_values_of_shards"
 #: Table of formats.toml to its test.
 FORMATS = {
     "gptq": _GPTQ,
@@ -138,15 +138,15 @@ FORMATS = {
     "mxfp4-pack-quantized": _COMPRESSED,
     "mxfp8-quantized": _COMPRESSED,
     "fp8": _FP8,
-    "autofp8": _FP8,
-    "fbgemm_fp8": _FP8,
-    "modelopt_fp8": _MODELOPT,
-    "modelopt_nvfp4": _MODELOPT,
+    "autofp8": _OTHER,
+    "fbgemm_fp8": _OTHER,
+    "modelopt_fp8": _OTHER,
+    "modelopt_nvfp4": _OTHER,
     "mxfp4": "formats/test_other_formats.py::test_mxfp4",
     "torchao": "formats/test_torchao.py::test_shards_have_the_values_of_shards",
     "torchao_int4": "formats/test_torchao.py::test_int4_shards_are_those_of_torchao",
-    "quanto": "formats/test_page.py::test_the_page_lists_the_methods",
-    "bitsandbytes_int8": "formats/test_page.py::test_the_page_lists_the_methods",
+    "quanto": _OTHER,
+    "bitsandbytes_int8": _OTHER,
 }
 #: Scheme of a URL to its test.
 STORES = {

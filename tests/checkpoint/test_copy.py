@@ -19,6 +19,7 @@ from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_d
 from shardconv.support.errors import IntegrityError
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.matrix import cases
+from tests.support.placements import shard_of
 
 DTYPES = {"U8": np.uint8, "BF16": np.uint16, "F32": np.uint32, "C64": np.uint64}
 
@@ -62,22 +63,6 @@ def tensors_and_placements(draw):
             new = Placement.replicated(new_tp)
         tensors.append((draw(st.sampled_from(sorted(DTYPES))), shape, old, new))
     return tensors
-
-
-def shard_of(array: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
-    """The shard of a rank, by numpy."""
-    if placement.dim is None:
-        return array
-    parts = []
-    for entry in placement.ranks[rank]:
-        if isinstance(entry, Padding):
-            shape = list(array.shape)
-            shape[placement.dim] = entry.size
-            parts.append(np.zeros(shape, array.dtype))
-        else:
-            parts.append(array.take(range(entry.start, entry.stop), axis=placement.dim))
-    empty = array.take(range(0), axis=placement.dim)
-    return np.concatenate([empty, *parts], axis=placement.dim)
 
 
 def side(arrays, placements_, rows=None, ranks=None) -> tuple[list[Shards], list[bytes]]:
@@ -141,34 +126,25 @@ def random_rows(rng: np.random.Generator) -> FileRows | None:
 
 
 def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
-    sizes = []
+    """And buffers have the size of a block, also of row parallel weights that are larger than a block."""
+    blocks, buffers = [], set()
 
     class Recorded(engine.Scratch):
         def __init__(self, block_bytes: int) -> None:
             super().__init__(block_bytes)
-            sizes.append(block_bytes)
+            blocks.append(block_bytes)
 
-    monkeypatch.setattr(engine, "Scratch", Recorded)
-    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 128)
-    shardconv.split(write_checkpoint(tmp_path / "source"), tmp_path / "out", tp=2, threads=10_000)
-    assert len(sizes) > 8
-    assert sum(sizes) <= 12 * 2**20
-
-
-def test_buffers_have_the_size_of_a_block(tmp_path, monkeypatch):
-    """Also of row parallel weights that are larger than a block."""
-    taken = set()
-
-    class Recorded(engine.Scratch):
         def take(self, name: str, size: int) -> memoryview:
-            taken.add(size)
+            buffers.add(size)
             return super().take(name, size)
 
     monkeypatch.setattr(engine, "Scratch", Recorded)
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 2**16)
     config = llama_config(layers=1, hidden=256, intermediate=8192)
-    shardconv.split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "out", tp=2, threads=1)
-    assert taken
-    assert max(taken) <= engine.BLOCK_BYTES
+    shardconv.split(write_checkpoint(tmp_path / "source", config=config), tmp_path / "out", tp=2, threads=10_000)
+    assert len(blocks) > 8
+    assert sum(blocks) <= 12 * 2**20
+    assert 0 < max(buffers) <= engine.BLOCK_BYTES
 
 
 @pytest.mark.parametrize("examples", cases([25, 75], lambda examples: examples == 25))
@@ -279,11 +255,3 @@ def test_overlapping_intervals_are_compared(tmp_path):
     files[1] = b"\xff" + files[1][1:]
     with pytest.raises(IntegrityError, match="old1: t0 differs from the shard of a lower rank"):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
-
-
-@given(sizes=st.lists(st.integers(0, 100), max_size=12), stripe_bytes=st.integers(1, 50))
-def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
-    stripes = split_into_stripes(sizes, stripe_bytes)
-    covered = [(span.tensor, byte) for stripe in stripes for span in stripe for byte in range(span.start, span.stop)]
-    assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
-    assert all(sum(span.stop - span.start for span in stripe) <= stripe_bytes for stripe in stripes)

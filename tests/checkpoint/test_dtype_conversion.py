@@ -14,12 +14,12 @@ from shardconv.checkpoint.split.rank_reader import RankSourceReader
 from shardconv.support.errors import PlanError, SourceError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, part_names, write_config, write_index
 from tests.support.command import call
+from tests.support.tensors import Tensors, bits, check_equal, tensors_of
 
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 IDS, NORM, UP = "model.ids.order", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 MANIFEST = "shardconv.json"
-Tensors = dict[str, torch.Tensor]
 
 
 def write(folder: Path, tensors: Tensors, **config: object) -> Path:
@@ -36,7 +36,7 @@ def write(folder: Path, tensors: Tensors, **config: object) -> Path:
     return folder
 
 
-def tensors_of(dtype: torch.dtype) -> Tensors:
+def random_tensors(dtype: torch.dtype) -> Tensors:
     torch.manual_seed(0)
     specs = llama_specs(llama_config())
     found = {name: torch.randn(shape).to(dtype) for name, (_, shape) in specs.items()}
@@ -52,7 +52,7 @@ OPTIONS = {"tp": 4, "replicate": ("model.ids.*",)}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("dtype") / "source", tensors_of(torch.float32), dtype="float32")
+    return write(tmp_path_factory.mktemp("dtype") / "source", random_tensors(torch.float32), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +63,10 @@ def converted(source, tmp_path_factory) -> Path:
     return folder
 
 
-def merged(folder: Path) -> Tensors:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_rank_files_are_those_of_the_converted_checkpoint(tmp_path, stored, dtype):
-    tensors, name = tensors_of(stored), str(stored).removeprefix("torch.")
+    tensors, name = random_tensors(stored), str(stored).removeprefix("torch.")
     write(tmp_path / "source", tensors, dtype=name)
     write(tmp_path / "converted", to(dtype, tensors), dtype=CONFIG_NAMES[dtype])
     report = shardconv.split(tmp_path / "source", tmp_path / "out", dtype=dtype, **OPTIONS)
@@ -85,19 +81,18 @@ def test_rank_files_are_those_of_the_converted_checkpoint(tmp_path, stored, dtyp
 def test_merge_gives_the_converted_checkpoint(source, converted, tmp_path):
     report = shardconv.merge(converted, tmp_path / "merged")
     assert (report.is_identical, report.derived) == (False, ("converted to bf16",))
-    write(tmp_path / "expected", to("bf16", tensors_of(torch.float32)), dtype="bfloat16")
+    write(tmp_path / "expected", to("bf16", random_tensors(torch.float32)), dtype="bfloat16")
     found, expected = contents(tmp_path / "merged"), contents(tmp_path / "expected")
     assert found.keys() == expected.keys()
     assert json.loads(found.pop("config.json")) == json.loads(expected.pop("config.json"))
     assert found["model.safetensors.index.json"] == expected["model.safetensors.index.json"]
-    found_tensors, expected_tensors = merged(tmp_path / "merged"), merged(tmp_path / "expected")
-    assert all(torch.equal(found_tensors[name], expected_tensors[name]) for name in expected_tensors)
+    check_equal(tensors_of(tmp_path / "merged"), tensors_of(tmp_path / "expected"))
     assert (source / "config.json").read_text() != (tmp_path / "merged" / "config.json").read_text()
 
 
 def test_verify_compares_with_the_source_before_the_conversion(source, converted, tmp_path):
     assert shardconv.verify(converted, against=source).differences == ()
-    tensors = tensors_of(torch.float32)
+    tensors = random_tensors(torch.float32)
     tensors[UP][5, 7] += 1
     other = write(tmp_path / "other", tensors, dtype="float32")
     (difference,) = shardconv.verify(converted, against=other).differences
@@ -115,12 +110,11 @@ def test_shards_that_an_engine_reads_of_the_source(source, converted):
     reader = RankSourceReader(planned.source, planned.planner.plan(4), 1)
     with safe_open(converted / "rank-1-of-4.safetensors", "pt") as file:
         for name in reader.tensors:
-            expected = file.get_tensor(name).flatten().view(torch.uint8).numpy().tobytes()
-            assert bytes(reader.read(name)) == expected, name
+            assert bytes(reader.read(name)) == bits(file.get_tensor(name)).numpy().tobytes(), name
 
 
 def test_source_that_has_the_dtype_stays_identical(tmp_path):
-    source = write(tmp_path / "source", tensors_of(torch.bfloat16), dtype="bfloat16")
+    source = write(tmp_path / "source", random_tensors(torch.bfloat16), dtype="bfloat16")
     assert shardconv.split(source, tmp_path / "out", dtype="bf16", **OPTIONS).derived == ()
     assert shardconv.merge(tmp_path / "out", tmp_path / "merged").is_identical
     assert contents(tmp_path / "merged") == contents(source)
@@ -128,20 +122,18 @@ def test_source_that_has_the_dtype_stays_identical(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_tensors_that_are_wider_than_most_are_kept(tmp_path, dtype):
-    tensors = to("fp16" if dtype == "bf16" else "bf16", tensors_of(torch.float32)) | {NORM: torch.randn(64)}
+    tensors = to("fp16" if dtype == "bf16" else "bf16", random_tensors(torch.float32)) | {NORM: torch.randn(64)}
     source = write(tmp_path / "source", tensors)
     report = shardconv.split(source, tmp_path / "out", dtype=dtype, **OPTIONS)
     assert report.derived == (f"converted to {dtype}, except tensors that the source keeps in F32 ({NORM})",)
     shardconv.merge(tmp_path / "out", tmp_path / "merged")
-    expected = to(dtype, tensors) | {NORM: tensors[NORM]}
-    found = merged(tmp_path / "merged")
-    assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    check_equal(tensors_of(tmp_path / "merged"), to(dtype, tensors) | {NORM: tensors[NORM]})
+    assert shardconv.split(source, tmp_path / "wide", dtype="fp32", **OPTIONS).derived == ("converted to fp32",)
 
 
 def test_pytorch_file_with_a_transposed_view(tmp_path):
     """Its elements are put in order, and then converted."""
-    tensors = tensors_of(torch.float32)
+    tensors = random_tensors(torch.float32)
     tensors[UP] = torch.randn(64, 96).T
     (tmp_path / "source").mkdir()
     write_config(tmp_path / "source", llama_config())
@@ -150,13 +142,7 @@ def test_pytorch_file_with_a_transposed_view(tmp_path):
     assert shardconv.verify(tmp_path / "out", against=tmp_path / "source").differences == ()
     report = shardconv.merge(tmp_path / "out", tmp_path / "merged")
     assert report.derived == ("converted from PyTorch files", "converted to bf16")
-    found, expected = merged(tmp_path / "merged"), to("bf16", tensors)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_dtype_of_kept_tensors_is_no_exception(tmp_path):
-    source = write(tmp_path / "source", to("bf16", tensors_of(torch.float32)) | {NORM: torch.randn(64)})
-    assert shardconv.split(source, tmp_path / "out", dtype="fp32", **OPTIONS).derived == ("converted to fp32",)
+    check_equal(tensors_of(tmp_path / "merged"), to("bf16", tensors))
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [(torch.float64, "bf16"), (torch.float16, "fp32")])
@@ -169,8 +155,7 @@ def test_tensor_of_several_blocks(tmp_path, stored, dtype):
         options = {"tp": 1, "threads": 1, "replicate": ("*",)}
         shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", dtype=dtype, **options)
         assert not shardconv.verify(tmp_path / "out", against=tmp_path / "model.safetensors", threads=1).differences
-    found = load_file(tmp_path / "out" / "rank-0-of-1.safetensors")
-    assert torch.equal(found["large"], to(dtype, tensors)["large"])
+    check_equal(tensors_of(tmp_path / "out"), to(dtype, tensors))
 
 
 def test_data_of_merged_files_stays_aligned(tmp_path):
@@ -179,8 +164,7 @@ def test_data_of_merged_files_stays_aligned(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", tp=1, dtype="bf16", replicate=("*",))
     shardconv.merge(tmp_path / "out", tmp_path / "merged.safetensors")
-    found, expected = load_file(tmp_path / "merged.safetensors"), to("bf16", tensors)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    check_equal(load_file(tmp_path / "merged.safetensors"), to("bf16", tensors))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +180,7 @@ def test_data_of_merged_files_stays_aligned(tmp_path):
     ],
 )  # fmt: skip
 def test_dtype_in_the_config(tmp_path, before, after):
-    source = write(tmp_path / "source", tensors_of(torch.float32), **before)
+    source = write(tmp_path / "source", random_tensors(torch.float32), **before)
     shardconv.split(source, tmp_path / "out", dtype="bf16", **OPTIONS)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**llama_config(), **after}
     if before == after:
@@ -204,7 +188,7 @@ def test_dtype_in_the_config(tmp_path, before, after):
 
 
 def test_element_that_is_too_large_names_its_tensor(tmp_path):
-    tensors = tensors_of(torch.float32)
+    tensors = random_tensors(torch.float32)
     tensors[UP][2, 3] = -65520.0
     source = write(tmp_path / "source", tensors)
     index = 2 * tensors[UP].shape[1] + 3
@@ -217,12 +201,12 @@ def test_element_that_is_too_large_names_its_tensor(tmp_path):
 
 
 def test_quantized_sources_are_refused(source, tmp_path):
-    tensors = tensors_of(torch.float32) | {UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}
+    tensors = random_tensors(torch.float32) | {UP: torch.zeros(96, 64).to(torch.float8_e4m3fn)}
     with pytest.raises(PlanError, match=f"{UP}: is quantized.*dtype"):
         shardconv.split(write(tmp_path / "fp8", tensors), tmp_path / "out", dtype="bf16", **OPTIONS)
     settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
     with pytest.raises(PlanError, match=r"gptq: is quantized.*dtype"):
-        shardconv.split(write(tmp_path / "gptq", tensors_of(torch.float32), **settings), dtype="bf16", **OPTIONS)
+        shardconv.split(write(tmp_path / "gptq", random_tensors(torch.float32), **settings), dtype="bf16", **OPTIONS)
     with pytest.raises(UsageError, match="'int8' is unknown"):
         shardconv.split(source, dtype="int8", **OPTIONS)
 

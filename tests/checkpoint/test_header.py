@@ -182,6 +182,7 @@ def test_unusual_valid_headers_are_read(file, case):
 
 DEEP = 100_000
 
+#: Headers that are more than an edit of one byte away from a valid one, see test_every_edit_of_one_byte.
 HOSTILE = {
     "empty file": b"",
     "less than a length": b"\2\0\0\0",
@@ -191,22 +192,16 @@ HOSTILE = {
     "length of 2**64 - 1": safetensors_bytes(b"{}", length=2**64 - 1),
     "a list": safetensors_bytes(b"[]"),
     "null": safetensors_bytes(b"null"),
-    "NUL behind": safetensors_bytes(b"{}\0"),
-    "garbage behind": safetensors_bytes(b"{}x"),
     "second object behind": safetensors_bytes(b"{}{}"),
     "byte order mark": safetensors_bytes(b"\xef\xbb\xbf{}"),
     "UTF-16": safetensors_bytes("{}".encode("utf-16")),
     "UTF-16 without a mark": safetensors_bytes("{}".encode("utf-16-le")),
     "UTF-32": safetensors_bytes("{}".encode("utf-32")),
-    "not UTF-8": safetensors_bytes(b'{"\xff":' + entry().encode() + b"}", b"ab"),
     "a surrogate in UTF-8": safetensors_bytes(b'{"\xed\xa0\x80":' + entry().encode() + b"}", b"ab"),
     "overlong UTF-8": safetensors_bytes(b'{"\xc0\x80":' + entry().encode() + b"}", b"ab"),
-    "half of a surrogate pair": safetensors_bytes(rf'{{"\ud800":{entry()}}}'.encode(), b"ab"),
     "half of a pair in metadata": safetensors_bytes(rb'{"__metadata__":{"a":"\udc00"}}'),
     "a surrogate pair turned round": safetensors_bytes(rf'{{"\udc00\ud800":{entry()}}}'.encode(), b"ab"),
-    "control character in a string": safetensors_bytes(b'{"\1":' + entry().encode() + b"}", b"ab"),
     "comment": safetensors_bytes(b"{/**/}"),
-    "trailing comma": safetensors_bytes(f'{{"a":{entry()},}}'.encode(), b"ab"),
     "single quotes": safetensors_bytes(b"{'a':1}"),
     "form feed": safetensors_bytes(b"{\f}"),
     "deep lists": safetensors_bytes(b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}"),
@@ -225,8 +220,6 @@ HOSTILE = {
     "tensor is empty": safetensors_bytes(b'{"a":{}}'),
     "tensor without offsets": safetensors_bytes(b'{"a":{"dtype":"U8","shape":[2]}}', b"ab"),
     "shape twice": safetensors_bytes(one(shape='[2],"shape":[2]'), b"ab"),
-    "unknown dtype": safetensors_bytes(one(dtype='"U9"'), b"ab"),
-    "dtype in lower case": safetensors_bytes(one(dtype='"u8"'), b"ab"),
     "dtype is null": safetensors_bytes(one(dtype="null"), b"ab"),
     "dtype is a number": safetensors_bytes(one(dtype="4"), b"ab"),
     "shape is a number": safetensors_bytes(one(shape="2"), b"ab"),
@@ -236,10 +229,8 @@ HOSTILE = {
     "shape of Infinity": safetensors_bytes(one(shape="[Infinity]"), b"ab"),
     "shape of floats": safetensors_bytes(one(shape="[2.0]"), b"ab"),
     "shape with an exponent": safetensors_bytes(one(shape="[2e0]"), b"ab"),
-    "shape of negatives": safetensors_bytes(one(shape="[-2]"), b"ab"),
     "shape of two negatives": safetensors_bytes(one(shape="[-1,-2]"), b"ab"),
     "shape of -0": safetensors_bytes(one(shape="[-0]", data_offsets="[0,0]")),
-    "shape with a leading zero": safetensors_bytes(one(shape="[02]"), b"ab"),
     "shape of booleans": safetensors_bytes(one(shape="[true]", data_offsets="[0,1]"), b"a"),
     "shape beyond 64 bits": safetensors_bytes(one(shape=f"[{2**64}]"), b"ab"),
     "shape of 2**64 - 1": safetensors_bytes(one(shape=f"[{2**64 - 1}]"), b"ab"),
@@ -247,20 +238,13 @@ HOSTILE = {
     "shape that overflows to 0": safetensors_bytes(one(shape=f"[{2**32},{2**32}]", data_offsets="[0,0]")),
     "shape that overflows, then 0": safetensors_bytes(one(shape=f"[{2**32},{2**32},0]", data_offsets="[0,0]")),
     "bits that overflow": safetensors_bytes(one(shape=f"[{2**61}]", data_offsets="[0,0]")),
-    "offsets of -0": safetensors_bytes(one(shape="[0]", data_offsets="[-0,0]")),
     "offsets of booleans": safetensors_bytes(one(shape="[1]", data_offsets="[false,true]"), b"a"),
     "one offset": safetensors_bytes(one(data_offsets="[0]"), b"ab"),
     "three offsets": safetensors_bytes(one(data_offsets="[0,2,2]"), b"ab"),
     "offsets in an object": safetensors_bytes(one(data_offsets='{"0":0}'), b"ab"),
     "offsets turned round": safetensors_bytes(one(data_offsets="[2,0]"), b"ab"),
     "offsets beyond the file": safetensors_bytes(one(shape=f"[{2**60}]", data_offsets=f"[0,{2**60}]"), b"ab"),
-    "shape smaller than the offsets": safetensors_bytes(one(shape="[1]"), b"ab"),
-    "shape larger than the offsets": safetensors_bytes(one(shape="[3]"), b"ab"),
     "half a byte": safetensors_bytes(one(dtype='"F4"', shape="[3]"), b"ab"),
-    "hole at the beginning": safetensors_bytes(one(data_offsets="[1,3]"), b"abc"),
-    "hole between": safetensors_bytes(two(entry(data_offsets="[3,5]")), b"abcde"),
-    "overlap": safetensors_bytes(two(entry(data_offsets="[1,3]")), b"abc"),
-    "two tensors at one place": safetensors_bytes(two(entry()), b"ab"),
     "empty tensor inside another": safetensors_bytes(two(entry(shape="[0]", data_offsets="[1,1]")), b"ab"),
     "data too short": safetensors_bytes(one(), b"a"),
     "data too long": safetensors_bytes(one(), b"abc"),
@@ -424,13 +408,6 @@ def structured_headers(draw) -> tuple[dict[str, Any], int]:
 def test_structured_headers(file, case, extra):
     header, size = case
     put(file, safetensors_bytes(json.dumps(header).encode(), bytes(max(size + extra, 0))))
-    check_not_more_permissive(file)
-
-
-@fuzz
-@given(data=st.binary(max_size=40))
-def test_any_bytes(file, data):
-    put(file, data)
     check_not_more_permissive(file)
 
 

@@ -1,13 +1,10 @@
 """split --max-file-size: several files per rank, each with some of the rank's tensors."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
@@ -20,12 +17,12 @@ from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.manifests import change_manifest
+from tests.support.tensors import bits, check_equal, check_equal_files, tensors_of
 
 TP, LIMIT, MANIFEST = 2, 20_000, "shardconv.json"
 #: The options of each layout; dcp does not support padding.
 REPLICATE = ("model.embed_tokens.weight", "lm_head.weight")
 OPTIONS = {"native": {}, "dcp": {"layout": "dcp", "replicate": REPLICATE}, "vllm": {"layout": "vllm"}}
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +46,19 @@ def native(source, tmp_path) -> Path:
     return tmp_path / "split"
 
 
+#: The files of a rank.
+OF_RANK = "*rank-{}*.safetensors"
+
+
 def files_of(folder: Path, rank: int) -> list[Path]:
-    return sorted(folder.glob(f"*rank-{rank}*.safetensors"))
-
-
-def tensors_of(folder: Path, rank: int) -> Tensors:
-    return {name: tensor for path in files_of(folder, rank) for name, tensor in load_file(path).items()}
-
-
-def is_equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Compare bits, as some elements are NaN."""
-    return found.shape == expected.shape and torch.equal(
-        found.flatten().view(torch.uint8), expected.flatten().view(torch.uint8)
-    )
+    return sorted(folder.glob(OF_RANK.format(rank)))
 
 
 def test_files_of_a_rank_have_the_tensors_of_its_one_file(split):
     for rank in range(TP):
-        (one,) = files_of(split.parent / "one", rank)
-        found, expected = tensors_of(split, rank), load_file(one)
-        assert sum(len(load_file(path)) for path in files_of(split, rank)) == len(expected)
-        assert found.keys() == expected.keys()
-        assert all(is_equal(found[name], expected[name]) for name in expected)
+        check_equal(tensors_of(split, OF_RANK.format(rank)), tensors_of(split.parent / "one", OF_RANK.format(rank)))
+    names = [name for path in split.glob("*.safetensors") for name in read_header(path).tensors]
+    assert len(names) == sum(len(read_header(path).tensors) for path in (split.parent / "one").glob("*.safetensors"))
 
 
 def test_only_a_file_with_one_tensor_exceeds_the_limit(split):
@@ -82,9 +70,7 @@ def test_only_a_file_with_one_tensor_exceeds_the_limit(split):
 def test_merge_restores_the_source(split, source, tmp_path):
     report = shardconv.verify(split, against=source)
     assert (report.differences, report.other_weights) == ((), ())
-    assert report.num_bytes == sum(
-        tensor.nbytes for file in source.glob("*.safetensors") for tensor in load_file(file).values()
-    )
+    assert report.num_bytes == sum(tensor.nbytes for tensor in tensors_of(source).values())
     assert shardconv.merge(split, tmp_path / "merged").is_identical
     assert contents(tmp_path / "merged") == contents(source)
 
@@ -93,27 +79,25 @@ def test_reshard_equals_a_split_of_the_source(split, source, tmp_path):
     shardconv.reshard(split, tmp_path / "resharded", tp=4)
     options = OPTIONS[read_manifest(split).layout.name]
     shardconv.split(source, tmp_path / "expected", tp=4, max_file_size=LIMIT, **options)
-    found, expected = contents(tmp_path / "resharded"), contents(tmp_path / "expected")
-    assert found.keys() == expected.keys()
-    assert [name for name in found if found[name] != expected[name] and name != MANIFEST] == []
+    check_equal_files(tmp_path / "resharded", tmp_path / "expected")
 
 
 def test_reshard_joins_and_divides_files(split, source, tmp_path):
-    one, several = contents(split.parent / "one"), contents(split)
     assert shardconv.reshard(split, tmp_path / "one", tp=TP, max_file_size="1TB").files_per_rank == 1
     shardconv.reshard(split.parent / "one", tmp_path / "several", tp=TP, max_file_size=LIMIT)
-    for found, expected in ((contents(tmp_path / "one"), one), (contents(tmp_path / "several"), several)):
+    for name in ("one", "several"):
+        found, expected = contents(tmp_path / name), contents(split.parent / name)
         assert found.keys() == expected.keys()
-        assert [name for name in found if found[name] != expected[name] and name != MANIFEST] == []
+        assert [file for file in found if found[file] != expected[file] and file != MANIFEST] == []
 
 
 def test_ranks_read_their_files(split):
     manifest = read_manifest(split)
     for rank in range(TP):
-        stored = {name: tensor for path in files_of(split, rank) for name, tensor in load_file(path).items()}
+        stored = tensors_of(split, OF_RANK.format(rank))
         reader = RankFileReader(manifest, split, rank, verify=True)
         for name in manifest.tensors.keys() & stored.keys():  # vLLM's layout has fused tensors, too
-            assert bytes(reader.read(name)) == stored[name].flatten().view(torch.uint8).numpy().tobytes()
+            assert bytes(reader.read(name)) == bits(stored[name]).numpy().tobytes()
 
 
 def test_names_follow_the_layout(split):
@@ -131,7 +115,8 @@ def test_index_of_a_rank(native):
         index = json.loads((native / f"rank-{rank}-of-{TP}.safetensors.index.json").read_text())
         found = {name: path.name for path in files_of(native, rank) for name in read_header(path).tensors}
         assert index["weight_map"] == found
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_of(native, rank).values())
+        tensors = tensors_of(native, OF_RANK.format(rank)).values()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -140,10 +125,9 @@ def test_torch_reads_the_files_of_layout_dcp(source, tmp_path):
     from torch.distributed.checkpoint import HuggingFaceStorageReader  # noqa: PLC0415
 
     shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=LIMIT, **OPTIONS["dcp"])
-    expected = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    found = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(source).items()}
     dcp.load(found, storage_reader=HuggingFaceStorageReader(str(tmp_path / "split")), no_dist=True)
-    assert all(is_equal(found[name], expected[name]) for name in expected)
+    check_equal(found, tensors_of(source))
 
 
 def test_tiny_limit_gives_each_tensor_a_file(source, tmp_path):
@@ -180,15 +164,6 @@ def test_invalid_limit_in_the_manifest(native, value):
 def test_overwrite_replaces_several_files(native, source):
     shardconv.split(source, native, tp=TP, overwrite=True)
     assert sorted(path.name for path in native.glob("*rank*")) == ["rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
-
-
-def test_vllm_folder_without_a_manifest(source, tmp_path):
-    shardconv.split(source, tmp_path / "split", tp=TP, max_file_size=LIMIT, **OPTIONS["vllm"])
-    shutil.copytree(tmp_path / "split", tmp_path / "saved", ignore=shutil.ignore_patterns(MANIFEST))
-    shardconv.merge(tmp_path / "saved", tmp_path / "merged.safetensors")
-    expected = {name: tensor for path in source.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    with safe_open(tmp_path / "merged.safetensors", "pt") as file:
-        assert all(is_equal(file.get_tensor(name), expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import shardconv
 from shardconv.layers.sharding import take_shard
@@ -18,7 +18,7 @@ from tests.support.checkpoints import contents
 from tests.support.compressed import dequantize, write_compressed
 from tests.support.gptq import pack, unpack
 from tests.support.matrix import MATRIX, cases
-from tests.support.models import change_config, read
+from tests.support.models import Tensors, change_config, change_tensors, read
 from tests.support.quantized import (
     SIZES,
     check_commands,
@@ -85,14 +85,15 @@ def order(size: int) -> torch.Tensor:
 
 def with_act_order(source: Path, folder: Path) -> Path:
     """A copy with input features in another order, and the indices of their groups: the library does not write them."""
-    shutil.copytree(source, folder)
-    tensors = read(folder)
-    for name in [name for name in tensors if name.endswith("weight_packed")]:
-        codes = unpack(tensors[name], 4, 1)
-        features = order(codes.shape[1])
-        tensors[name] = pack(codes[:, features].numpy(), 4, 1)
-        tensors[name.replace("packed", "g_idx")] = (features // 32).int()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("weight_packed")]:
+            codes = unpack(tensors[name], 4, 1)
+            features = order(codes.shape[1])
+            tensors[name] = pack(codes[:, features].numpy(), 4, 1)
+            tensors[name.replace("packed", "g_idx")] = (features // 32).int()
+
+    change_tensors(shutil.copytree(source, folder), change)
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
     change_config(folder, {"quantization_config": settings})
@@ -145,11 +146,9 @@ ATTENTION = "model.layers.0.self_attn"
 
 def with_cache_scales(source: Path, folder: Path, shape: tuple[int, ...]) -> Path:
     """A copy with scales of the KV cache, which the library writes as [heads, 1, 1]."""
-    shutil.copytree(source, folder)
-    tensors = read(folder)
-    for at, name in enumerate(("k_scale", "v_scale")):
-        tensors[f"{ATTENTION}.{name}"] = torch.arange(at, at + math.prod(shape)).reshape(shape).bfloat16()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    numbers = torch.arange(math.prod(shape)).reshape(shape).bfloat16()
+    scales = {f"{ATTENTION}.{name}": numbers + at for at, name in enumerate(("k_scale", "v_scale"))}
+    change_tensors(shutil.copytree(source, folder), lambda tensors: tensors.update(scales))
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     change_config(folder, {"quantization_config": {**settings, "kv_cache_scheme": KV_SCHEME}})
     return folder
@@ -266,9 +265,9 @@ def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
 
 
 def test_progress_of_dequantization_ends_at_the_total(compressed, tmp_path):
+    scales = {f"{ATTENTION}.{kind}_scale": torch.ones(1) for kind in "kv"}
     source = shutil.copytree(compressed("W4A16", "llama"), tmp_path / "source")
-    scales = {f"model.layers.0.self_attn.{kind}_scale": torch.ones(1) for kind in "kv"}
-    save_file(read(source) | scales, source / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(source, lambda tensors: tensors.update(scales))
     shardconv.split(source, tmp_path / "split", tp=1)
     calls: list[tuple[int, int]] = []
     shardconv.load(tmp_path / "split", device="cpu", dequantize=True, progress=lambda *step: calls.append(step))

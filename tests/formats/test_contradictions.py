@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import shardconv
 from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.compressed import dequantize, write_compressed
-from tests.support.models import Tensors, change_config, read
+from tests.support.models import Tensors, change_config, change_tensors
 from tests.support.quantized import check_commands, check_values
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -27,7 +26,7 @@ def w4a16(unquantized, tmp_path_factory) -> Path:
     return write_compressed(unquantized("llama"), tmp_path_factory.mktemp("w4a16"), ("W4A16_ASYM", "Linear"))
 
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def weights(**fields: Any) -> Change:
@@ -45,13 +44,7 @@ def settings(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def tensors(change: Callable[[Tensors], Any]) -> Change:
-    def apply(source: Path) -> None:
-        found = read(source)
-        change(found)
-        found = {name: tensor.contiguous() for name, tensor in found.items()}
-        save_file(found, source / "model.safetensors", metadata={"format": "pt"})
-
-    return apply
+    return lambda source: change_tensors(source, change)
 
 
 def put(end: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:

@@ -21,13 +21,15 @@ from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankSourceReader
 from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
-from shardconv.plan.grid import GROUP_INDEX, Grid, GridDim
+from shardconv.plan.grid import Grid, GridDim
 from shardconv.plan.placement import IndivisibleError, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, PlanError, SourceError
-from tests.support.checkpoints import contents, llama_config, llama_specs
+from tests.support.checkpoints import contents
+from tests.support.damage import flip, place
 from tests.support.gptq import dequantize, pack, write_gptq
 from tests.support.matrix import cases, each_once
+from tests.support.models import change_config, change_tensors
 from tests.support.quantized import (
     check_commands,
     check_config_alone,
@@ -64,10 +66,11 @@ def settings_of(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def change_settings(folder, **settings):
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (folder / "config.json").write_text(json.dumps(config))
+def changed(folder, name="gptq-3", **settings):
+    """A copy of a checkpoint of gptqmodel with other settings."""
+    shutil.copytree(DATA / name, folder)
+    change_config(folder, {"quantization_config": settings_of(folder) | settings})
+    return folder
 
 
 def expected_shard(layer, weight, rank, tp, kv_heads):
@@ -143,16 +146,6 @@ def test_ranks_with_one_packed_word_of_a_layer(tmp_path, version):
     check(source, tmp_path / "split", 4)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("gptq-3", 2), ("gptq-4-act-order", 4)])
-def test_indices_of_a_row_parallel_layer(tmp_path, name, groups):
-    """They count from the first group of a rank; with act-order scales are replicated and indices absolute."""
-    shardconv.split(DATA / name, tmp_path / name, tp=2)
-    full = load_file(DATA / name / "model.safetensors")[f"{DOWN}.g_idx"]
-    second = load_file(tmp_path / name / "rank-1-of-2.safetensors")
-    assert torch.equal(second[f"{DOWN}.g_idx"], full[64:] - (4 - groups))
-    assert second[f"{DOWN}.scales"].shape == (groups, 128)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_read_the_values_of_the_source(tmp_path, name):
     """Of a source and of a rank file alike: indices that count from the first group of all ranks."""
@@ -177,9 +170,7 @@ def test_files_with_offsets_have_the_indices_of_the_full_tensors(tmp_path):
 
 
 def test_act_order_that_the_settings_deny_is_refused(tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(DATA / "gptq-4-act-order", source)
-    change_settings(source, desc_act=False)
+    source = changed(tmp_path / "source", "gptq-4-act-order", desc_act=False)
     with pytest.raises(IntegrityError, match=r"q_proj\.g_idx: input feature .* in group .*desc_act"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
@@ -189,9 +180,7 @@ def test_act_order_that_the_settings_deny_is_refused(tmp_path):
 def test_index_of_a_group_that_does_not_exist_is_refused(tmp_path, index):
     """The checkpoint has 4 groups of 32 features."""
     source = shutil.copytree(DATA / "gptq-4-act-order", tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors[f"{DOWN}.g_idx"][70] = index
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(source, lambda tensors: tensors[f"{DOWN}.g_idx"].__setitem__(70, index))
     message = rf"{DOWN}\.g_idx: input feature 70 is in group {index} \(expected 0 to 3, .* groups of 32"
     with pytest.raises(IntegrityError, match=message):
         shardconv.split(source, tmp_path / "out", tp=2)
@@ -212,11 +201,9 @@ def test_act_order_with_another_number_of_groups_is_refused():
 
 def test_rank_that_reads_a_source_refuses_unexpected_indices(tmp_path):
     shardconv.split(DATA / "gptq-3", tmp_path / "split", tp=2)
-    tensors = load_file(DATA / "gptq-3/model.safetensors")
-    tensors[f"{DOWN}.g_idx"] = tensors[f"{DOWN}.g_idx"].flip(0)
-    shutil.copytree(DATA / "gptq-3", tmp_path / "flipped")
-    save_file(tensors, tmp_path / "flipped/model.safetensors", metadata={"format": "pt"})
-    reader = RankSourceReader(open_source(tmp_path / "flipped"), read_manifest(tmp_path / "split").plan, 1)
+    flipped, name = shutil.copytree(DATA / "gptq-3", tmp_path / "flipped"), f"{DOWN}.g_idx"
+    change_tensors(flipped, lambda tensors: tensors.update({name: tensors[name].flip(0)}))
+    reader = RankSourceReader(open_source(flipped), read_manifest(tmp_path / "split").plan, 1)
     with pytest.raises(SourceError, match=rf"{DOWN}\.g_idx: input feature 0 is in group 3 \(expected 0"):
         reader.read(f"{DOWN}.g_idx")
 
@@ -227,11 +214,7 @@ def with_changed_index(request, tmp_path):
     split = tmp_path / "split"
     shardconv.split(DATA / "gptq-3", split, tp=2, checksums=request.param)
     path = split / "rank-1-of-2.safetensors"
-    data = bytearray(path.read_bytes())
-    size = int.from_bytes(data[:8], "little")
-    start = json.loads(data[8 : 8 + size])[f"{DOWN}.g_idx"]["data_offsets"][0] + 8 + size
-    data[start + 3] = 0x80  # the sign of the first index
-    path.write_bytes(data)
+    flip(path, place(path, f"{DOWN}.g_idx")[3], bit=7)  # the sign of the first index
     return split, request.param
 
 
@@ -254,10 +237,8 @@ def test_changed_indices_of_a_rank_file_are_found(with_changed_index, tmp_path):
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):
-    shutil.copytree(DATA / "gptq-3", tmp_path / "source")
-    change_settings(tmp_path / "source", **settings)
     with pytest.raises(PlanError, match=message):
-        shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
+        shardconv.split(changed(tmp_path / "source", **settings), tmp_path / "out", tp=2)
 
 
 def test_settings_in_the_config_of_the_text_model(tmp_path):
@@ -271,9 +252,7 @@ def test_settings_in_the_config_of_the_text_model(tmp_path):
 
 
 def test_patterns_of_unquantized_layers(tmp_path):
-    shutil.copytree(DATA / "gptq-3", tmp_path / "source")
-    change_settings(tmp_path / "source", dynamic={"-:.*gate$": {}})
-    check(tmp_path / "source", tmp_path / "split", 2)
+    check(changed(tmp_path / "source", dynamic={"-:.*gate$": {}}), tmp_path / "split", 2)
 
 
 def test_groups_that_would_straddle_ranks_are_refused(tmp_path):
@@ -322,18 +301,6 @@ def test_padding_inside_a_block_is_refused():
         grid.place(placement, (21, 64))
 
 
-def test_indices_of_several_intervals():
-    """Those of each rank are the numbers of its groups, in its order."""
-    grid = Grid("g_idx", "weight", (64, 128), (GridDim(1),), ("output", "input"), GROUP_INDEX, 16)
-    for placement in (shard_dim(1, [Unit(64, 1), Unit(64, 1)], 2), shard_dim(1, [Unit(128, 1)], 2)):
-        edits = grid.edits(placement)
-        for rank, entries in enumerate(placement.ranks):
-            full = [at for entry in entries for at in range(entry.start, entry.stop)]
-            values = edits[rank] * len(full) if len(edits[rank]) == 1 else edits[rank]
-            local = [at // 16 - value for at, value in zip(full, values, strict=True)]
-            assert local == [at // 16 for at in range(len(full))]
-
-
 def packed_tensors(size=128, groups=4):
     return {
         "q_proj.weight_packed": TensorSpec("I32", (64, size // 8)),
@@ -357,32 +324,6 @@ def test_actorder_of_compressed_tensors(actorder, is_ordered):
     if is_ordered:
         with pytest.raises(PlanError, match="actorder with format int-quantized is not supported"):
             with_grids(packed_tensors(), config)
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_stored_shapes_of_compressed_tensors(tmp_path, is_wrong):
-    config, tensors = llama_config(layers=1, vocab=16), {}
-    for name, (_, shape) in llama_specs(config).items():
-        if name.endswith("_proj.weight"):
-            packed = torch.zeros(shape[0], shape[1] // 8, dtype=torch.int32)
-            tensors |= {f"{name}_packed": packed, f"{name}_scale": torch.ones(shape[0], shape[1] // 16)}
-            tensors[f"{name}_shape"] = torch.tensor(shape[::-1] if is_wrong else shape)
-        else:
-            tensors[name] = torch.zeros(shape)
-    weights = {"num_bits": 4, "strategy": "group", "group_size": 16}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": groups}
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source/config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "source/model.safetensors")
-    if is_wrong:
-        with pytest.raises(IntegrityError, match=r"down_proj\.weight_shape: dim 0 is 96 \(expected 64"):
-            shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
-        return
-    shardconv.split(tmp_path / "source", tmp_path / "out", tp=2)
-    assert load_file(tmp_path / "out/rank-1-of-2.safetensors")[f"{DOWN}.weight_shape"].tolist() == [64, 48]
-    shardconv.merge(tmp_path / "out", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(tmp_path / "source")
 
 
 # --- other structures than llama's ----------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
 
-import itertools
 import json
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import shardconv
 from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.matrix import cases
-from tests.support.models import Model, Tensors, read
+from tests.support.models import Model, Tensors, change_tensors, read
 from tests.support.quantized import (
     SIZES,
     check_commands,
@@ -145,42 +146,6 @@ def _from_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor
 
 
 OF_MODELOPT = ("llama", "qwen3_moe")
-MODELOPT = {"FP8": (to_modelopt_fp8, from_modelopt_fp8), "NVFP4": (to_modelopt_nvfp4, from_modelopt_nvfp4)}
-
-
-@pytest.mark.parametrize(
-    ("is_in_config", "algorithm", "model"),
-    cases(
-        itertools.product([False, True], MODELOPT, OF_MODELOPT),
-        lambda is_in_config, algorithm, model: (is_in_config, model) == (algorithm == "FP8", "llama"),
-    ),
-)
-def test_modelopt(unquantized, tmp_path, algorithm, model, is_in_config):
-    """The settings are in hf_quant_config.json, and in newer checkpoints in config.json."""
-    quantize, dequantize = MODELOPT[algorithm]
-    settings = {"quant_algo": algorithm, "exclude_modules": ["lm_head", "*.gate"]}
-    settings |= {"group_size": 16} if algorithm == "NVFP4" else {}
-    in_config = {**settings, "quant_method": "modelopt"} if is_in_config else None
-    source = write(unquantized(model), tmp_path / "source", quantize, in_config)
-    if not is_in_config:
-        file = {"producer": {"name": "modelopt"}, "quantization": settings}
-        (source / "hf_quant_config.json").write_text(json.dumps(file))
-    for tp in SIZES[model]:
-        assert check_values(source, unquantized(model), tp, dequantize, tmp_path / f"tp{tp}") >= 4
-    assert is_in_config or (tmp_path / "tp2" / "hf_quant_config.json").exists()
-    scale = "input_scale" if algorithm == "FP8" else "weight_scale"
-    if model == "llama":  # the structures of models are run in test_compressed_tensors.py
-        check_run(source, tmp_path / "run")
-    check_commands(source, tmp_path, tmp_path / "tp2", scale, tp=2, reshard=4)
-
-
-@pytest.mark.parametrize("algorithm", MODELOPT)
-def test_modelopt_with_padding(unquantized, tmp_path, algorithm):
-    quantize, dequantize = MODELOPT[algorithm]
-    settings = {"quant_algo": algorithm, "quant_method": "modelopt", "exclude_modules": ["lm_head"]}
-    source = write(unquantized("padded"), tmp_path / "source", quantize, settings)
-    assert check_padding(source, 4, dequantize, tmp_path) == 4
-
 
 # --- FP8 of AutoFP8 -------------------------------------------------------------------------------------------------
 
@@ -195,36 +160,10 @@ def to_autofp8(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
     return stored
 
 
-@pytest.mark.parametrize(
-    ("kind", "model"),
-    cases(itertools.product(AUTOFP8, OF_MODELOPT), lambda _, model: model == "llama"),
-)
-def test_autofp8(unquantized, tmp_path, kind, model):
-    """The same method as that of transformers, with weight_scale in place of weight_scale_inv."""
-    settings = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-    source = write(unquantized(model), tmp_path / "source", partial(to_autofp8, kind=kind), settings)
-    for tp in SIZES[model]:
-        assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
-    if model == "llama":
-        check_run(source, tmp_path / "run")
-    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
-
-
 def to_fbgemm(name: str, tensor: torch.Tensor) -> Tensors:
     stored = to_autofp8(name, tensor, kind=AUTOFP8[1])
     bound = f"{name.removesuffix('weight')}input_scale_ub"
     return {name: stored[name], f"{name}_scale": stored[f"{name}_scale"], bound: torch.tensor([1200.0])}
-
-
-@pytest.mark.parametrize("model", cases(OF_MODELOPT, lambda model: model == "llama"))
-def test_fbgemm_fp8(unquantized, tmp_path, model):
-    settings = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
-    source = write(unquantized(model), tmp_path / "source", to_fbgemm, settings)
-    for tp in SIZES[model]:
-        assert check_values(source, unquantized(model), tp, from_modelopt_fp8, tmp_path / f"tp{tp}") >= 4
-    if model == "llama":
-        check_run(source, tmp_path / "run")
-    check_commands(source, tmp_path, tmp_path / "tp2", "weight_scale", tp=2, reshard=4)
 
 
 # --- bitsandbytes ---------------------------------------------------------------------------------------------------
@@ -251,35 +190,14 @@ def from_int8(tensors: Tensors) -> Tensors:
     }
 
 
-#: Two roundings of float32: of scale / 127, by which bitsandbytes multiplies in two steps.
-_RTOL = 2 * 2.0**-23
-
-
-@pytest.mark.parametrize("model", cases(OF_BITSANDBYTES, lambda model: model == "llama"))
-def test_bitsandbytes_int8(unquantized, tmp_path, model):
-    source = write(unquantized(model), tmp_path / "source", to_int8, OF_INT8)
-    for tp in SIZES[model]:
-        assert check_values(source, unquantized(model), tp, from_int8, tmp_path / f"tp{tp}", rtol=_RTOL) >= 4
-    if model == "llama":
-        check_run(source, tmp_path / "run")
-    check_commands(source, tmp_path, tmp_path / "tp2", "SCB", tp=2, reshard=4)
-    check_config_alone(source, tmp_path / "config")
-
-
 def test_bitsandbytes_int8_in_another_order_is_refused(unquantized, tmp_path):
     """The orders of older GPUs, which the library no longer writes."""
     source = write(unquantized("llama"), tmp_path / "source", to_int8, OF_INT8)
     name = "model.layers.0.mlp.up_proj.weight_format"
-    tensors = {**read(source), name: torch.tensor(1, dtype=torch.uint8)}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(source, lambda tensors: tensors.update({name: torch.tensor(1, dtype=torch.uint8)}))
     with pytest.raises(IntegrityError, match=rf"{name}: is 1 \(expected 0, the order of rows\)"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
-
-
-def test_bitsandbytes_int8_with_padding(unquantized, tmp_path):
-    source = write(unquantized("padded"), tmp_path / "source", to_int8, OF_INT8)
-    assert check_padding(source, 4, from_int8, tmp_path) == 4
 
 
 # --- Quanto ---------------------------------------------------------------------------------------------------------
@@ -315,32 +233,98 @@ def from_quanto(tensors: Tensors) -> Tensors:
     return found
 
 
-def quanto_settings(kind: str, tensors: Tensors) -> str:
-    """The file that the library writes."""
-    layers = [name.removesuffix(".weight._data") for name in tensors if name.endswith("._data")]
-    return json.dumps({layer: {"weights": kind, "activations": "none"} for layer in layers})
-
-
 OF_QUANTO = ("llama", "phi3", "qwen3_moe")
 
 
+# --- values, padding and commands of each of them -------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """How the layers of a model are stored.
+
+    Attributes:
+        quantize: returns the tensors of a weight.
+        dequantize: returns the weights of a file.
+        settings: ``quantization_config``; None if another file has the settings.
+        scale: the end of the names of scales.
+        models: those that are split.
+        file: the name of the other file, and its contents by the names of the tensors.
+        rtol: of weights that are dequantized while they are loaded.
+    """
+
+    quantize: Callable[[str, torch.Tensor], Tensors]
+    dequantize: Callable[[Tensors], Tensors]
+    settings: dict[str, Any] | None
+    scale: str = "weight_scale"
+    models: tuple[str, ...] = OF_MODELOPT
+    file: tuple[str, Callable[[Iterable[str]], Any]] | None = None
+    rtol: float = 0.0
+
+    def write(self, source: Path, folder: Path) -> Path:
+        """Write a quantized copy of a checkpoint."""
+        write(source, folder, self.quantize, self.settings)
+        if self.file is not None:
+            (folder / self.file[0]).write_text(json.dumps(self.file[1](read(folder))))
+        return folder
+
+
+def of_modelopt(algorithm: str, **settings: Any) -> dict[str, Any]:
+    return {"quant_algo": algorithm, "exclude_modules": ["lm_head", "*.gate"], **settings}
+
+
+def of_quanto(kind: str) -> tuple[str, Callable[[Iterable[str]], Any]]:
+    """The file that the library writes."""
+    form = {"weights": f"q{kind}", "activations": "none"}
+    return "quanto_qmap.json", lambda names: {
+        name.removesuffix(".weight._data"): form for name in names if name.endswith("._data")
+    }
+
+
+FP8, NVFP4 = of_modelopt("FP8"), of_modelopt("NVFP4", group_size=16)
+OF_AUTOFP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+OF_FBGEMM = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
+#: Settings of ModelOpt are in hf_quant_config.json, and in newer checkpoints in config.json. AutoFP8 has the method of
+#: transformers, with weight_scale in place of weight_scale_inv.
+FORMS = {
+    "ModelOpt FP8": Form(
+        to_modelopt_fp8, from_modelopt_fp8, None, "input_scale",
+        file=("hf_quant_config.json", lambda _: {"producer": {"name": "modelopt"}, "quantization": FP8}),
+    ),
+    "ModelOpt NVFP4": Form(to_modelopt_nvfp4, from_modelopt_nvfp4, {**NVFP4, "quant_method": "modelopt"}),
+    "FBGEMM": Form(to_fbgemm, from_modelopt_fp8, OF_FBGEMM),
+    # rtol: two roundings of float32: of scale / 127, by which bitsandbytes multiplies in two steps
+    "bitsandbytes": Form(to_int8, from_int8, OF_INT8, "SCB", OF_BITSANDBYTES, rtol=2 * 2.0**-23),
+    **{f"AutoFP8, {kind}": Form(partial(to_autofp8, kind=kind), from_modelopt_fp8, OF_AUTOFP8) for kind in AUTOFP8},
+    **{
+        f"Quanto {kind}": Form(
+            partial(to_quanto, kind=kind), from_quanto, None, "weight._scale", OF_QUANTO, of_quanto(kind)
+        )
+        for kind in QUANTO
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("kind", "model"),
-    cases(itertools.product(QUANTO, OF_QUANTO), lambda _, model: model == "llama"),
+    ("name", "model"),
+    cases(
+        [(name, model) for name, form in FORMS.items() for model in form.models],
+        lambda name, model: model == ("qwen3_moe" if name == "ModelOpt NVFP4" else "llama"),
+    ),
 )
-def test_quanto(unquantized, tmp_path, kind, model):
-    source = write(unquantized(model), tmp_path / "source", partial(to_quanto, kind=kind), None)
-    tensors = read(source)
-    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", tensors))
+def test_shards_have_the_values_of_shards(unquantized, tmp_path, name, model):
+    form = FORMS[name]
+    source = form.write(unquantized(model), tmp_path / "source")
     for tp in SIZES[model]:
-        assert check_values(source, unquantized(model), tp, from_quanto, tmp_path / f"tp{tp}") >= 4
-    if model == "llama":
+        out = tmp_path / f"tp{tp}"
+        assert check_values(source, unquantized(model), tp, form.dequantize, out, rtol=form.rtol) >= 4
+    if model == "llama":  # the structures of models are run in test_compressed_tensors.py
         check_run(source, tmp_path / "run")
-    check_commands(source, tmp_path, tmp_path / "tp2", "weight._scale", tp=2, reshard=4)
+    check_commands(source, tmp_path, tmp_path / "tp2", form.scale, tp=2, reshard=4)
+    if form.scale == "SCB":
+        check_config_alone(source, tmp_path / "config")
 
 
-@pytest.mark.parametrize("kind", QUANTO)
-def test_quanto_with_padding(unquantized, tmp_path, kind):
-    source = write(unquantized("padded"), tmp_path / "source", partial(to_quanto, kind=kind), None)
-    (source / "quanto_qmap.json").write_text(quanto_settings(f"q{kind}", read(source)))
-    assert check_padding(source, 4, from_quanto, tmp_path) == 4
+@pytest.mark.parametrize("name", FORMS)
+def test_padding_is_zero(unquantized, tmp_path, name):
+    form = FORMS[name]
+    assert check_padding(form.write(unquantized("padded"), tmp_path / "source"), 4, form.dequantize, tmp_path) == 4

@@ -1,13 +1,10 @@
 """Rank files in the dcp layout, loaded by torch into full tensors and DTensors."""
 
-import json
-
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +17,9 @@ from shardconv.support.errors import PlanError, SplitCheckpointError
 from shardconv.tensor import as_dtensor
 from tests.support.manifests import change_manifest
 from tests.support.matrix import each_once
+from tests.support.tensors import check_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # intended
-
-KEY = "DCP_SHARDING_INFO"
 
 
 def tiny_model(kind, **config):
@@ -44,18 +40,13 @@ def load_full(folder, expected):
     return found
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
 @pytest.mark.parametrize(("kind", "options"), [("llama", {}), ("mixtral", {}), ("mixtral", {"experts": "expert"})])
 def test_torch_reads_full_tensors(tmp_path, kind, options):
     """Four ranks replicate two KV heads; with experts distributed over ranks, some ranks do not have a tensor."""
     source = write(tmp_path, kind)
     expected = load_file(source / "model.safetensors")
     shardconv.split(source, tmp_path / "out", tp=4, layout="dcp", **options)
-    assert_equal(load_full(tmp_path / "out", expected), expected)
+    check_equal(load_full(tmp_path / "out", expected), expected)
 
 
 def test_torch_cannot_read_the_native_layout(tmp_path):
@@ -72,7 +63,7 @@ def check_dtensors(axis, folder, source):
     for placed in ([Shard(0)], [Shard(-1)], [Replicate()]):
         found = {name: distribute_tensor(torch.full_like(full, 7), mesh, placed) for name, full in expected.items()}
         dcp.load(found, storage_reader=HuggingFaceStorageReader(folder), process_group=axis.group)
-        assert_equal({name: tensor.full_tensor() for name, tensor in found.items()}, expected)
+        check_equal({name: tensor.full_tensor() for name, tensor in found.items()}, expected)
 
 
 def check_model(axis, folder, source):
@@ -80,7 +71,7 @@ def check_model(axis, folder, source):
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     dcp.load(as_dtensor(model), storage_reader=HuggingFaceStorageReader(folder), process_group=axis.group)
-    assert_equal(gather_state_dict(model), load_file(source))
+    check_equal(gather_state_dict(model), load_file(source))
     dist.barrier()
 
 
@@ -89,19 +80,6 @@ def test_torch_reads_dtensors(ranks, tmp_path, check, layout):
     source = write(tmp_path, "llama")
     shardconv.split(source, tmp_path / "out", tp=4, layout="dcp")
     ranks(layout, check, str(tmp_path / "out"), str(source / "model.safetensors"))
-
-
-def test_dcp_metadata_is_written_only_with_the_layout(tmp_path):
-    source = write(tmp_path, "llama")
-    name = "model.layers.0.mlp.down_proj.weight"
-    for folder, dcp_option in (("native", False), ("dcp", True)):
-        shardconv.split(source, tmp_path / folder, tp=4, layout=folder)
-        manifest = json.loads((tmp_path / folder / "shardconv.json").read_text())
-        assert manifest.get("layout", {"name": "native"})["name"] == folder
-        with safe_open(tmp_path / folder / "rank-2-of-4.safetensors", "pt") as file:
-            assert (KEY in file.metadata()) is dcp_option
-            if dcp_option:
-                assert json.loads(file.metadata()[KEY])[name] == {"saved_offsets": [0, 2 * 96 // 4]}
 
 
 @pytest.mark.parametrize(
@@ -119,13 +97,6 @@ def test_unsupported_placements_are_errors(tmp_path, kind, config, expected):
     assert expected in str(caught.value)
     assert 'use the native layout (layout="native")' in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_reshard_refuses_unsupported_placements(tmp_path):
-    source = write(tmp_path, "llama", vocab_size=130)
-    shardconv.split(source, tmp_path / "two", tp=2, layout="dcp")
-    with pytest.raises(PlanError, match=r"lm_head\.weight: is sharded as dim 0, padded from 130"):
-        shardconv.reshard(tmp_path / "two", tmp_path / "four", tp=4)
 
 
 def test_manifest_with_an_unsupported_placement(tmp_path):

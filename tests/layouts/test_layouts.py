@@ -16,8 +16,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load_file as load_arrays
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import shardconv
 from shardconv.checkpoint.operations.split_writing import split_by
@@ -33,7 +32,8 @@ from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import cases, each_once
-from tests.support.models import GQA, MOE, Model, change_config, pack_experts, read
+from tests.support.models import GQA, MOE, Model, change_config, change_tensors, pack_experts, read
+from tests.support.placements import shard_of
 
 LAYER, VOCAB = "model.layers.0", 256
 DENSE = {**GQA, "vocab_size": VOCAB}
@@ -174,13 +174,6 @@ def test_load(ranks, source_of, tmp_path, kind, layout, tp):
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
-
-
-def change_tensors(source, change):
-    tensors = read(source)
-    change(tensors)
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
 
 
 def put(name, tensor):
@@ -439,19 +432,6 @@ def write_source(path, tensors):
     path.write_bytes(safetensors_bytes(header, values.tobytes()))
 
 
-def local_values(array, placement, rank):
-    """A rank's shard, padded with zeros."""
-    if placement.dim is None:
-        return array
-    entries = [
-        array.take(range(entry.start, entry.stop), placement.dim) if hasattr(entry, "start")
-        else np.zeros([*array.shape[: placement.dim], entry.size, *array.shape[placement.dim + 1 :]], array.dtype)
-        for entry in placement.ranks[rank]
-    ]  # fmt: skip
-    empty = array.take(range(0), placement.dim)
-    return np.concatenate([empty, *entries], placement.dim)
-
-
 def write_any(folder, drawn):
     """Write ``source.safetensors``, and its split in a layout, ``out``."""
     tp, tensors, layout = drawn
@@ -473,7 +453,7 @@ def test_rank_files_of_any_layout_have_its_tensors(tmp_path_factory, drawn):
     for rank in range(tp):
         found = as_integers(folder / "out" / f"{tp}-{rank}.safetensors")
         for tensor in layout.changed:
-            shards = [local_values(full[name], tensors[name][1], rank) for name in tensor.members]
+            shards = [shard_of(full[name], tensors[name][1], rank) for name in tensor.members]
             step = len(shards) // (tensor.stack or 1)
             blocks = [np.concatenate(shards[at : at + step], tensor.dim) for at in range(0, len(shards), step)]
             expected = np.stack(blocks) if tensor.stack else blocks[0]
@@ -481,7 +461,7 @@ def test_rank_files_of_any_layout_have_its_tensors(tmp_path_factory, drawn):
             assert np.array_equal(found[tensor.name], expected)
         taken = {name for tensor in layout.changed for name in tensor.members}
         for name in tensors.keys() - taken:
-            assert np.array_equal(found[name], local_values(full[name], tensors[name][1], rank))
+            assert np.array_equal(found[name], shard_of(full[name], tensors[name][1], rank))
         for constant in layout.constants:
             assert found[constant.name].view(np.float32).tolist() == [constant.value] * 2
     assert read_manifest(folder / "out").layout == layout
@@ -527,18 +507,6 @@ def test_commands_print_the_layout_unless_it_is_native(source_of, split_of, tmp_
     assert ", layout" not in call("verify", native).out
 
 
-@pytest.mark.parametrize("command", ["verify", "plan", "reshard"])
-def test_reports_have_the_layout(split_of, tmp_path, command):
-    options = ["--tp", 2, "--layout", "native", "-o", tmp_path / "native"] if command == "reshard" else []
-    report = json.loads(call(command, split_of("llama", "vllm", 2), *options, "--json").out)
-    assert report["old_layout" if options else "layout"] == "vllm"
-    assert not options or report["layout"] == "native"
-
-
-def test_unknown_layout_is_an_error_of_usage(source_of, tmp_path):
-    assert call("split", source_of("llama"), "--tp", 2, "--layout", "other", "-o", tmp_path / "no").code == 2
-
-
 def test_split_replaces_a_split_checkpoint_of_any_layout(source_of, tmp_path):
     """With --overwrite; a folder with other files is not replaced."""
     source, split = source_of("llama"), tmp_path / "out"
@@ -549,14 +517,3 @@ def test_split_replaces_a_split_checkpoint_of_any_layout(source_of, tmp_path):
     shardconv.split(source, split, tp=2, layout="vllm", overwrite=True)
     (split / "rank-0-of-2.safetensors").write_bytes(b"")
     assert shardconv.verify(split).other_weights == ("rank-0-of-2.safetensors",)
-
-
-def test_report_has_the_plan_of_source_tensors(source_of, tmp_path):
-    shardconv.split(source_of("llama"), tmp_path / "out", tp=2, layout="vllm")
-    names = [tensor.name for tensor in shardconv.report_plan(tmp_path / "out").tensors]
-    assert names == list(read(source_of("llama")))
-    assert (
-        load_arrays(tmp_path / "out" / "model-rank-0-part-0.safetensors")
-        .keys()
-        .isdisjoint(name for name in names if "q_proj" in name)
-    )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
@@ -24,14 +24,16 @@ from tests.formats.test_gptq import quantize as quantize_4_bits
 from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
 from tests.support.compressed import write_compressed
+from tests.support.damage import flip, place
 from tests.support.forked import run
 from tests.support.gptq import write_gptq
 from tests.support.matrix import MATRIX
-from tests.support.models import Tensors, change_config, read
-from tests.support.quantized import MODELS, flip, write
+from tests.support.models import Tensors, change_config, change_tensors, read
+from tests.support.quantized import MODELS, write
+from tests.support.tensors import bits, check_equal, check_equal_files
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
-FILE, EMBEDDING = "model.safetensors", "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 #: A setting of GPTQ: a part of the names of quantized layers.
 NAMED = {"modules_in_block_to_quantize": ["_proj"]}
 #: Of the settings of fp8.
@@ -86,22 +88,9 @@ def test_commands(packed, tmp_path):
         shardconv.split(packed, tmp_path / layout, tp=tp, layout=layout, **engine)
         shardconv.reshard(split, tmp_path / f"resharded {layout}", tp=tp, layout=layout)
         assert shardconv.verify(tmp_path / f"resharded {layout}", against=packed).differences == ()
-        for path in (tmp_path / layout).glob("*.safetensors"):
-            found, expected = load_file(tmp_path / f"resharded {layout}" / path.name), load_file(path)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        check_equal_files(tmp_path / f"resharded {layout}", tmp_path / layout)
     shardconv.reshard(tmp_path / "native", tmp_path / "again", tp=2, layout="vllm")
     assert rank_files(tmp_path / "again", 2)[0].keys() == rank_files(split, 2)[0].keys()
-
-
-def test_reader_of_a_rank_file(packed, tmp_path):
-    """It reads shards of all source tensors, also of those that no file has."""
-    shardconv.split(packed, tmp_path / "split", tp=2, layout="vllm")
-    manifest, source = read_manifest(tmp_path / "split"), read(packed)
-    reader = RankFileReader(manifest, tmp_path / "split", 1, verify=True)
-    for name, tensor in source.items():
-        expected = take_shard(tensor, manifest.plan.placement(name), 1)
-        assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
 
 
 def test_one_scale_per_weight(unquantized, tmp_path):
@@ -141,7 +130,7 @@ def test_concatenation_along_the_output_features(method, unquantized, tmp_path):
     reader = RankFileReader(manifest, split, 1, verify=True)
     for name, tensor in tensors.items():
         expected = take_shard(tensor, manifest.plan.placement(name), 1)
-        assert bytes(reader.read(name)) == expected.contiguous().view(torch.uint8).numpy().tobytes(), name
+        assert bytes(reader.read(name)) == bits(expected).numpy().tobytes(), name
 
 
 @MATRIX
@@ -160,7 +149,8 @@ def test_flipped_bit_of_a_concatenated_tensor_is_found(unquantized, tmp_path, me
     options = NAMED if method == "gptq" else {}
     source = four_bits(method, "qwen2", unquantized, tmp_path / "source", **options)
     shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
-    flip(tmp_path / "split/model-rank-1-part-0.safetensors", f"{ATTENTION}.qkv_proj.qweight")
+    path = tmp_path / "split/model-rank-1-part-0.safetensors"
+    flip(path, place(path, f"{ATTENTION}.qkv_proj.qweight")[0])
     (found,) = shardconv.verify(tmp_path / "split").differences
     assert "model-rank-1-part-0.safetensors" in found
     with pytest.raises(IntegrityError, match="differ from their checksum"):
@@ -176,10 +166,7 @@ def test_loaded_tensors_are_those_of_the_native_layout(model, packed, unquantize
     manifest = read_manifest(tmp_path / "split")
     for rank in range(2):
         found = read_tensors(RankFileReader(manifest, tmp_path / "split", rank))
-        expected = load_file(tmp_path / "native" / NATIVE.rank_file(rank, 2))
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), name
+        check_equal(found, load_file(tmp_path / "native" / NATIVE.rank_file(rank, 2)))
 
 
 def compressed(scheme, model, unquantized, folder):
@@ -229,13 +216,13 @@ def act_order(_, folder):
 
 def with_quantized(name, unquantized, folder):
     """FP8 of the projections and of another weight."""
-    source = blocks("llama", unquantized, folder)
-    tensors = read(source)
-    rows, columns = tensors[name].shape
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
-    save_file(tensors, source / FILE, metadata={"format": "pt"})
-    return source
+
+    def change(tensors):
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
+
+    return change_tensors(blocks("llama", unquantized, folder), change)
 
 
 def int8(unquantized, folder):

@@ -90,11 +90,6 @@ def test_split_reads_a_store(made, store, tmp_path):
     assert contents(tmp_path / "out") == contents(made / "split")
 
 
-def test_split_writes_the_tensors_of_a_local_split(made, store):
-    shardconv.split(made / "model", f"{store.url}/stores/split", tp=2)
-    assert without_identity(store.objects("stores/split/")) == without_identity(contents(made / "split"))
-
-
 def test_merge_writes_the_bytes_of_the_source(made, store):
     shardconv.split(made / "model", f"{store.url}/stores/both", tp=2)
     shardconv.merge(f"{store.url}/stores/both", f"{store.url}/stores/merged")

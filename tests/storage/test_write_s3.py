@@ -15,14 +15,6 @@ from tests.support.matrix import cases
 from tests.support.s3_server import upload as copy_to_s3
 
 
-def test_split_writes_the_tensors_of_a_local_split(made, s3):
-    report = shardconv.split(made / "model", "s3://bucket/out/split", tp=2)
-    assert report.path == "s3://bucket/out/split"
-    assert without_identity(s3.objects("out/split/")) == without_identity(contents(made / "split"))
-    assert any("uploadId" in query for _, _, query in s3.requests)
-    assert s3.unfinished() == []
-
-
 def test_the_manifest_is_written_last(made, s3):
     shardconv.split(made / "model", "s3://bucket/out/order", tp=2)
     written = [path for method, path, query in s3.requests if method == "PUT" and "uploadId" not in query]
@@ -30,13 +22,6 @@ def test_the_manifest_is_written_last(made, s3):
     assert written[-1].endswith("/shardconv.json")
     completed = [at for at, (method, _, query) in enumerate(s3.requests) if method == "POST" and "uploadId=" in query]
     assert max(completed) < s3.requests.index(("PUT", "/bucket/out/order/config.json", ""))
-
-
-def test_verify_and_merge_accept_what_was_written(made, s3, tmp_path):
-    shardconv.split("s3://bucket/model", "s3://bucket/out/both", tp=2)
-    assert shardconv.verify("s3://bucket/out/both", against=made / "model").differences == ()
-    shardconv.merge("s3://bucket/out/both", tmp_path / "merged")
-    assert contents(tmp_path / "merged") == contents(made / "model")
 
 
 def test_merge_writes_one_file(made, s3, tmp_path):

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from shardconv.files.containers.safetensors import read_header
+
 
 def flip(path: Path, position: int = -1, bit: int = 0, *, keeps_times: bool = False) -> None:
     """Flip one bit of a file; a negative position counts from its end."""
@@ -14,3 +16,10 @@ def flip(path: Path, position: int = -1, bit: int = 0, *, keeps_times: bool = Fa
         file.write(bytes([byte ^ 1 << bit]))
     if keeps_times:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def place(path: Path, tensor: str) -> range:
+    """The positions of a tensor's bytes in a file."""
+    header = read_header(path)
+    info = header.tensors[tensor]
+    return range(header.data_offset + info.start, header.data_offset + info.stop)

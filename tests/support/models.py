@@ -145,6 +145,15 @@ def read(folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
+def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> Path:
+    """Change the tensors of a checkpoint in one file."""
+    tensors = read(folder)
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def change_config(folder: Path, fields: Mapping[str, Any]) -> None:
     """Set fields of a checkpoint's config.json; None removes one."""
     path = folder / "config.json"

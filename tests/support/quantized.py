@@ -25,8 +25,10 @@ from shardconv.plan.tp_sizes import padding_report
 from shardconv.runtime.estimate import MAX_TP
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors
 from tests.support.checkpoints import contents
+from tests.support.damage import flip, place
 from tests.support.forked import run
 from tests.support.models import Model, Tensors, change_config, read
+from tests.support.tensors import check_equal_files
 
 #: Names of the weights that are quantized.
 QUANTIZED = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
@@ -212,8 +214,7 @@ def check_padding(
     assert shardconv.verify(out / "split", against=source).differences == ()
     shardconv.reshard(out / "split", out / "resharded", tp=2, pad=True)
     shardconv.split(source, out / "direct", tp=2, pad=True)
-    for rank in range(2):
-        assert rank_file(out / "resharded", rank, 2).read_bytes() == rank_file(out / "direct", rank, 2).read_bytes()
+    check_equal_files(out / "resharded", out / "direct")
     return padded
 
 
@@ -252,22 +253,10 @@ def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int,
     if reshard is not None:
         shardconv.split(source, out / "direct", tp=reshard)
         shardconv.reshard(split, out / "resharded", tp=reshard)
-        direct, resharded = (
-            {name: data for name, data in contents(out / folder).items() if name.endswith(".safetensors")}
-            for folder in ("direct", "resharded")
-        )
-        assert direct == resharded
+        check_equal_files(out / "direct", out / "resharded")
         assert shardconv.verify(out / "resharded", against=source).differences == ()
     path = rank_file(split, 0, tp)
     name = next(name for name in read_header(path).tensors if name.endswith(scale))
-    flip(path, name)
+    flip(path, place(path, name)[0])
     assert shardconv.verify(split).differences != ()
     assert any(name in str(each) for each in shardconv.verify(split, against=source).differences)
-
-
-def flip(path: Path, name: str) -> None:
-    """Change the first byte of a tensor."""
-    data = bytearray(path.read_bytes())
-    size = int.from_bytes(data[:8], "little")
-    data[8 + size + json.loads(data[8 : 8 + size])[name]["data_offsets"][0]] ^= 1
-    path.write_bytes(data)
