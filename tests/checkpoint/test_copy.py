@@ -255,3 +255,11 @@ def test_overlapping_intervals_are_compared(tmp_path):
     files[1] = b"\xff" + files[1][1:]
     with pytest.raises(IntegrityError, match="old1: t0 differs from the shard of a lower rank"):
         run(tmp_path, shards, files, source, [array.nbytes], stripe_bytes=100)
+
+
+@given(sizes=st.lists(st.integers(0, 100), max_size=12), stripe_bytes=st.integers(1, 50))
+def test_stripes_cover_every_byte_once_and_in_order(sizes, stripe_bytes):
+    stripes = split_into_stripes(sizes, stripe_bytes)
+    covered = [(span.tensor, byte) for stripe in stripes for span in stripe for byte in range(span.start, span.stop)]
+    assert covered == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
+    assert all(sum(span.stop - span.start for span in stripe) <= stripe_bytes for stripe in stripes)

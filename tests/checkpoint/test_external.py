@@ -28,7 +28,6 @@ from shardconv.support.errors import (
     PlanError,
     ShardconvError,
     SourceError,
-    SplitCheckpointError,
     UsageError,
 )
 from tests.support.checkpoints import contents, safetensors_bytes
@@ -654,22 +653,6 @@ def test_verify_reads_the_layout_that_is_asked_for(llama, both, tmp_path):
         shardconv.verify(tmp_path / "split", source_layout="meta")
     with pytest.raises(UsageError, match='does not hold files of source_layout="deepseek"'):
         shardconv.verify(both, source_layout="deepseek")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nothing", "nothing: does not exist"),
-        ("file", r"file: is not a split checkpoint \(no shardconv\.json\)"),
-        ("damaged", r"damaged.shardconv\.json: cannot be used"),
-    ],
-)
-def test_a_layout_for_what_is_not_a_split_checkpoint(tmp_path, path, message):
-    (tmp_path / "file").touch()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "shardconv.json").touch()
-    with pytest.raises(SplitCheckpointError, match=message):
-        shardconv.merge(tmp_path / path, tmp_path / "out", source_layout="meta")
 
 
 def test_verify_counts_a_source_with_other_tensors_as_not_compared(llama, in_meta_order, tmp_path):

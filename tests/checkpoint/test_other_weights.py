@@ -1,6 +1,7 @@
 """Weights in a source's folder that are not part of the checkpoint, which are left out only if that is safe."""
 
 import ast
+import json
 import os
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardconv.checkpoint.sources.folder_files import matches
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
+from tests.support.command import call
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -327,8 +329,16 @@ def test_options_to_open_a_source_that_is_open(single, tmp_path, options):
         shardconv.split(open_source(single), tmp_path / "out", tp=2, **options)
 
 
+def test_ignore_on_the_command_line(single):
+    put(single, "model.gguf")
+    put(single, "sub/other.gguf")
+    report = json.loads(call("plan", single, "--ignore", "model.gguf", "--ignore", "sub", "--json").out)
+    assert report["left_out"] == {"model.gguf": "ignored by 'model.gguf'", "sub/other.gguf": "ignored by 'sub'"}
+
+
 def test_ignore_accepts_a_single_pattern(single, tmp_path):
     put(single, "model.gguf")
+    assert "[rules]" in shardconv.propose_plan(single, ignore="model.gguf")
     assert list(shardconv.split(single, tmp_path / "out", tp=2, ignore="model.gguf").left_out) == ["model.gguf"]
     put(single, "another.h5")
     assert shardconv.verify(tmp_path / "out", against=single, ignore="another.h5").differences == ()

@@ -201,13 +201,6 @@ def test_report_agrees_with_the_files(tmp_path):
         assert found == {tensor.name: tensor.shard_shapes[rank] for tensor in planned.tensors}
 
 
-def test_progress_ends_at_the_total(tmp_path):
-    source = write_checkpoint(tmp_path / "model")
-    calls = []
-    report = shardconv.split(source, tmp_path / "out", tp=2, progress=lambda done, total: calls.append((done, total)))
-    assert calls[-1] == (report.source_bytes, report.source_bytes)
-
-
 def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 

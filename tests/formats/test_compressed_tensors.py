@@ -70,12 +70,16 @@ def test_config_alone_has_the_sizes_of_the_headers(compressed, tmp_path, scheme)
     check_config_alone(compressed(scheme, "llama"), tmp_path / "config")
 
 
-def test_plan_names_the_settings_and_the_values_that_are_rewritten(compressed):
-    report = shardconv.report_plan(compressed("W4A16", "llama"), tp=2)
+def test_plan_names_the_settings_and_the_values_that_are_rewritten(compressed, tmp_path):
+    source = compressed("W4A16", "llama")
+    report = shardconv.report_plan(source, tp=2)
     assert report.quantization == "compressed-tensors pack-quantized, 4 bits"
     placements = {tensor.name.rpartition(".")[2]: tensor.placement for tensor in report.tensors}
     assert placements["weight_shape"] == "rewritten per rank"
     assert placements["weight_packed"].startswith("dim ")
+    shardconv.split(source, tmp_path / "split", tp=2)
+    local = load_file(rank_file(tmp_path / "split", 1, 2))
+    assert local["model.layers.0.mlp.down_proj.weight_shape"].tolist() == [128, 256 // 2]
 
 
 def order(size: int) -> torch.Tensor:
