@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn.functional import pad
 from transformers import DiaConfig, DiaForConditionalGeneration
 
@@ -344,39 +344,6 @@ def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
 def test_error_for_an_unsupported_tp_names_the_supported_sizes_and_the_field(checkpoint, name, tp, message):
     with pytest.raises(PlanError, match=message):
         shardconv.make_plan(checkpoint(name), tp=tp)
-
-
-@pytest.fixture
-def fp8_with_blocks_of_16(checkpoint, tmp_path) -> Path:
-    """A checkpoint with scales of blocks of 16 rows and columns, and a config with blocks of 8."""
-    tensors = read(checkpoint("deepseek_v3-hub"))
-    for name in [name for name in tensors if name.endswith("_scale_inv")]:
-        weight = tensors[name.removesuffix("_scale_inv")]
-        tensors[name] = torch.rand([-(-size // 16) for size in weight.shape])
-    (tmp_path / "config.json").write_bytes((checkpoint("deepseek_v3-hub") / "config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
-    return tmp_path
-
-
-def test_fp8_scales_of_other_blocks_than_in_the_config_are_refused(fp8_with_blocks_of_16):
-    with pytest.raises(PlanError, match=r"has shape \[4, 8\] \(expected \[8, 16\] for a weight of \[64, 128\]\)"):
-        shardconv.make_plan(fp8_with_blocks_of_16, tp=2)
-
-
-def test_boundaries_inside_fp8_blocks_are_refused(fp8_with_blocks_of_16):
-    """Heads of 40 rows in kv_b_proj end inside of a block."""
-    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
-    change_config(fp8_with_blocks_of_16, blocks)
-    with pytest.raises(
-        PlanError, match=r"320 / 8 = 40 output features per rank is not a multiple of the 16-wide scale block"
-    ):
-        shardconv.make_plan(fp8_with_blocks_of_16, tp=8)
-
-
-def test_unsupported_quantization_is_refused(checkpoint, tmp_path):
-    copied = altered(checkpoint("llama"), tmp_path, {"quantization_config": {"quant_method": "hqq"}})
-    with pytest.raises(PlanError, match="quantization 'hqq' is not supported, as a byte of 4 bits holds groups"):
-        shardconv.make_plan(copied, tp=2)
 
 
 def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:

@@ -21,10 +21,12 @@ SCALE = "down.weight_scale_inv"
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def plan_fp8(folder: Path, tp: int = 2, *, settings: object = BLOCKS, pattern: str = "down", **options):
+def plan_fp8(
+    folder: Path, tp: int = 2, *, settings: object = BLOCKS, pattern: str = "down", style: str = "rowwise", **options
+):
     """The plan of an FP8 weight of 256 rows and 1024 columns with its block scales, by one rule."""
     source = write_weights(folder / "m.safetensors", {"down.weight": ("F8_E4M3", (256, 1024)), SCALE: ("F32", (2, 8))})
-    (folder / "plan.toml").write_text(f'[rules]\n"{pattern}" = {{ style = "rowwise" }}')
+    (folder / "plan.toml").write_text(f'[rules]\n"{pattern}" = {{ style = "{style}" }}')
     (folder / "fp8.json").write_text(json.dumps({"quantization_config": settings}))
     options = {"rules": folder / "plan.toml", "config": folder / "fp8.json", **options}
     return shardconv.make_plan(source, tp=tp, **options)
@@ -46,6 +48,18 @@ def test_a_rule_for_a_weight_applies_to_its_scale(tmp_path, pattern):
     ("options", "message"),
     [
         ({"tp": 16}, r"1024 / 16 = 64 input features per rank is not a multiple of the 128-w"),
+        (
+            {"tp": 4, "style": "colwise"},
+            r"256 / 4 = 64 output features per rank is not a multiple of the 128-wide scale",
+        ),
+        (
+            {"settings": {**BLOCKS, "weight_block_size": [64, 64]}},
+            r"has shape \[2, 8\] \(expected \[4, 16\] for a weight of \[256, 1024\]\)",
+        ),
+        (
+            {"settings": {"quant_method": "hqq"}},
+            "quantization 'hqq' is not supported, as a byte of 4 bits holds groups",
+        ),
         ({"replicate": (SCALE,)}, "add a rule for their module, 'down'"),
         ({"settings": {"quant_method": "fp8"}}, r"down.weight_scale_inv needs a block size.* pass config=FILE"),
         *(

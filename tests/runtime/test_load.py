@@ -12,18 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.distributed.operations import ALL_GATHER
 from shardconv.layouts.layout import NATIVE
-from shardconv.support.errors import PeerError, UsageError, WorldSizeError
+from shardconv.support.errors import UsageError
 from tests.support.damage import flip
 from tests.support.loading import NAMES, TP, check_fails, inputs_of, source_and_split
 from tests.support.matrix import cases
-from tests.support.models import MODELS, VOCAB, change_config
+from tests.support.models import MODELS, change_config
 from tests.support.ranks import on_ranks
 
 ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
@@ -34,21 +32,6 @@ LAYOUTS_AND_NAMES = cases(
     [(layout, name) for layout in TP for name in NAMES],
     lambda layout, name: name in (ON_FOUR_RANKS if layout == "four" else ON_TWO_RANKS),
 )
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("load")
-
-
-@pytest.fixture
-def source(home):
-    return source_and_split(home, "llama", 2)[0]
-
-
-@pytest.fixture
-def split(home):
-    return source_and_split(home, "llama", 2)[1]
 
 
 def architecture(source):
@@ -146,34 +129,6 @@ def test_generation_config_of_the_checkpoint_is_used(ranks, source, tmp_path):
 
 
 @on_ranks("pair")
-def test_token_takes_the_minimal_number_of_collectives(axis, split):
-    """Check the collectives of a token: one all-reduce of the embedding, two per layer, and one gather of logits."""
-    messages = []
-
-    def counted(function, kind, source):
-        def call(*arguments, **options):
-            messages.append((kind, tuple(arguments[source].shape)))
-            return function(*arguments, **options)
-
-        return call
-
-    model = shardconv.load(split, device="cpu", group=axis)
-    channel = type(model.get_input_embeddings().axis.channel)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "all_gather", counted(channel.all_gather, "shared", 1))
-        for kind, source in (("all_reduce", 0), (ALL_GATHER, 1)):
-            patch.setattr(dist, kind, counted(getattr(dist, kind), kind, source))
-        times = []
-        ids = torch.randint(3, VOCAB, (1, 7), generator=torch.Generator().manual_seed(1))
-        put = lambda _: (times.append(list(messages)), messages.clear())  # noqa: E731
-        streamer = type("Streamer", (), {"put": staticmethod(put), "end": lambda _: None})()
-        model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False, streamer=streamer)
-    hidden, layers, words = model.config.hidden_size, model.config.num_hidden_layers, -(-VOCAB // 2)
-    for tokens, found in zip((7, 1, 1), times[1:], strict=True):
-        assert found == [("shared", (1, tokens, hidden))] * (1 + 2 * layers) + [("shared", (1, 1, words))]
-
-
-@on_ranks("pair")
 def test_dtype_by_its_name(axis, split):
     """Check that one in another spelling is refused with those that are known."""
     model = shardconv.load(split, device="cpu", dtype="bf16", group=axis)
@@ -188,21 +143,6 @@ def test_dtype_by_its_name(axis, split):
 def test_world_of_another_size(ranks, split):
     message = "is for 2 ranks, and there are 4 processes: start it by torchrun --nproc-per-node 2, or .* --tp 4"
     ranks("four", check_fails, split, [message])
-
-
-def check_sizes(axis, splits):
-    """Check that all ranks raise at once if the checkpoint of one of them is for another number of ranks."""
-    message = f"{splits[1].name}: is for 4 ranks, and there are 2 processes"
-    with pytest.raises(PeerError if axis.rank == 0 else WorldSizeError, match=message) as raised:
-        shardconv.load(splits[axis.rank], device="cpu", group=axis)
-    assert not raised.value.is_repeated
-    with pytest.raises(WorldSizeError) as raised:
-        shardconv.load(splits[1], device="cpu", group=axis)
-    assert raised.value.is_repeated == (axis.rank == 1)
-
-
-def test_checkpoints_for_other_numbers_of_ranks_on_each_host(ranks, home):
-    ranks("pair", check_sizes, [source_and_split(home, "llama", tp)[1] for tp in (2, 4)])
 
 
 @pytest.fixture

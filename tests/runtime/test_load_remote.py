@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +11,13 @@ from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.files.paths import open_path
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
-from tests.support.command import run
 from tests.support.damage import flip
 from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
-from tests.support.matrix import MATRIX
 from tests.support.s3_server import S3Server, serve_s3, upload
 
 #: Bytes of the lists of the folder, one for each rank.
 LISTS = 5_000
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("load")
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +45,12 @@ def check_equal(axis, url, local, endpoint, tmp, options):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_source_at_a_url_is_loaded(ranks, home, s3, tmp_path):
-    source, _ = source_and_split(home, "llama", 2)
+def test_a_source_at_a_url_is_loaded(ranks, source, s3, tmp_path):
     ranks("pair", check_equal, "s3://bucket/source", source, s3.url, tmp_path, {"tp": 2})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_file_at_a_url_is_fetched_once(ranks, home, s3, tmp_path):
-    _, split = source_and_split(home, "llama", 2)
+def test_a_rank_file_at_a_url_is_fetched_once(ranks, split, s3, tmp_path):
     before = s3.num_sent
     ranks("pair", check_equal, "s3://bucket/split", split, s3.url, tmp_path, {})
     needed = {name: len(data) * (1 if name.startswith("rank-") else 2) for name, data in contents(split).items()}
@@ -77,8 +67,7 @@ def check_no_room(axis, url, endpoint, num_bytes):
         shardconv.load(url, device="cpu", group=axis)
 
 
-def test_memory_is_checked_before_rank_files_are_fetched_into_it(ranks, home, s3):
-    _, split = source_and_split(home, "llama", 2)
+def test_memory_is_checked_before_rank_files_are_fetched_into_it(ranks, split, s3):
     (num_bytes,) = {path.stat().st_size for path in split.glob("rank-*")}
     ranks("pair", check_no_room, "s3://bucket/split", s3.url, num_bytes)
 
@@ -89,8 +78,7 @@ def check_damaged(axis, url, endpoint):
         shardconv.load(url, device="cpu", group=axis)
 
 
-def test_a_damaged_rank_file_at_a_url_is_found(ranks, home, s3, tmp_path):
-    _, split = source_and_split(home, "llama", 2)
+def test_a_damaged_rank_file_at_a_url_is_found(ranks, split, s3, tmp_path):
     damaged = shutil.copytree(split, tmp_path / "damaged")
     flip(damaged / "rank-0-of-2.safetensors")
     upload(damaged, "bucket", "damaged")
@@ -119,9 +107,8 @@ def check_versions_differ(axis, endpoint, options):
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_a_commit_that_is_pushed_while_ranks_load_is_an_error(ranks, home, tmp_path, is_split):
+def test_a_commit_that_is_pushed_while_ranks_load_is_an_error(ranks, source, tmp_path, is_split):
     """Of a source, and of a split checkpoint without checksums."""
-    source, _ = source_and_split(home, "llama", 2)
     if is_split:
         shardconv.split(source, tmp_path / "split", tp=2, checksums=False)
     files = contents(tmp_path / "split" if is_split else source)
@@ -130,18 +117,7 @@ def test_a_commit_that_is_pushed_while_ranks_load_is_an_error(ranks, home, tmp_p
         ranks("pair", check_versions_differ, hub.server.url, {} if is_split else {"tp": 2})
 
 
-@MATRIX
-def test_run_of_a_url(home, s3, tmp_path):
-    arguments = ("--tp", "2", "--token-ids", "1 2 3", "--max-new-tokens", "4", "--json", "--device", "cpu")
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    remote = run("run", "s3://bucket/source", *arguments, env=environment)
-    assert remote.code == 0, remote.err
-    assert '"path": "s3://bucket/source"' in remote.out
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_for_an_adapter_at_a_url_has_the_url(home, s3, tmp_path):
-    source, _ = source_and_split(home, "llama", 2)
+def test_the_command_for_an_adapter_at_a_url_has_the_url(source, s3, tmp_path):
     place = shutil.copytree(source, tmp_path / "place")
     (place / "adapter_config.json").write_text("{}")
     (place / "adapter_model.safetensors").write_bytes(b"")

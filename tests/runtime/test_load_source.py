@@ -20,16 +20,6 @@ from tests.support.torch_files import SINGLE, write_pytorch
 DATA = Path(__file__).parents[1] / "data" / "quantized"
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("load")
-
-
-@pytest.fixture
-def source(home):
-    return source_and_split(home, "llama", 2)[0]
-
-
 # --- equality with a split checkpoint -------------------------------------------------------------------------------
 
 
@@ -62,9 +52,8 @@ def test_values_equal_those_from_a_split(ranks, home, layout, name):
     ("parts", "name"),
     cases([(1, "pytorch_model.bin"), (2, None), (1, "model.pt"), (1, "model.pth")], lambda parts, name: parts == 2),
 )
-def test_values_of_pytorch_files_equal_those_from_a_split(ranks, home, tmp_path, parts, name):
+def test_values_of_pytorch_files_equal_those_from_a_split(ranks, source, split, tmp_path, parts, name):
     """Each rank reads its shards where the PyTorch file has them."""
-    source, split = source_and_split(home, "llama", 2)
     written = write_pytorch(tmp_path / "model", load_file(source / "model.safetensors"), parts=parts)
     shutil.copy(source / "config.json", written)
     if name is not None:
@@ -107,8 +96,8 @@ def test_quantized_source_is_not_loaded_as_it_is(ranks):
     ranks("pair", check_fails, DATA / "gptq-3", ["is quantized: pass dequantize=True"], {"tp": 2})
 
 
-def test_dtype(ranks, home):
-    ranks("pair", check_equal, *source_and_split(home, "llama", 2), {"dtype": torch.bfloat16}, {})
+def test_dtype(ranks, source, split):
+    ranks("pair", check_equal, source, split, {"dtype": torch.bfloat16}, {})
 
 
 @pytest.fixture
@@ -253,7 +242,7 @@ def test_wrong_sizes(ranks, source, layout, tp, message):
     ranks(layout, check_fails, source, [message], {"tp": tp})
 
 
-def test_rank_files_without_their_manifest_are_not_a_source(ranks, home, tmp_path):
-    split = shutil.copytree(source_and_split(home, "llama", 2)[1], tmp_path / "split")
+def test_rank_files_without_their_manifest_are_not_a_source(ranks, split, tmp_path):
+    split = shutil.copytree(split, tmp_path / "split")
     (split / MANIFEST_NAME).unlink()
     ranks("pair", check_fails, split, ["holds rank-0-of-2.safetensors, a rank file .*: restore"], {"tp": 2})

@@ -11,18 +11,13 @@ import shardconv
 from tests.support.checkpoints import DEMO
 from tests.support.command import finish, start
 from tests.support.forked import Popen
-from tests.support.loading import inputs_of, source_and_split
+from tests.support.loading import inputs_of
 from tests.support.torchrun import free_port, on_nodes
 
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-def split(source: Path, folder: Path, *hosts: str) -> list[Path]:
+def split_on(source: Path, folder: Path, *hosts: str) -> list[Path]:
     """Split a source for four ranks on each of some hosts."""
     for number, ranks in enumerate(hosts):
         shardconv.split(source, folder / f"host{number}", tp=4, ranks=ranks)
@@ -38,11 +33,10 @@ def check_logits(axis, source, folders):
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_each_host_has_its_ranks(ranks, home, tmp_path):
+def test_each_host_has_its_ranks(ranks, source, tmp_path):
     """The source may have another name on each host."""
-    source, _ = source_and_split(home, "llama", 4)
     copied = shutil.copytree(source, tmp_path / "copied")
-    folders = [*split(source, tmp_path / "a", "0-1"), *split(copied, tmp_path / "b", "2-3")]
+    folders = [*split_on(source, tmp_path / "a", "0-1"), *split_on(copied, tmp_path / "b", "2-3")]
     ranks("four", check_logits, source, folders)
 
 
@@ -52,21 +46,19 @@ def check_refused(axis, folders, messages):
         shardconv.load(folders[axis.rank // 2], device="cpu", group=axis)
 
 
-def test_host_without_one_of_its_ranks(ranks, home, tmp_path):
-    source, _ = source_and_split(home, "llama", 4)
+def test_host_without_one_of_its_ranks(ranks, source, tmp_path):
     own = r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with tp=4 .*ranks.2"
-    folders = split(source, tmp_path, "0-1", "3")
+    folders = split_on(source, tmp_path, "0-1", "3")
     ranks("four", check_refused, folders, [f"rank 2: .*{own}", f"rank 2: .*{own}", f"^(?!rank).*{own}", own])
 
 
-def test_hosts_with_different_sources(ranks, home, tmp_path):
+def test_hosts_with_different_sources(ranks, source, tmp_path):
     """The headers and auxiliary files are equal, the values are not."""
-    source, _ = source_and_split(home, "llama", 4)
     other = shutil.copytree(source, tmp_path / "other")
     data = bytearray((other / "model.safetensors").read_bytes())
     data[-100_000:] = bytes(100_000)
     (other / "model.safetensors").write_bytes(data)
-    folders = [*split(source, tmp_path / "a", "0-1", "2"), *split(other, tmp_path / "b", "0", "2-3")]
+    folders = [*split_on(source, tmp_path / "a", "0-1", "2"), *split_on(other, tmp_path / "b", "0", "2-3")]
     ranks("four", check_refused, [folders[0], folders[3]], ["checkpoints differ between ranks"])
 
 
@@ -89,7 +81,7 @@ def test_split_for_another_number_of_ranks_on_one_host_is_one_message(tmp_path):
 
 def test_run_on_two_hosts(tmp_path):
     """Two agents with two ranks each, as on two hosts; each host has a folder with its ranks. Only rank 0 prints."""
-    folders, prompt = split(DEMO, tmp_path, "0-1", "2-3"), "The import statement"
+    folders, prompt = split_on(DEMO, tmp_path, "0-1", "2-3"), "The import statement"
     options = ["--prompt", prompt, "--max-new-tokens", "6", "--device", "cpu", "-q"]
     results = on_nodes(2, *(["-m", "shardconv", "run", folder, *options] for folder in folders))
     assert [result.code for result in results] == [0, 0], results

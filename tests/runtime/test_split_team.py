@@ -160,12 +160,6 @@ def test_variables_of_other_launchers_do_not_make_a_group(source, tmp_path):
     assert (result.code, result.out.splitlines()[-1]) == (0, "correct")
 
 
-def test_split_by_one_process_does_not_import_torch(source, tmp_path):
-    patch = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr))"
-    result = finish(start("split", source, "--tp", 4, "--ranks", "1", "-o", tmp_path / "out", patch=patch))
-    assert (result.code, result.err.splitlines()[-1]) == (0, "False")
-
-
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 

@@ -124,21 +124,6 @@ def check_small(axis, path):
     return gather_state_dict(written)
 
 
-def check_async(axis, path):
-    written, read = small_module(axis, fill=True), small_module(axis, fill=False)
-    expected = {key: tensor.clone() for key, tensor in gather_state_dict(written).items()}
-    saving = dcp.async_save({"model": as_dtensor(written)}, checkpoint_id=path, process_group=axis.group)
-    for parameter in written.parameters():
-        parameter.data.fill_(float("nan"))  # the save copied the value before
-    saving.result()
-    dcp.load({"model": as_dtensor(read)}, checkpoint_id=path, process_group=axis.group)
-    assert_equal(gather_state_dict(read), expected)
-
-
-def test_asynchronous_save(ranks, tmp_path):
-    ranks("four", check_async, str(tmp_path / "checkpoint"))
-
-
 def test_ranks_without_a_chunk(ranks, tmp_path):
     """Ranks have different values, so a chunk of the wrong rank is detected."""
     path = str(tmp_path / "checkpoint")
