@@ -334,18 +334,6 @@ def test_heads_limit_the_supported_tp_sizes(name, checkpoint):
     assert shardconv.report_plan(checkpoint(name)).supported_tp == TPS
 
 
-@pytest.mark.parametrize(
-    ("name", "tp", "message"),
-    [
-        ("llama", 3, r"tp=3 is unsupported \(expected one of 1, 2, 4, 8\) .*nor is 3 a multiple"),
-        ("falcon-40b", 16, r"8 is not a multiple of 16 \(.*num_attention_heads=8"),
-    ],
-)
-def test_error_for_an_unsupported_tp_names_the_supported_sizes_and_the_field(checkpoint, name, tp, message):
-    with pytest.raises(PlanError, match=message):
-        shardconv.make_plan(checkpoint(name), tp=tp)
-
-
 def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
     """A copy of a checkpoint with other fields in its config."""
     for name, data in contents(source).items():
@@ -354,32 +342,57 @@ def altered(source: Path, folder: Path, fields: dict[str, object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("llama", {"num_attention_heads": 4, "hidden_size": 128}),
-        ("llama", {"num_key_value_heads": 4}),
-        ("llama", {"intermediate_size": 48}),
-        ("llama", {"num_attention_heads": None}),
-        ("llama", {"num_attention_heads": "8"}),
-        ("phi3", {"num_key_value_heads": HEADS}),
-        ("falcon-40b", {"new_decoder_architecture": False}),
-        ("falcon-7b", {"multi_query": False}),
-        ("gpt_bigcode", {"multi_query": False}),
-        ("deepseek_v3", {"v_head_dim": 8}),
-        ("qwen3_moe-packed", {"moe_intermediate_size": 32}),
-        ("t5", {"num_heads": 4}),
-    ],
-)
-def test_config_of_another_checkpoint_is_refused(name, fields, checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=r"pass config( or other rules|=FILE with it)"):
-        shardconv.make_plan(altered(checkpoint(name), tmp_path, fields), tp=2)
+UNKNOWN = {"model_type": "unheard_of"}
+#: A model, fields of its config, options of make_plan, the error, and its message.
+REFUSED = [
+    ("llama", {}, {"tp": 3}, PlanError, r"tp=3 is unsupported \(expected one of 1, 2, 4, 8\) .*nor is 3 a multiple"),
+    ("falcon-40b", {}, {"tp": 16}, PlanError, r"8 is not a multiple of 16 \(.*num_attention_heads=8"),
+    *(("llama", {}, {"tp": tp}, UsageError, "an integer from 1") for tp in (0, -1, 2.0, True, 10**9)),
+    # The config of another checkpoint.
+    *(
+        (name, fields, {}, PlanError, r"pass config( or other rules|=FILE with it)")
+        for name, fields in (
+            ("llama", {"num_attention_heads": 4, "hidden_size": 128}),
+            ("llama", {"num_key_value_heads": 4}),
+            ("llama", {"intermediate_size": 48}),
+            ("llama", {"num_attention_heads": None}),
+            ("llama", {"num_attention_heads": "8"}),
+            ("phi3", {"num_key_value_heads": HEADS}),
+            ("falcon-40b", {"new_decoder_architecture": False}),
+            ("falcon-7b", {"multi_query": False}),
+            ("gpt_bigcode", {"multi_query": False}),
+            ("deepseek_v3", {"v_head_dim": 8}),
+            ("qwen3_moe-packed", {"moe_intermediate_size": 32}),
+            ("t5", {"num_heads": 4}),
+        )
+    ),
+    *(
+        (name, UNKNOWN, {}, PlanError, r"by its name it is a fused tensor.*rules.*replicate=")
+        for name in ("phi3", "gpt2", "gpt_neox", "falcon-7b", "qwen3_moe-packed")
+    ),
+    ("deepseek_v2", UNKNOWN, {}, PlanError, r"its output features are not|no rule of family by_name"),
+    ("llama", {}, {"rules": "gpt2"}, PlanError, "no rule of family gpt2 matches it"),
+    *(
+        ("llama", {}, {"rules": name}, UsageError, rf"family '{name}' is unknown \(similar: {similar}")
+        for name, similar in (
+            ("lama", "llama"),
+            ("qwen2", "llama, which serves the model type qwen2"),
+            ("qwen25", "llama"),
+            ("xyzzy", "none"),
+        )
+    ),
+    ("llama", {}, {"replicate": ("lm_haed",)}, UsageError, r'replicate=\["lm_haed"\] matches no tensor'),
+    *(
+        ("llama", {}, {"replicate": [pattern]}, UsageError, r"replicate=.*braces are unbalanced")
+        for pattern in ("{model.normX", "model.norm}", "model.{norm,{a}}")
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["phi3", "gpt2", "gpt_neox", "falcon-7b", "qwen3_moe-packed"])
-def test_fused_tensors_without_a_family_are_refused(name, checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=r"by its name it is a fused tensor.*rules.*replicate="):
-        shardconv.make_plan(altered(checkpoint(name), tmp_path, {"model_type": "unheard_of"}), tp=2)
+@pytest.mark.parametrize(("name", "fields", "options", "error", "message"), REFUSED)
+def test_plans_that_are_not_possible_are_refused(name, fields, options, error, message, checkpoint, tmp_path):
+    with pytest.raises(error, match=message):
+        shardconv.make_plan(altered(checkpoint(name), tmp_path, fields), **{"tp": 2, **options})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "qwen3_moe"])
@@ -390,11 +403,6 @@ def test_plan_by_tensor_names_equals_the_plan_of_the_family(name, checkpoint, tm
         known = shardconv.make_plan(checkpoint(name), tp=tp)
         assert plan.assumed == ("model type 'unheard_of' does not have a family: planned by the names of its tensors",)
         assert all(plan.placement(tensor) == known.placement(tensor) for tensor in known.tensors)
-
-
-def test_latent_attention_is_not_planned_by_name(checkpoint, tmp_path):
-    with pytest.raises(PlanError, match=r"its output features are not|no rule of family by_name"):
-        shardconv.make_plan(altered(checkpoint("deepseek_v2"), tmp_path, {"model_type": "unheard_of"}), tp=2)
 
 
 def test_hint_to_compare_outputs_of_a_known_model_type(checkpoint, tmp_path):
@@ -518,30 +526,6 @@ def test_replicate_names_or_patterns(checkpoint):
     mlp = {f"model.layers.1.mlp.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")}
     assert replicated == {"lm_head.weight", *mlp}
     assert all(plan.placement(name).dim is None for name in replicated)
-
-
-def test_replicated_name_that_matches_no_tensor_is_refused(checkpoint):
-    with pytest.raises(UsageError, match=r'replicate=\["lm_haed"\] matches no tensor'):
-        shardconv.make_plan(checkpoint("llama"), tp=2, replicate=("lm_haed",))
-
-
-def test_family_without_a_rule_for_a_tensor_is_refused(checkpoint):
-    with pytest.raises(PlanError, match="no rule of family gpt2 matches it"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules="gpt2")
-
-
-@pytest.mark.parametrize(
-    ("name", "similar"),
-    [
-        ("lama", "llama"),
-        ("qwen2", "llama, which serves the model type qwen2"),
-        ("qwen25", "llama"),
-        ("xyzzy", "none"),
-    ],
-)
-def test_error_for_an_unknown_family_has_similar_names(checkpoint, name, similar):
-    with pytest.raises(UsageError, match=rf"family '{name}' is unknown \(similar: {similar}"):
-        shardconv.make_plan(checkpoint("llama"), tp=2, rules=name)
 
 
 def listed(word):

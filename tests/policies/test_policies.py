@@ -367,13 +367,9 @@ def test_refused_policy_leaves_the_model_unchanged(axis, name):
 
 
 @on_ranks("four")
-def test_conv1d_without_reversed(axis):
+def test_stored_order_and_sharded_weights_are_checked(axis):
     with pytest.raises(PlanError, match=r"a Conv1D stores it .in, out.: it needs reversed=True"):
         shardconv.convert_model(Model("gpt2").build(), changed(GPT2Policy, mlp_in=[both("mlp.c_fc")]), group=axis)
-
-
-@on_ranks("four")
-def test_sharded_model(axis):
     model = shardconv.convert_model(Model("gpt2").build(), GPT2Policy, group=axis)
     with pytest.raises(PlanError, match="is already sharded"):
         shardconv.convert_model(model, GPT2Policy, group=axis)

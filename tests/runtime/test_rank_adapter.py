@@ -226,8 +226,3 @@ def test_run_of_a_split_adapter_names_its_base_and_the_command(made, split):
         f"shardconv: {adapter}: is a PEFT adapter of {made('llama')[0]}, not a model: run its base model with it "
         f"(shardconv run BASE --adapter {adapter})\n"
     )
-
-
-def test_load_of_an_adapter_is_refused(made):
-    with pytest.raises(ShardconvError, match=r"is a PEFT adapter of .*, not a model"):
-        shardconv.load(made("llama")[1], tp=1, device="cpu")

@@ -1,7 +1,5 @@
 """State dicts of converted models as DTensors, in torch's distributed checkpoints at any tp."""
 
-import re
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -164,22 +162,13 @@ class WithState(nn.Linear):
 
 
 @on_ranks("pairs")
-def test_parameters_on_the_meta_device_are_refused(axis):
+def test_tensors_that_cannot_be_stored_or_computed_with_are_refused(axis):
     with pytest.raises(ValueError, match=r"^0.weight is on the meta device"):
         as_dtensor(nn.Sequential(ColumnParallelLinear(4, 8, device="meta", group=axis)))
-
-
-@on_ranks("pairs")
-def test_extra_state_that_is_not_a_tensor_is_refused(axis):
     with pytest.raises(ValueError, match="_extra_state is a str, expected a tensor"):
         as_dtensor(WithState())
-
-
-@on_ranks("pairs")
-def test_computation_with_dtensors_of_several_chunks_is_refused(axis):
-    tensors = as_dtensor(small_module(axis, fill=True))
-    with pytest.raises(NotImplementedError, match=re.escape("Use this DTensor with torch.distributed.checkpoint only")):
-        tensors["1.weight"].add(1)
+    with pytest.raises(NotImplementedError, match=r"Use this DTensor with torch\.distributed\.checkpoint only"):
+        as_dtensor(small_module(axis, fill=True))["1.weight"].add(1)
 
 
 def test_without_processes():
