@@ -82,8 +82,7 @@ class GroupedLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.num_heads, 4)).unbind(-3)
-        found: torch.Tensor = self.o((q * k * v).flatten(2))
-        return found
+        return self.o((q * k * v).flatten(2))
 
 
 class Grouped(Net):
@@ -105,8 +104,7 @@ class Channels(nn.Module):
         self.conv = nn.Conv1d(16, 16, 3, groups=16, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
-        return found
+        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
 
 
 CHANNELS = """
@@ -119,9 +117,54 @@ channel = { count = 16 }
 """
 
 
+class GatedMlp(nn.Module):
+    """A fused projection without attention, for which it is not taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(32, 32), nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x)
+        half = both.shape[-1] // 2
+        return self.down(nn.functional.silu(both[..., :half]) * both[..., half:])
+
+
+GATED = """
+[units]
+hidden = { count = 16 }
+[rules]
+"gate_up" = { style = "packed_colwise", segments = ["hidden", "hidden"] }
+"down" = { style = "rowwise", unit = "hidden" }
+"""
+
+
+class NanoAttention(nn.Module):
+    """Fused projections, and reshapes by the width of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = 8, 32
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, T, C = x.size()  # noqa: N806 - as the field has it
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q, k, v = (one.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for one in (q, k, v))
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(heads.transpose(1, 2).contiguous().view(B, T, C))
+
+
+NANO = """
+[rules]
+"c_attn" = { style = "colwise_gather_output" }
+"c_proj" = { style = "rowwise" }
+"""
 #: Modules of other structures, the width of their inputs, and their plan files.
 CONVERTED = {
     "fused layers": (Net, 32, PLAN_FILE),
+    "fused gated MLP": (GatedMlp, 32, GATED),
+    "attention that reshapes to the width of its input": (NanoAttention, 32, NANO),
     "units that are counted per group": (Grouped, 32, GROUPS),
     "numbers of layers of torch": (Channels, 8, CHANNELS),
 }
@@ -189,8 +232,7 @@ class Unet(nn.Module):
         self.up, self.down, self.config = nn.Linear(4, 8), nn.Linear(8, 4), config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return found
+        return self.down(torch.tanh(self.up(x)))
 
     def save_pretrained(self, folder: str) -> None:
         torch.save(self.state_dict(), f"{folder}/model.pt")

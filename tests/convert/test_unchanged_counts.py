@@ -543,34 +543,6 @@ def test_three_layers_without_source_could_be_an_attention(axis):
         convert_parallel_linear(module.w2, 0, group=axis)
 
 
-GATED_PLAN = """
-[units]
-hidden = { count = 16 }
-[rules]
-"gate_up" = { style = "packed_colwise", segments = ["hidden", "hidden"] }
-"down" = { style = "rowwise", unit = "hidden" }
-"""
-
-
-class Fused(Named):
-    def __init__(self):
-        super().__init__(gate_up=nn.Linear(WIDTH, 32), down=nn.Linear(16, WIDTH))
-
-    def forward(self, x):
-        both = self.gate_up(x)
-        half = both.shape[-1] // 2
-        return self.down(functional.silu(both[..., :half]) * both[..., half:])
-
-
-@on_ranks("pair", plan=GATED_PLAN)
-def test_gated_mlp_with_a_fused_projection_is_not_taken_for_an_attention(axis, path):
-    torch.manual_seed(0)
-    module, x = Fused(), torch.randn(1, 3, WIDTH)
-    expected = module(x)
-    shardconv.convert_model(module, rules=path, group=axis)
-    torch.testing.assert_close(module(x), expected, atol=1e-6, rtol=1e-5)  # sums in another order
-
-
 class Property(Attention):
     @property
     def heads_of_all(self):
@@ -608,42 +580,6 @@ def test_that_no_count_is_wrong_is_remembered_for_layers(axis):
 def test_counts_are_a_list():
     with pytest.raises(TypeError, match=r"counts is 'num_heads' \(expected a list of names\): pass a list"):
         convert_parallel_linear(Attention(), -1, counts="num_heads")
-
-
-NANO = """
-[rules]
-"attn.c_attn" = { style = "colwise_gather_output" }
-"attn.c_proj" = { style = "rowwise" }
-"""
-
-
-class NanoAttention(nn.Module):
-    """Fused projections, and reshapes by the width of the input."""
-
-    def __init__(self):
-        super().__init__()
-        self.n_head, self.n_embd = HEADS, WIDTH
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        B, T, C = x.size()  # noqa: N806 - as the field has it
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (one.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for one in (q, k, v))
-        found = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(found.transpose(1, 2).contiguous().view(B, T, C))
-
-
-@on_ranks("pair", plan=NANO)
-def test_attention_that_reshapes_to_the_width_of_the_input_is_gathered(axis, path):
-    torch.manual_seed(0)
-    net, x = Net(NanoAttention()), torch.randn(2, 5, WIDTH)
-    before = copy.deepcopy(net)
-    shardconv.convert_model(net, rules=path, group=axis)
-    torch.testing.assert_close(net(x), before(x), atol=1e-6, rtol=1e-5)  # sums in another order
-    net(x).square().sum().backward()
-    before(x).square().sum().backward()
-    columns = before.attn.c_proj.weight.grad.chunk(axis.size, 1)[axis.rank]
-    torch.testing.assert_close(net.attn.c_proj.weight.grad, columns, atol=1e-5, rtol=1e-4)  # sums in another order
 
 
 @pytest.mark.parametrize(

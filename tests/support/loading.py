@@ -58,5 +58,4 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
-        return found
+        return self.down(torch.tanh(self.up(x)))
