@@ -6,12 +6,13 @@ only quantized layers have. What does not fit is an error.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardconv.formats.format import Scheme, Settings
-from shardconv.formats.layer import LayerKey, QuantizedLayer
+from shardconv.formats.layer import QuantizedLayer
 from shardconv.formats.settings import read_settings
+from shardconv.plan.families.matcher import without_numbers
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.quantization import CACHE_SCALE, SETTINGS_KEY
@@ -19,7 +20,6 @@ from shardconv.support.errors import PlanError, option
 
 #: A scale or zero point of keys or values.
 _SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_point)")
-_NUMBER = re.compile(r"\d+")
 _OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of this checkpoint"
 
 
@@ -40,17 +40,13 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
         raise PlanError(
             f"quantization_config is {table!r:.60} (expected a table): pass {option(config='FILE')} with it"
         )
-    settings = read_settings(table)
-    grids: dict[str, Grid] = {}
-    equal: dict[LayerKey, dict[str, Grid]] = {}  # most layers have the shapes of others
-    for layer in _layers(tensors, settings):
-        if (by_suffix := equal.get(key := layer.key())) is None:
-            by_suffix = equal[key] = layer.grids()
-        grids |= {layer.stem + suffix: grid for suffix, grid in by_suffix.items()}
+    found = dict(tensors)
+    for stem, stored in _layers(tensors, read_settings(table)):
+        for suffix, spec in stored.items():
+            found[stem + suffix] = spec
     for name, spec in tensors.items():
-        if name not in grids and prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name):
-            grids[name] = Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ())
-    found = {name: spec._replace(grid=grids.get(name)) for name, spec in tensors.items()}
+        if prod(spec.shape) == 1 and CACHE_SCALE.fullmatch(name) and found[name].grid is None:
+            found[name] = spec._replace(grid=Grid("", "", spec.shape, (NO_DIM,) * len(spec.shape), ()))
     if table.get("kv_cache_scheme"):
         found |= {name: found[name]._replace(grid=grid) for name, grid in _cache_grids(found, config or {}).items()}
     return found
@@ -105,17 +101,50 @@ def _layer_for(name: str, spec: TensorSpec, settings: Settings) -> QuantizedLaye
     return QuantizedLayer(name.removesuffix(form.values.weight) + form.values.suffix, {}, scheme)
 
 
-def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[QuantizedLayer]:
-    """The quantized layers: those that have the values of a format."""
-    found: dict[tuple[str, TensorSpec], list[Scheme]] = {}
-    names_numbers = settings.names_numbers
+class _Kind:
+    """Tensors with the values of quantized layers, whose names differ in numbers only.
+
+    Args:
+        schemes: the schemes that the layers may have.
+
+    Attributes:
+        companions: for each other tensor that a layer may have, how many characters of the name of its values to keep,
+            as the end of a slice, and the text that follows these.
+        layers: dtypes and shapes of these tensors to the layer that they form: where the common beginning of their
+            names stops, and its tensors with grids by the ends of their names.
+    """
+
+    def __init__(self, schemes: Sequence[Scheme]) -> None:
+        self.schemes = schemes
+        self.companions = [(_stop(scheme), suffix) for scheme in schemes for suffix in scheme.format.companions]
+        self.layers: dict[tuple[TensorSpec | None, ...], tuple[int | None, Mapping[str, TensorSpec]]] = {}
+
+    def layer(self, name: str, tensors: Mapping[str, TensorSpec]) -> tuple[str, Mapping[str, TensorSpec]]:
+        """The common beginning of the names of a layer's tensors, and the tensors with grids by the ends."""
+        stored = tuple([tensors.get(name[:stop] + suffix) for stop, suffix in self.companions])
+        if (known := self.layers.get(stored)) is None:
+            layers = [QuantizedLayer(name, tensors, scheme) for scheme in self.schemes]
+            layer = min(layers, key=lambda layer: len([*layer.missing()]))
+            grids = {suffix: tensors[layer.stem + suffix]._replace(grid=grid) for suffix, grid in layer.grids().items()}
+            known = self.layers[stored] = _stop(layer.scheme), grids
+        return name[: known[0]], known[1]
+
+
+def _stop(scheme: Scheme) -> int | None:
+    """Where a layer's name stops in the name of its values."""
+    return -len(scheme.format.values.suffix) or None
+
+
+def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[tuple[str, Mapping[str, TensorSpec]]]:
+    """Yield the quantized layers, those that have the values of a format, as :meth:`_Kind.layer`."""
+    key = str if settings.names_numbers else without_numbers
+    kinds: dict[tuple[str, TensorSpec], _Kind] = {}
     for name, spec in tensors.items():
-        key = name if names_numbers else _NUMBER.sub("0", name), spec
-        if (schemes := found.get(key)) is None:
-            schemes = found[key] = _schemes(name, spec, settings)
-        if schemes:
-            layers = [QuantizedLayer(name, tensors, scheme) for scheme in schemes]
-            yield layers[0] if len(layers) == 1 else min(layers, key=lambda layer: len([*layer.missing()]))
+        found = key(name), spec
+        if (kind := kinds.get(found)) is None:
+            kind = kinds[found] = _Kind(_schemes(name, spec, settings))
+        if kind.schemes:
+            yield kind.layer(name, tensors)
 
 
 def _schemes(name: str, spec: TensorSpec, settings: Settings) -> list[Scheme]:

@@ -203,7 +203,8 @@ class Settings:
     def names_numbers(self) -> bool:
         """Whether the settings may differ between layers whose names differ in numbers only."""
         names = [*self.ignored, *self.ignored_patterns, *(target for one in self.schemes for target in one.targets)]
-        return any(name.startswith("re:") or _NUMBER.search(name) for name in names)
+        has_own_sizes = any(scheme.block_sizes for scheme in self.schemes)
+        return has_own_sizes or any(name.startswith("re:") or _NUMBER.search(name) for name in names)
 
     def closest(self, layer: str, schemes: Iterable[Scheme]) -> list[Scheme]:
         """Those of some schemes whose targets name a layer most closely; empty if none names it."""

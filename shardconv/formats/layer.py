@@ -42,10 +42,6 @@ _COMPLETE = (
     "layer has another format"
 )
 
-#: What the grids of a layer follow from: its format, dtype and shape of each tensor (None if a tensor is missing), and
-#: the block size of its matrix.
-LayerKey = tuple[int, tuple[TensorSpec | None, ...], tuple[int, ...] | None]
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
@@ -65,11 +61,6 @@ class QuantizedLayer:
     def stem(self) -> str:
         """The beginning of the names of its tensors."""
         return self.name.removesuffix(self.scheme.format.values.suffix)
-
-    def key(self) -> LayerKey:
-        """Return the key under which the grids of equal layers are found."""
-        names = (self.name, *(self.stem + suffix for suffix in self.scheme.format.companions))
-        return id(self.scheme), tuple(map(self.tensors.get, names)), self._block_size
 
     @property
     def _block_size(self) -> tuple[int, ...] | None:

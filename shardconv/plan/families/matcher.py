@@ -74,7 +74,11 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
 
     Where a pattern has a number, it returns each name as it is.
     """
-    return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else partial(_NUMBER.sub, ".0")
+    return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else without_numbers
+
+
+#: Return a name with 0 in place of each number between dots, such as those of layers and experts.
+without_numbers = partial(_NUMBER.sub, ".0")
 
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
