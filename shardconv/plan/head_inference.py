@@ -1,7 +1,7 @@
 """Head counts and head size by the names and shapes of tensors, for checkpoints without a config."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from math import gcd
 
 from shardconv.plan.families.matcher import pattern_for
@@ -81,7 +81,7 @@ def _first(tensors: Mapping[str, TensorSpec], suffix: str) -> TensorSpec | None:
     return next((spec for name, spec in tensors.items() if name.endswith(suffix)), None)
 
 
-def check_pairs(tensors: Mapping[str, TensorSpec], by_names: Container[str]) -> None:
+def check_pairs(tensors: Mapping[str, TensorSpec], by_names: Collection[str]) -> None:
     """Check that the output features of layers are the input features of the layers that follow by name.
 
     Args:
@@ -91,7 +91,7 @@ def check_pairs(tensors: Mapping[str, TensorSpec], by_names: Container[str]) -> 
     Raises:
         PlanError: if they differ, so that names do not determine the sharding.
     """
-    for name, spec in tensors.items():
+    for name, spec in tensors.items() if by_names else ():
         for producer, consumer in _PAIRS:
             if not name.endswith(f".{producer}.weight"):
                 continue

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.tensor_groups import group_tensors, layers_by_rule, padding_blocks, with_rules
-from shardconv.plan.tensor_placement import BlockedError, PaddedRule, TensorGroup
+from shardconv.plan.tensor_groups import TensorGroups, group_tensors
+from shardconv.plan.tensor_placement import BlockedError, PaddedRule
 from shardconv.plan.tp_sizes import MAX_TP, BlockedTp, PlacedTensors, unsupported_tp
 from shardconv.support.errors import PlanError, UsageError, option
 
@@ -53,13 +53,14 @@ class Planner:
         if rules.pad:
             self._set_padding(rules.pad)
 
-    def _set_rules(self, rules: RuleSet, group_of: Mapping[str, TensorGroup]) -> None:
-        self.rules, self.group_of = rules, group_of
-        self._sizes = Counter(group_of.values())
+    def _set_rules(self, rules: RuleSet, groups: TensorGroups) -> None:
+        self.rules, self._groups, self.group_of = rules, groups, groups.of_name
+        self._sizes = Counter(groups.of_name.values())
 
     def _set_padding(self, pad: int) -> None:
-        rules = self.rules.with_padding(pad, layers_by_rule(self.group_of, self.rules), padding_blocks(self.group_of))
-        self._set_rules(rules, with_rules(self.group_of, rules))
+        groups = self._groups
+        rules = self.rules.with_padding(pad, groups.layers_by_rule(), groups.padding_blocks())
+        self._set_rules(rules, groups.with_rules(rules))
 
     def padded(self, pad: int = 1) -> "Planner":
         """The planner with padding to a multiple of ``pad`` and of tp; without padding for 0.

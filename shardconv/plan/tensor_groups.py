@@ -4,9 +4,10 @@ Tensors of a group have the same rule, shape and other inputs of a placement. A 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import lcm, prod
+from typing import NamedTuple, Self
 
 from shardconv.plan.experts import find_experts
 from shardconv.plan.families.family import NAMES_FAMILY
@@ -26,73 +27,109 @@ FUSED = re.compile(r"(qkv|query_key_value|c_attn|W_?pack|gate_up|in_proj|fused|p
 SCALAR = Rule("(one element or none)", "replicate", origin="any model")
 
 
-def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> dict[str, TensorGroup]:
-    """The group of each tensor.
+class TensorGroups(NamedTuple):
+    """The groups of the tensors of a checkpoint.
+
+    Attributes:
+        of_name: name of a tensor to its group.
+        of_kind: name and dtype, shape and grid of a tensor to its group. Of tensors that are equal to all rules, since
+            their names differ only in numbers that no rule reads, one stands for the others.
+    """
+
+    of_name: dict[str, TensorGroup]
+    of_kind: dict[tuple[str, TensorSpec], TensorGroup]
+
+    def layers_by_rule(self) -> UsedRules:
+        """For each rule that matches a tensor the names of the layers that it matches, and of other parameters."""
+        found: dict[Rule, set[str]] = {}
+        for (name, _), group in self.of_kind.items():
+            found.setdefault(group.rule, set()).add(name.removesuffix(f".{group.leaf}"))
+        return UsedRules((rule, frozenset(names)) for rule, names in found.items())
+
+    def padding_blocks(self) -> dict[str, int]:
+        """For each pattern that shards quantized matrices the elements of a block of padding along the sharded dim."""
+        found: dict[str, int] = {}
+        for group in dict.fromkeys(self.of_kind.values()):
+            padding = group.spec.grid.padding if group.spec.grid is not None else ()
+            if padding and (dim := group.dim) is not None and padding[dim]:
+                found[group.rule.pattern] = lcm(found.get(group.rule.pattern, 1), padding[dim])
+        return found
+
+    def with_rules(self, rules: RuleSet) -> Self:
+        """The same groups with another rule set, whose models have the same rules."""
+        changed = {
+            group: replace(group, rules=rules, model_rules=rules.models[group.rules.models.index(group.model_rules)])
+            for group in dict.fromkeys(self.of_kind.values())
+        }
+        of_name = {name: changed[group] for name, group in self.of_name.items()}
+        return type(self)(of_name, {kind: changed[group] for kind, group in self.of_kind.items()})
+
+
+def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> TensorGroups:
+    """Group the tensors.
 
     Raises:
         PlanError: if no rule matches a tensor.
         UsageError: if experts are to be whole on a rank, and there are none.
     """
-    ruled, matcher = matcher_of(rules)
-    no_match = (SCALAR, rules.models[0])
-    staged = {id(rule) for rule, model_rules in ruled if model_rules.reads_stage(rule)}
-    experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if rules.experts == "expert" else {}
-    groups: dict[tuple[object, ...], TensorGroup] = {}
-    group_of: dict[str, TensorGroup] = {}
+    grouping = _Grouping(tensors, rules)
+    of_name: dict[str, TensorGroup] = {}
+    of_kind: dict[tuple[str, TensorSpec], TensorGroup | None] = {}
     unmatched: list[str] = []
+    key = grouping.key
     for name, spec in tensors.items():
-        match = matcher.match(name)
-        if spec.grid is not None:
-            match = _match_of_matrix(name, spec.grid, match, matcher, ruled)
-        if match is None and prod(spec.shape) > 1:
-            unmatched.append(name)
-            continue
-        rule, model_rules = no_match if match is None else ruled[match.pattern_index]
-        rows = _rows_beside(name, rule.beside, tensors) if rule.beside else None
-        stage = model_rules.stage_of(name) if id(rule) in staged else None
-        key = (match, spec, rows, stage, experts.get(name))
-        group = groups.get(key)
+        kind = key(name), spec
+        if (group := of_kind.get(kind)) is None:
+            group = of_kind[kind] = None if kind in of_kind else grouping.group_for(name, spec)
         if group is None:
-            leaf = "weight" if match is None else match.leaf
-            group = groups[key] = TensorGroup(name, rule, model_rules, rules, leaf, *key[1:])
-            _check_expert(group)
-        group_of[name] = group
+            unmatched.append(name)
+        else:
+            of_name[name] = group
     if unmatched:
-        used = {group.rule for group in groups.values()}
-        unused = [rule for rule, _ in ruled if rule.by_user and not rule.optional and rule not in used]
-        raise PlanError(_no_rule_message(unmatched, tensors, rules.family, unused))
-    return group_of
+        raise grouping.no_rule(unmatched)
+    return TensorGroups(of_name, {kind: group for kind, group in of_kind.items() if group is not None})
 
 
-def layers_by_rule(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> UsedRules:
-    """For each rule that matches a tensor the names of the layers that it matches, and of other parameters.
+class _Grouping:
+    """Finds the group of each tensor.
 
-    Of layers that all rules treat alike, one stands for the others.
+    Attributes:
+        key: returns the same name for all names that the rules match alike, and for which they give equal placements.
     """
-    key = layer_key(pattern for model_rules in rules.models for pattern in model_rules.patterns())
-    found: dict[Rule, set[str]] = {}
-    for name, group in group_of.items():
-        found.setdefault(group.rule, set()).add(key(name).removesuffix(f".{group.leaf}"))
-    return UsedRules((rule, frozenset(names)) for rule, names in found.items())
 
+    def __init__(self, tensors: Mapping[str, TensorSpec], rules: RuleSet) -> None:
+        self._tensors, self._rules = tensors, rules
+        self._ruled, self._matcher = matcher_of(rules)
+        self._staged = {id(rule) for rule, model_rules in self._ruled if model_rules.reads_stage(rule)}
+        is_whole = rules.experts == "expert"
+        self._experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if is_whole else {}
+        reads_names = is_whole or self._staged or any(rule.beside for rule, _ in self._ruled)
+        patterns = (pattern for model_rules in rules.models for pattern in model_rules.patterns())
+        self.key: Callable[[str], str] = str if reads_names else layer_key(patterns)
+        self._groups: dict[tuple[object, ...], TensorGroup] = {}
 
-def padding_blocks(group_of: Mapping[str, TensorGroup]) -> dict[str, int]:
-    """For each pattern that shards quantized matrices the elements of a block of padding along the sharded dim."""
-    found: dict[str, int] = {}
-    for group in dict.fromkeys(group_of.values()):
-        padding = group.spec.grid.padding if group.spec.grid is not None else ()
-        if padding and (dim := group.dim) is not None and padding[dim]:
-            found[group.rule.pattern] = lcm(found.get(group.rule.pattern, 1), padding[dim])
-    return found
+    def group_for(self, name: str, spec: TensorSpec) -> TensorGroup | None:
+        """The group of a tensor; None if no rule matches it."""
+        match = self._matcher.match(name)
+        if spec.grid is not None:
+            match = _match_of_matrix(name, spec.grid, match, self._matcher, self._ruled)
+        if match is None and prod(spec.shape) > 1:
+            return None
+        rule, model_rules = (SCALAR, self._rules.models[0]) if match is None else self._ruled[match.pattern_index]
+        rows = _rows_beside(name, rule.beside, self._tensors) if rule.beside else None
+        stage = model_rules.stage_of(name) if id(rule) in self._staged else None
+        key = (match, spec, rows, stage, self._experts.get(name))
+        if (group := self._groups.get(key)) is None:
+            leaf = "weight" if match is None else match.leaf
+            group = self._groups[key] = TensorGroup(name, rule, model_rules, self._rules, leaf, *key[1:])
+            _check_expert(group)
+        return group
 
-
-def with_rules(group_of: Mapping[str, TensorGroup], rules: RuleSet) -> dict[str, TensorGroup]:
-    """The same groups with another rule set, whose models have the same rules."""
-    changed = {
-        group: replace(group, rules=rules, model_rules=rules.models[group.rules.models.index(group.model_rules)])
-        for group in dict.fromkeys(group_of.values())
-    }
-    return {name: changed[group] for name, group in group_of.items()}
+    def no_rule(self, unmatched: Sequence[str]) -> PlanError:
+        """The error for tensors that no rule matches."""
+        used = {group.rule for group in self._groups.values()}
+        unused = [rule for rule, _ in self._ruled if rule.by_user and not rule.optional and rule not in used]
+        return PlanError(_no_rule_message(unmatched, self._tensors, self._rules.family, unused))
 
 
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
