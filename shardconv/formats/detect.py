@@ -116,7 +116,8 @@ class _Kind:
 
     def __init__(self, schemes: Sequence[Scheme]) -> None:
         self.schemes = schemes
-        self.companions = [(_stop(scheme), suffix) for scheme in schemes for suffix in scheme.format.companions]
+        ends = [(_stop(scheme), suffix) for scheme in schemes for suffix in scheme.format.companions]
+        self.companions = tuple(dict.fromkeys(ends))
         self.layers: dict[tuple[TensorSpec | None, ...], tuple[int | None, Mapping[str, TensorSpec]]] = {}
 
     def layer(self, name: str, tensors: Mapping[str, TensorSpec]) -> tuple[str, Mapping[str, TensorSpec]]:

@@ -1,10 +1,11 @@
 """Reports on the plans of checkpoints, and on the supported tensor parallel sizes."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
+
+from msgspec import Struct
 
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
@@ -24,8 +25,7 @@ from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingRepo
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class TensorReport:
+class TensorReport(Struct, frozen=True):
     """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
 
     ``shard_shapes``, ``shard_bytes`` and ``intervals`` have one entry per rank; ``intervals`` is empty if ``dim`` is
@@ -192,13 +192,13 @@ def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
     """The placement of each tensor of a checkpoint."""
-    cache: dict[tuple[int, TensorSpec], Callable[[str], TensorReport]] = {}  # equal plan and shape: all but the name
+    known: dict[tuple[int, TensorSpec], tuple[Any, ...]] = {}  # equal plan and shape: all but the name
     reports = []
     for name, spec in specs.items():
-        planned = plan.tensors[name]
-        if (report_of := cache.get((id(planned), spec))) is None:
-            report_of = cache[id(planned), spec] = _reports(spec, planned)
-        reports.append(report_of(name))
+        index = plan.index_of[name]
+        if (fields := known.get((index, spec))) is None:
+            fields = known[index, spec] = _fields(spec, plan.distinct[index])
+        reports.append(TensorReport(name, *fields))
     return tuple(reports)
 
 
@@ -210,20 +210,12 @@ def _describe(planned: TensorPlan) -> str:
     return f"{text}, rewritten per rank" if planned.placement.dim is not None else "rewritten per rank"
 
 
-def _reports(spec: TensorSpec, planned: TensorPlan) -> Callable[[str], TensorReport]:
-    """The report of a tensor by its name."""
+def _fields(spec: TensorSpec, planned: TensorPlan) -> tuple[Any, ...]:
+    """The fields of a report on a tensor after its name."""
     placement = planned.placement
     shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.tp))
-    return partial(
-        TensorReport,
-        dtype=spec.dtype,
-        shape=spec.shape,
-        placement=_describe(planned),
-        reason=planned.describe(),
-        shard_shapes=shapes,
-        shard_bytes=tuple(num_bytes(spec.dtype, shape) for shape in shapes),
-        style=planned.style,
-        units=planned.units,
-        dim=placement.dim,
-        intervals=() if placement.dim is None else placement.ranks,
-    )
+    return (
+        spec.dtype, spec.shape, _describe(planned), planned.describe(), shapes,
+        tuple(num_bytes(spec.dtype, shape) for shape in shapes), planned.style, planned.units, placement.dim,
+        () if placement.dim is None else placement.ranks,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ Weights are left out only if the model is known not to need them: the user exclu
 they are proven to be duplicates. All other weights are an error.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -150,14 +150,15 @@ def holds_base(names: Collection[str]) -> bool:
 
 
 def leave_out_weights(
-    folder: SourceFolder, checkpoint: Collection[str], shapes: Mapping[str, tuple[int, ...]] | None
+    folder: SourceFolder, checkpoint: Collection[str], shapes: Callable[[], Mapping[str, tuple[int, ...]]] | None
 ) -> dict[str, str]:
     """Name to reason of the weight files that are not part of the checkpoint and that the model does not need.
 
     Args:
         folder: the folder.
         checkpoint: names of the checkpoint's files; the index is last.
-        shapes: of the checkpoint's tensors; None if the user passed its index, which excludes other weights.
+        shapes: returns those of the checkpoint's tensors; None if the user passed its index, which excludes other
+            weights.
 
     Raises:
         SourceError: if the model may need one.
@@ -171,7 +172,7 @@ def leave_out_weights(
         for name, path in rest.items()
         if path.is_file() and (folder.follow_links or not leads_out(path, folder.path))
     }
-    unknown = dict.fromkeys(rest.keys() - regular.keys(), "") | unproven(regular, shapes)
+    unknown = dict.fromkeys(rest.keys() - regular.keys(), "") | (unproven(regular, shapes()) if regular else {})
     if unknown:
         _refuse(folder, {name: unknown[name] for name in rest if name in unknown}, checkpoint)
     proven = dict.fromkeys(rest, "duplicate of the checkpoint in another format")

@@ -188,7 +188,7 @@ def _open_folder(folder: SourceFolder, index_name: str | None) -> Source:
     source = read_weights(folder.path, found, follow_links=folder.follow_links)
     checkpoint_names = [*found.names, *([found.index[0]] if found.index else [])]
     auxiliary_files = folder.auxiliary(checkpoint_names)
-    shapes = None if index_name else {name: spec.shape for name, spec in source.specs.items()}
+    shapes = None if index_name else lambda: {name: spec.shape for name, spec in source.specs.items()}
     left_out = {**source.left_out, **folder.left_out, **leave_out_weights(folder, checkpoint_names, shapes)}
     config = read_json(auxiliary_files[CONFIG_NAME]) if CONFIG_NAME in auxiliary_files else None
     return replace(

@@ -271,7 +271,8 @@ def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | No
     except ValueError:
         return None
     has_duplicates = text.count(b'"') != _QUOTES_OF_ENTRY * len(entries)
-    if has_duplicates or not entries or "__metadata__" in entries or _MAYBE_NEGATIVE.search(text):
+    has_negative = b"-" in text and _MAYBE_NEGATIVE.search(text)
+    if has_duplicates or not entries or "__metadata__" in entries or has_negative:
         return None
     return {name: entry.info(name) for name, entry in entries.items()}, metadata
 
