@@ -224,6 +224,8 @@ class Unit:
     def _range(self, first: int, last: int, group: int) -> list[IntervalOrPadding]:
         """The padded units ``[first, last)``, where each group has ``group`` units with padding."""
         groups, unpadded = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
+        if first < last <= groups * unpadded and (groups == 1 or group == unpadded):  # no padding before the last one
+            return [Interval(first, last)]
         entries: list[IntervalOrPadding] = []
         while first < last:
             index, low = divmod(first, group)
