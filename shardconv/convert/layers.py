@@ -167,7 +167,7 @@ def _remedy(tp: int, examined: Examined, problem: Problem | None) -> str:
         return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
     count = problem.divisor
     if count is None:
-        return f"{IN_CODE}; or, if it is right on each rank, counts=()"
+        return f"pass gather_output=True; {IN_CODE}; or, if it is right on each rank, counts=()"
     if count.owner is not examined.module:
         return f"set it to {count.value // tp} where only this module reads it, and pass counts=()"
     if is_read_only(type(count.owner), count.attribute):

@@ -10,7 +10,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 
-from msgspec import structs
 from torch import Tensor, nn
 
 from shardconv.convert.modules import AllReducedOutput, ParallelExperts
@@ -192,7 +191,7 @@ def _input_slice(rule: SliceRule, model_rules: ModelRules, axis: Axis) -> InputS
     size = model_rules.fields().evaluate(rule.size)
     features = model_rules.units(rule.unit, axis.size, size=size)
     if rule.items:
-        return partial(slice_items, rule.items, structs.replace(features, dim=rule.dim), axis)
+        return partial(slice_items, rule.items, rule.dim, features, axis)
     return partial(slice_features, rule.dim, features, axis)
 
 
@@ -211,12 +210,11 @@ def slice_matrices(dim: int, units: Placement, rank: int, value: object) -> obje
     return take_shard(value.unflatten(dim, (-1, units.size)), units, rank).flatten(dim, dim + 1)
 
 
-def slice_items(items: tuple[int, ...], features: Placement, axis: Axis, value: object) -> object:
+def slice_items(items: tuple[int, ...], dim: int, features: Placement, axis: Axis, value: object) -> object:
     """Slice some of a list of states to the local features, unless an earlier module or pass already has."""
     if not isinstance(value, list | tuple):
         return value
-    assert features.dim is not None
-    dim, local = features.dim, features.local_size(axis.rank)
+    local = features.local_size(axis.rank)
     full = {place: value[place] for place in items if value[place].shape[dim] != local}
     # copies: a view would keep the full states alive
     sliced = {place: _local_features(dim, features, axis, one).clone() for place, one in full.items()}
@@ -229,4 +227,4 @@ def slice_features(dim: int, features: Placement, axis: Axis, value: object) -> 
 
 
 def _local_features(dim: int, features: Placement, axis: Axis, value: Tensor) -> Tensor:
-    return local_slice(copy_to_tp(value, group=axis), structs.replace(features, dim=dim), axis.rank, "an argument")
+    return local_slice(copy_to_tp(value, group=axis), features, axis.rank, "an argument", dim=dim)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
 from shardconv.convert.modules import ForwardWithShards, Substitutable, Substituted, Substitution, is_floating_point
@@ -197,19 +196,20 @@ def _slice_inputs(
     return (*sliced, *inputs[len(sliced) :]), {name: local(name, value) for name, value in options.items()}
 
 
-def local_slice(value: Tensor, placement: Placement, rank: int, name: str) -> Tensor:
-    """Take a rank's shard of a tensor along a dim that may be counted from the end.
+def local_slice(value: Tensor, placement: Placement, rank: int, name: str, *, dim: int | None = None) -> Tensor:
+    """Take a rank's shard of a tensor along a dim that may be counted from the end; see :func:`take_shard`.
 
     Raises:
         PlanError: if the dim does not have the elements of the placement.
     """
-    assert placement.dim is not None
-    if not -value.dim() <= placement.dim < value.dim() or value.shape[placement.dim] != placement.size:
+    dim = placement.dim if dim is None else dim
+    assert dim is not None
+    if not -value.dim() <= dim < value.dim() or value.shape[dim] != placement.size:
         raise PlanError(
-            f"{name} of shape {list(value.shape)} does not have {placement.size} elements along dim {placement.dim}: "
-            f"correct the dim or the unit of its module override"
+            f"{name} of shape {list(value.shape)} does not have {placement.size} elements along dim {dim}: correct the "
+            f"dim or the unit of its module override"
         )
-    return take_shard(value, replace(placement, dim=placement.dim % value.dim()), rank)
+    return take_shard(value, placement, rank, dim=dim)
 
 
 class SlicedOutput(ParallelModule):
@@ -233,8 +233,8 @@ class SlicedOutput(ParallelModule):
         return (*outputs[: self.item], self._sliced(outputs[self.item]), *outputs[self.item + 1 :])
 
     def _sliced(self, value: Tensor) -> Tensor:
-        placement = replace(self.output_units, dim=self.output_dim)
-        return local_slice(copy_to_tp(value, group=self.axis), placement, self.axis.rank, "an output")
+        full = copy_to_tp(value, group=self.axis)
+        return local_slice(full, self.output_units, self.axis.rank, "an output", dim=self.output_dim)
 
 
 class SlicedTensors(Substitutable, ParallelModule):

@@ -8,7 +8,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
@@ -42,14 +41,20 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # view(-1) of one element keeps its stride
 
 
-def take_shard(full: Tensor, placement: Placement, rank: int) -> Tensor:
-    """Return a rank's shard of a full tensor: the rank's intervals and padding, concatenated along the placement's dim.
+def take_shard(full: Tensor, placement: Placement, rank: int, *, dim: int | None = None) -> Tensor:
+    """Return a rank's shard of a full tensor: the rank's intervals and padding, concatenated along the sharded dim.
 
     The shard is contiguous, and a view of the full tensor where possible.
+
+    Args:
+        full: the full tensor.
+        placement: how it is sharded.
+        rank: the rank.
+        dim: the dim that is sharded, if not the placement's; may be counted from the end.
     """
     if placement.dim is None:
         return full
-    dim = placement.dim
+    dim = (placement.dim if dim is None else dim) % full.dim()
     entries = placement.ranks[rank]
     # a shard of padding alone must depend on the full tensor, too: backward may be a collective
     slices = [] if intervals(entries) else [full.narrow(dim, 0, 0)]
@@ -101,8 +106,7 @@ def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) 
         dim: the dim of ``full`` that is sharded.
     """
     if placement.is_padded or len(_runs(placement)) > 1:
-        along = replace(placement, dim=dim % full.dim())
-        full = torch.cat([take_shard(full, along, rank) for rank in range(axis.size)], dim)
+        full = torch.cat([take_shard(full, placement, rank, dim=dim) for rank in range(axis.size)], dim)
     return scatter_to_tp(full, dim, group=axis)
 
 

@@ -433,13 +433,13 @@ def test_states_with_features(axis):
     """Check that two of three states are sharded once, and do not keep the full ones alive."""
     states = [torch.arange(6.0).view(1, 6, 1) + 10 * place for place in range(3)]
     three = shard_dim(1, [Unit(3, 2, pad=True)], 2)
-    found = slice_items((1, 2), three, axis, states)
+    found = slice_items((1, 2), 1, three, axis, states)
     assert found[0] is states[0]
     for place in (1, 2):
         assert torch.equal(found[place], take_shard(states[place], three, axis.rank))
         assert found[place].untyped_storage().nbytes() == found[place].nbytes
-    assert all(one is other for one, other in zip(slice_items((1, 2), three, axis, found), found, strict=True))
-    assert slice_items((1, 2), three, axis, None) is None
+    assert all(one is other for one, other in zip(slice_items((1, 2), 1, three, axis, found), found, strict=True))
+    assert slice_items((1, 2), 1, three, axis, None) is None
 
 
 def test_config_keys_in_another_order_are_equal():

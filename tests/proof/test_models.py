@@ -53,11 +53,18 @@ def test_types_of_every_family_are_right(ranks, tmp_path, model_type):
     assert row.verdicts == ("right",), row
 
 
+@pytest.fixture(scope="module")
+def device_ranks(tmp_path_factory):
+    """Processes of their own: autograd has threads for the devices that are registered when it runs first."""
+    with ranks_in(tmp_path_factory.mktemp("devices")) as run:
+        yield run
+
+
 @pytest.mark.parametrize("model_type", TRIED[::4])
-def test_types_do_not_mix_devices(ranks, tmp_path, model_type):
+def test_types_do_not_mix_devices(device_ranks, tmp_path, model_type):
     """Forward and backward on a disguised CPU, where tensors of two devices are an error."""
     kind = KIND_OF[model_type]
-    row = try_type(ranks, tmp_path, kind, model_type, [2], at_default_size=False, checking=check_disguised)
+    row = try_type(device_ranks, tmp_path, kind, model_type, [2], at_default_size=False, checking=check_disguised)
     assert row.is_right != (model_type in NOT_ON_DEVICES), row
 
 

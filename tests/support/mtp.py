@@ -92,8 +92,9 @@ def with_mtp(source, model_type):
         for name in tensors
         if re.match(pattern, name) and not (left_out and left_out in name)
     }
-    hidden = next(tensor.shape[-1] for name, tensor in tensors.items() if "embed" in name)
-    shapes = {name: (hidden, columns * hidden) if columns else (hidden,) for name, columns in extra.items()}
+    vocab, hidden = next(tensor.shape for name, tensor in tensors.items() if "embed" in name)
+    rows = {name: vocab if "embed_tokens" in name else hidden for name in extra}
+    shapes = {name: (rows[name], columns * hidden) if columns else (hidden,) for name, columns in extra.items()}
     drawn = {name: torch.randn(shape) for name, shape in shapes.items() if name not in of_layer}
     copied = {new: tensors[name].clone() for new, name in of_layer.items()}
     save_file({**tensors, **copied, **drawn}, source / "model.safetensors", metadata={"format": "pt"})

@@ -108,7 +108,7 @@ def load_family(name: str) -> Family:
     Raises:
         UsageError: if the family is unknown.
     """
-    table = _index().tables.get(name)
+    table = _index(f"[{name}").tables.get(name)
     if table is None:
         raise UsageError(
             f"family {name!r} is unknown (similar: {_similar(name)}): shardconv plan --list-families [WORD] lists them"
@@ -166,12 +166,12 @@ def load_block(name: str) -> Family:
 @cache
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json; None if there is none."""
-    name = _index().of_type.get(model_type)
+    name = _index(f'"{model_type}"').of_type.get(model_type)
     return None if name is None else load_family(name)
 
 
 class _Index(NamedTuple):
-    """The families of all files.
+    """The families of some files.
 
     Attributes:
         tables: name of a family to its table.
@@ -183,15 +183,15 @@ class _Index(NamedTuple):
 
 
 @cache
-def _index() -> _Index:
-    """Read all family files.
+def _index(text: str = "") -> _Index:
+    """Read the family files that contain a text, such as the beginning of a table; "" for all files.
 
     Raises:
         PlanError: if two families have the same name or serve the same model type.
     """
     index = _Index({}, {})
-    for path in sorted(FOLDER.glob("*.toml")):
-        for name, table in tomllib.loads(path.read_text("utf-8")).items():
+    for path in _paths():
+        for name, table in _tables(path).items() if text in _text(path) else ():
             if name in index.tables:
                 raise PlanError(f"family {name} is defined twice, also in {path.name}: rename one of them")
             index.tables[name] = table
@@ -202,9 +202,24 @@ def _index() -> _Index:
     return index
 
 
+@cache
+def _paths() -> list[Path]:
+    return sorted(FOLDER.glob("*.toml"))
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text("utf-8")
+
+
+@cache
+def _tables(path: Path) -> dict[str, Any]:
+    return tomllib.loads(_text(path))
+
+
 def clear_cache() -> None:
     """Clear the caches, so that files are read again."""
-    for cached in (load_family, load_block, family_for, _index):
+    for cached in (load_family, load_block, family_for, _index, _paths, _text, _tables):
         cached.cache_clear()
 
 
