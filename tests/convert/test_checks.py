@@ -62,7 +62,9 @@ def check_chains(axis):
     refused(Mlp(*linears(8, 16, 8)), two, axis)
     refused(nn.Sequential(nn.Sequential(*linears(8, 16)), nn.Dropout(), nn.Linear(16, 8)), "^2: .* parallel 0.0", axis)
     for last in (nn.Softmax(-1), nn.Softmax(1), nn.LogSoftmax(-1), nn.LogSoftmax(), nn.GLU()):  # wrong without an error
-        message = r"(not known to compute each|computes \w+ over the|divides the) feature.* 16.*: pass gather_output=True"
+        message = (
+            r"(not known to compute each|computes \w+ over the|divides the) feature.* 16.*: pass gather_output=True"
+        )
         refused(Mlp(nn.Linear(8, 16), last), message, axis)
     half = Mlp(*linears(8, 16, 8))
     convert_parallel_linear(nn.ModuleList([half.mlp[0]]), -1, group=axis)
