@@ -45,15 +45,11 @@ def powerset(*options: str) -> Iterator[tuple[str, ...]]:
         yield from itertools.combinations(options, count)
 
 
-OTHER_KIND, NO_CHECKPOINT = (
-    "exists (got a {}, expected a folder)",
-    "does not hold a checkpoint, so it is not overwritten",
-)
 KEPT = {
-    put_file: OTHER_KIND.format("file"),
+    put_file: "exists (got a file, expected a folder)",
     put_notes: "does not hold a checkpoint, so it is not overwritten: choose another path with -o\n",
-    put_link: OTHER_KIND.format("link"),
-    put_dangling_link: OTHER_KIND.format("link"),
+    put_link: "exists (got a link, expected a folder)",
+    put_dangling_link: "exists (got a link, expected a folder)",
 }
 
 

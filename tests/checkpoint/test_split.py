@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 
 import shardconv
@@ -107,39 +105,9 @@ def test_boundary_inside_a_byte_is_refused(tmp_path):
         planner(open_source(source), plan_file).plan(2)
 
 
-def read_by_safetensors(path: Path) -> dict[str, np.ndarray]:
+def read_by_safetensors(path: Path) -> dict[str, bytes]:
     with safe_open(path, "numpy") as file:
-        return {name: file.get_tensor(name).view(np.uint32) for name in file.keys()}
-
-
-@pytest.fixture(scope="module")
-def tensors(tmp_path_factory) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
-    """The tensors of a source, and those of four rank files, as safetensors reads them."""
-    folder = tmp_path_factory.mktemp("tensors")
-    source = write_checkpoint(folder / "model", dtype="F32")
-    shardconv.split(source, folder / "out", tp=4)
-    ranks = [read_by_safetensors(folder / "out" / f"rank-{rank}-of-4.safetensors") for rank in range(4)]
-    return read_by_safetensors(source / "model.safetensors"), ranks
-
-
-def divided(name: str, full: np.ndarray) -> list[np.ndarray]:
-    """The expected shards on four ranks: 131 rows of the vocabulary become 4 times 33, and 2 KV heads are on 2 each."""
-    if name.startswith(("lm_head", "model.embed_tokens")):
-        return np.split(np.concatenate([full, np.zeros((1, 64), np.uint32)]), 4)
-    if "norm" in name:
-        return [full] * 4
-    if ".k_proj" in name or ".v_proj" in name:
-        heads = full.reshape(2, llama_config()["head_dim"], -1)
-        return [heads[rank // 2] for rank in range(4)]
-    return np.split(full, 4, axis=int(".o_proj" in name or ".down_proj" in name))
-
-
-def test_rank_files_have_the_shards_of_a_llama(tensors):
-    full, ranks = tensors
-    for rank, shards in enumerate(ranks):
-        assert shards.keys() == full.keys()
-        for name, shard in shards.items():
-            assert np.array_equal(shard, divided(name, full[name])[rank]), name
+        return {name: file.get_tensor(name).tobytes() for name in file.keys()}
 
 
 @pytest.mark.parametrize(("old", "new"), [(6, 4), (4, 6), (2, 3), (3, 2), (1, 12), (12, 1), (6, 6)])
@@ -157,25 +125,6 @@ def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
     assert contents(tmp_path / "back") == contents(source)
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    heads=st.sampled_from([4, 8, 12]),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    vocab=st.integers(1, 40),
-    parts=st.integers(1, 4),
-    tps=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
-    dtype=st.sampled_from(["BF16", "F32"]),
-)
-def test_merge_restores_llama_models_of_any_size(tmp_path_factory, heads, kv_heads, vocab, parts, tps, dtype):
-    folder = tmp_path_factory.mktemp("case")
-    config = llama_config(hidden=heads * 4, heads=heads, kv_heads=kv_heads, intermediate=24, vocab=vocab)
-    source = write_checkpoint(folder / "model", parts=parts, config=config, dtype=dtype)
-    shardconv.split(source, folder / "first", tp=tps[0])
-    shardconv.reshard(folder / "first", folder / "second", tp=tps[1])
-    shardconv.merge(folder / "second", folder / "back")
-    assert contents(folder / "back") == contents(source)
-
-
 def test_merge_into_one_file_keeps_all_tensors(tmp_path):
     source = write_checkpoint(tmp_path / "model", parts=3, dtype="F32")
     shardconv.split(source, tmp_path / "out", tp=2)
@@ -183,9 +132,7 @@ def test_merge_into_one_file_keeps_all_tensors(tmp_path):
     assert not report.is_identical
     found = read_by_safetensors(tmp_path / "one.safetensors")
     parts = map(read_by_safetensors, source.glob("*.safetensors"))
-    expected = {name: array for part in parts for name, array in part.items()}
-    assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    assert found == {name: data for part in parts for name, data in part.items()}
 
 
 def test_report_agrees_with_the_files(tmp_path):

@@ -18,7 +18,6 @@ from tests.support.models import Tensors, change_config, change_tensors
 from tests.support.quantized import check_commands, check_values
 
 LAYER = "model.layers.0.mlp.down_proj"
-PACKED = f"{LAYER}.weight_packed"
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,7 @@ from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
 from tests.support.compressed import write_compressed
 from tests.support.damage import flip, place
-from tests.support.forked import run
 from tests.support.gptq import write_gptq
-from tests.support.matrix import MATRIX
 from tests.support.models import Tensors, change_config, change_tensors, read
 from tests.support.quantized import MODELS, write
 from tests.support.tensors import bits, check_equal, check_equal_files
@@ -131,17 +129,6 @@ def test_concatenation_along_the_output_features(method, unquantized, tmp_path):
     for name, tensor in tensors.items():
         expected = take_shard(tensor, manifest.plan.placement(name), 1)
         assert bytes(reader.read(name)) == bits(expected).numpy().tobytes(), name
-
-
-@MATRIX
-def test_run_with_dequantized_weights(unquantized, tmp_path):
-    """Of members that are concatenated along dim 1, and without the indices of groups."""
-    source = four_bits("gptq", "qwen2", unquantized, tmp_path / "source", **NAMED)
-    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
-    options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
-    result = run("run", tmp_path / "split", "--dequantize", *options, "--check", source)
-    assert result.code == 0, result.err
-    assert json.loads(result.out)["differences"] == []
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

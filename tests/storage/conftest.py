@@ -1,5 +1,6 @@
 """A checkpoint, its split, and fast retries, for tests of web servers and the Hub."""
 
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import pytest
 import shardconv
 from shardconv.files.storage import parts, remote_file, stores, upload
 from tests.storage.written import PART
-from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.s3_server import S3Server, serve_s3
 from tests.support.s3_server import upload as copy_to_s3
+from tests.support.web_server import WebServer, serve
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,13 @@ def _fast_retries(monkeypatch) -> None:
     backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
     monkeypatch.setattr(stores, "RETRIES", {**stores.RETRIES, "backoff": backoff})
     monkeypatch.setattr(remote_file, "PAUSES", (0.001,) * len(remote_file.PAUSES))
+
+
+@pytest.fixture
+def web(made) -> Iterator[WebServer]:
+    """A web server with the source."""
+    with serve(files={f"/model/{name}": data for name, data in contents(made / "model").items()}) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

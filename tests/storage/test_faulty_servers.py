@@ -21,12 +21,6 @@ from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests, s
 pytestmark = pytest.mark.usefixtures("_fast_retries")
 
 
-@pytest.fixture
-def web(made):
-    with serve(files={f"/model/{name}": data for name, data in contents(made / "model").items()}) as server:
-        yield server
-
-
 def at_random(*faults: str, seed: int = 0, share: float = 0.3) -> Callable[[str], str | None]:
     """Faults of some requests."""
     chooser = random.Random(seed)

@@ -4,7 +4,6 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,21 +15,15 @@ from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.faults import failing
 from tests.support.s3_server import environment
-from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests, serve
+from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests
 
 INDEX = "model.safetensors.index.json"
 FILE = "model-00001-of-00002.safetensors"
 SECRETS = ("the-user", "the-password", "the-signature")
 
 
-@pytest.fixture
-def web(made) -> Iterator[WebServer]:
-    with serve(files={f"/models/model/{name}": data for name, data in contents(made / "model").items()}) as server:
-        yield server
-
-
 def test_split_writes_the_bytes_of_a_local_split(made, web, tmp_path):
-    shardconv.split(f"{web.url}/models/model/{INDEX}", tmp_path / "out", tp=2)
+    shardconv.split(f"{web.url}/model/{INDEX}", tmp_path / "out", tp=2)
     assert contents(tmp_path / "out") == contents(made / "split")
 
 
@@ -44,12 +37,12 @@ def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_
     shardconv.split(made / "model", tmp_path / "expected", tp=2)
     web.tag = ""
     setattr(web, name, first)
-    arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
+    arguments = ["split", f"{web.url}/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
     with monkeypatch.context() as patch:
         patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
         assert "finished stripes are kept" in call(*arguments, "--threads", "1").err
     setattr(web, name, second)
-    assert f"{web.url}/models/model/{FILE} is not as in the interrupted run" in call(*arguments).err
+    assert f"{web.url}/model/{FILE} is not as in the interrupted run" in call(*arguments).err
     setattr(web, name, first)
     assert json.loads(call(*arguments, "--json").out)["resumed_bytes"] > 0
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
@@ -58,23 +51,23 @@ def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_
 def test_a_server_without_versions_is_not_resumed(web, tmp_path):
     """The other stripes could be of another file with the same size and header."""
     web.tag = ""
-    arguments = ["split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out"]
+    arguments = ["split", f"{web.url}/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out"]
     result = call(*arguments, "--resume")
     assert result.code == 2
-    assert result.err.startswith(f"shardconv: {web.url}/models/model/{FILE}: its server sends neither an ETag nor ")
+    assert result.err.startswith(f"shardconv: {web.url}/model/{FILE}: its server sends neither an ETag nor ")
     assert list(tmp_path.iterdir()) == []
     assert call(*arguments).code == 0
 
 
 def test_plan_of_a_file_uses_the_config_next_to_it(made, web):
-    web.files["/one/weights.safetensors"] = web.files[f"/models/model/{FILE}"]
-    web.files["/one/config.json"] = web.files["/models/model/config.json"]
+    web.files["/one/weights.safetensors"] = web.files[f"/model/{FILE}"]
+    web.files["/one/config.json"] = web.files["/model/config.json"]
     assert shardconv.report_plan(f"{web.url}/one/weights.safetensors").family == "llama"
 
 
 def test_a_server_without_ranges_is_refused(web, tmp_path):
     web.has_ranges = False
-    result = call("split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
+    result = call("split", f"{web.url}/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
     assert result.code == 1
     assert "the server does not support ranges of bytes: download the checkpoint" in result.err
     assert list(tmp_path.iterdir()) == []
@@ -83,7 +76,7 @@ def test_a_server_without_ranges_is_refused(web, tmp_path):
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [
-        ("{web}/models/model", "pass the URL of a .safetensors file or an index"),
+        ("{web}/model", "pass the URL of a .safetensors file or an index"),
         ("https://huggingface.co/org/model/tree/main", "pass the URL of hf://org/model"),
     ],
 )
@@ -98,7 +91,7 @@ def test_a_folder_of_a_web_server_is_explained(web, url, remedy):
 @pytest.mark.parametrize("tag", ["v1", ""], ids=["with a tag", "without a tag"])
 def test_a_file_that_changes_is_an_error(web, tmp_path, tag):
     web.tag = tag
-    path = f"/models/model/{FILE}"
+    path = f"/model/{FILE}"
 
     def change(requested: str) -> None:
         if requested == path and num_requests(web, path) == HEADER_REQUESTS:
@@ -107,14 +100,14 @@ def test_a_file_that_changes_is_an_error(web, tmp_path, tag):
 
     web.fault = change
     with pytest.raises(SourceError, match="changed while it was read"):
-        shardconv.split(f"{web.url}/models/model/{INDEX}", tmp_path / "out", tp=2)
+        shardconv.split(f"{web.url}/model/{INDEX}", tmp_path / "out", tp=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_is_removed_is_one_error(web, tmp_path):
-    path = f"/models/model/{FILE}"
+    path = f"/model/{FILE}"
     web.fault = lambda requested: "404" if num_requests(web, path) >= HEADER_REQUESTS and requested == path else None
-    result = call("split", f"{web.url}/models/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
+    result = call("split", f"{web.url}/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out")
     assert (result.code, result.err.count("\n")) == (1, 1)
     assert "does not exist" in result.err
     assert list(tmp_path.iterdir()) == []
@@ -132,15 +125,15 @@ def is_shown(text: str) -> bool:
 
 
 def test_secrets_of_a_url_are_sent(web):
-    shardconv.report_plan(signed(web, f"models/model/{INDEX}"))
+    shardconv.report_plan(signed(web, f"model/{INDEX}"))
     assert {request.query for request in web.log} == {"signature=the-signature"}
     assert all(request.headers["authorization"].startswith("Basic ") for request in web.log)
 
 
 def test_secrets_of_a_url_are_not_in_results(web, tmp_path):
-    url = signed(web, f"models/model/{INDEX}")
+    url = signed(web, f"model/{INDEX}")
     plan = call("plan", url, "--tp", "2", "--json")
-    assert json.loads(plan.out)["source"].startswith(f"{web.url}/models/model")
+    assert json.loads(plan.out)["source"].startswith(f"{web.url}/model")
     split = call("split", url, "--tp", "2", "-o", tmp_path / "out", "--json")
     verify = call("verify", tmp_path / "out", "--against", url)
     assert (plan.code, split.code, verify.code) == (0, 0, 0)
@@ -151,7 +144,7 @@ def test_secrets_of_a_url_are_not_in_results(web, tmp_path):
 @pytest.mark.parametrize("status", ["401", "403", "404", "400"])
 def test_secrets_of_a_url_are_not_in_errors(web, status):
     web.fault = lambda path: status if path.endswith(".safetensors") else None
-    result = call("plan", signed(web, f"models/model/{FILE.replace('-00001-of-00002', '')}"))
+    result = call("plan", signed(web, f"model/{FILE.replace('-00001-of-00002', '')}"))
     assert result.code == 1
     assert not is_shown(result.out + result.err)
 
@@ -220,9 +213,9 @@ def test_access_that_is_denied_is_one_error_with_the_remedy(web, monkeypatch, ha
 
 def test_a_plan_makes_no_temporary_files(web, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shardconv.report_plan(f"{web.url}/models/model/{INDEX}")
+    shardconv.report_plan(f"{web.url}/model/{INDEX}")
     with pytest.raises(SourceError):
-        shardconv.report_plan(f"{web.url}/models/model/none.safetensors")
+        shardconv.report_plan(f"{web.url}/model/none.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
