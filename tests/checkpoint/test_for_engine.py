@@ -38,7 +38,6 @@ from shardconv.support.errors import (
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.damage import flip
-from tests.support.forked import run
 from tests.support.models import Model
 from tests.support.tensors import bits, tensors_of
 
@@ -103,19 +102,6 @@ def norms(tmp_path_factory):
     """A model with norms over all heads, of which vLLM has the full weights on each rank."""
     config = {"num_key_value_heads": 2, "head_dim": 16}
     return Model("olmo2", config).write(tmp_path_factory.mktemp("norms") / "olmo2")
-
-
-def test_norms_over_heads(norms, tmp_path):
-    """Replicated in rank files for vLLM, and sharded when shardconv runs them; outputs equal the unsharded model's."""
-    shardconv.split(norms, tmp_path / "own", tp=2)
-    shardconv.split(norms, tmp_path / "vllm", tp=2, engine="vllm")
-    name = "model.layers.0.self_attn.q_norm.weight"
-    own, vllm = (load_file(tmp_path / folder / "rank-1-of-2.safetensors")[name] for folder in ("own", "vllm"))
-    assert torch.equal(vllm[len(vllm) // 2 :], own)
-    options = ["--token-ids", "1 2 130", "--max-new-tokens", "3", "--device", "cpu", "--check", norms]
-    result = run("run", tmp_path / "vllm", *options)
-    assert result.code == 0, result.err
-    assert "equal to the unsharded model" in result.err
 
 
 def test_norms_of_a_submodel():
