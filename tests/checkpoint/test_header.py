@@ -281,14 +281,6 @@ def test_headers_that_only_this_reader_refuses(file, case):
     assert ours(file) is None
 
 
-def test_duplicate_among_many_names_is_found_quickly(file):
-    """The time is linear in the number of names."""
-    same = entry(shape="[0]", data_offsets="[0,0]")
-    pairs = [f'"{number}":{same}' for number in (*range(50_000), 49_999)]
-    put(file, safetensors_bytes(f"{{{','.join(pairs)}}}".encode()))
-    assert ours(file) is None
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2200119864\n"
 PAGE = b"\n<!doctype html>\n<html><head><title>Sign in</title></head></html>"
 #: Other files under the name of a safetensors file, with the message.

@@ -180,15 +180,6 @@ def test_destination_of_an_unfinished_run_is_explained(made, killed):
     assert call("verify", killed).code == 0
 
 
-@pytest.mark.parametrize("command", [("verify",), ("plan",)])
-def test_folder_that_only_has_a_lock_is_explained(tmp_path, command):
-    (tmp_path / ".shardconv.lock").touch()
-    assert call(*command, tmp_path).err == (
-        f"shardconv: {tmp_path}: a run has not finished writing it: wait until it finishes, or if it was killed, "
-        f"remove {tmp_path / '.shardconv.lock'} and run its command again\n"
-    )
-
-
 # --- URLs without their colon ---------------------------------------------------------------------------------------
 
 
