@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import termios
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 import shardconv
 from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.support import console, exits
-from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, call, finish, run, start
 from tests.support.matrix import cases, each_once
 
@@ -291,63 +290,13 @@ def test_progress_without_a_terminal(commands, monkeypatch):
     assert json.loads(result.out)
 
 
-def stderr_on_a_terminal(arguments: list[str], **environment: str) -> str:
-    """Run a command with a terminal as stderr; returns the text on it."""
-    terminal, end = os.openpty()
-    shown: list[bytes] = []
-
-    def read() -> None:
-        with contextlib.suppress(OSError):  # the other end of the terminal is closed
-            while data := os.read(terminal, 2**16):
-                shown.append(data)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    at_once = "import shardconv.support.console; shardconv.support.console.BAR_SECONDS = 0"
-    done = run(*arguments, stderr=end, patch=at_once, env={"TERM": "xterm-256color", "COLUMNS": "80", **environment})
-    os.close(end)
-    reader.join()
-    os.close(terminal)
-    assert done.code == 0
-    return b"".join(shown).decode()
-
-
-COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10[0-7])[;\d]*m")
-
-
-@pytest.mark.parametrize(("command", "has_color"), each_once(WRITING, [True, False]))
-def test_bar_on_a_terminal(commands, command, has_color):
-    shown = stderr_on_a_terminal(commands[command], **({} if has_color else {"NO_COLOR": "1"}))
-    assert command in shown
-    assert (COLOR.search(shown) is not None) == has_color
-
-
-@pytest.mark.parametrize("command", cases(COMMANDS, lambda command: command in {"split", "verify"}))
-def test_no_bar_when_quiet(commands, command):
-    reading, writing = os.openpty()
-    assert run(*commands[command], "-q", stderr=writing).code == 0
-    os.close(writing)
-    os.set_blocking(reading, False)
-    with os.fdopen(reading, "rb", buffering=0) as shown, pytest.raises(OSError, match="Input/output error"):
-        shown.read(1)  # nothing was written, and all writers have exited
-
-
-def test_names_of_tensors_are_not_markup(tmp_path):
-    """Rich would interpret brackets as styles."""
-    path = write_weights(
-        tmp_path / "x.safetensors", {"[red]x[/red].weight": ("F32", (1,)), "y[0].weight": ("F32", (1,))}
-    )
-    result = call("plan", path, "--tp", "2", "--all")
-    assert result.code == 0
-    assert "[red]x[/red].weight" in result.out
-    assert "y[0].weight" in result.out
-
-
-def on_a_terminal(arguments: list[str], columns: int) -> str:
-    """Run a command with a terminal of this width as stdout; returns the text on it."""
+def on_a_terminal(
+    arguments: list[str], *, stream: str = "stdout", columns: int = 80, patch: str = "", **environment
+) -> str:
+    """Run a command with a terminal of this width as one of its streams; returns the text on it."""
     terminal, end = os.openpty()
     termios.tcsetwinsize(end, (24, columns))
-    process = start(*arguments, stdout=end, env={"TERM": "dumb", "COLUMNS": ""})
+    process = start(*arguments, patch=patch, env={"TERM": "dumb", "COLUMNS": "", **environment}, **{stream: end})
     os.close(end)
     shown = b""
     with contextlib.suppress(OSError):  # the other end of the terminal is closed
@@ -358,9 +307,30 @@ def on_a_terminal(arguments: list[str], columns: int) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
+#: How a bar is shown, without a delay.
+BAR = {
+    "stream": "stderr",
+    "patch": "import shardconv.support.console; shardconv.support.console.BAR_SECONDS = 0",
+    "TERM": "xterm-256color",
+}
+COLOR = re.compile(r"\x1b\[(?:\d+;)*(?:[349]\d|10[0-7])[;\d]*m")
+
+
+@pytest.mark.parametrize(("command", "has_color"), each_once(WRITING, [True, False]))
+def test_bar_on_a_terminal(commands, command, has_color):
+    shown = on_a_terminal(commands[command], **BAR, **({} if has_color else {"NO_COLOR": "1"}))
+    assert command in shown
+    assert (COLOR.search(shown) is not None) == has_color
+
+
+@pytest.mark.parametrize("command", cases(COMMANDS, lambda command: command in {"split", "verify"}))
+def test_no_bar_when_quiet(commands, command):
+    assert on_a_terminal([*commands[command], "-q"], **BAR) == ""
+
+
 def test_table_fits_a_narrow_terminal(commands):
     """Every cell is there, below the name of its tensor."""
-    narrow = on_a_terminal(commands["plan"], 80).partition("\n\n")[2]
+    narrow = on_a_terminal(commands["plan"]).partition("\n\n")[2]
     wide = call(*commands["plan"]).out.partition("\n\n")[2]
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
     rows = [re.split("  +", line) for line in wide.splitlines()[1:]]
@@ -371,7 +341,7 @@ def test_table_fits_a_narrow_terminal(commands):
 
 
 def test_table_on_a_wide_terminal(commands):
-    wide = on_a_terminal(commands["plan"], 300)
+    wide = on_a_terminal(commands["plan"], columns=300)
     assert wide.splitlines() == [line.rstrip() for line in call(*commands["plan"]).out.splitlines()]
 
 

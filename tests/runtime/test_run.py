@@ -24,7 +24,7 @@ from shardconv.support.console import Console
 from shardconv.support.errors import RunError, ShardconvError, UsageError
 from shardconv.support.launched import RENDEZVOUS
 from tests.support.checkpoints import DEMO
-from tests.support.command import ENVIRONMENT, call, finish, start
+from tests.support.command import ENVIRONMENT, call, finish, start, wait_until
 from tests.support.damage import flip
 from tests.support.forked import run, run_python
 from tests.support.matrix import MATRIX, cases
@@ -538,17 +538,6 @@ def demo(folder, *, change=None, **texts):
     return folder / "split"
 
 
-def small_llama(folder):
-    """A model whose embedding table has fewer tokens than its tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
-
-    source = shutil.copytree(DEMO, folder / "source")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=16, head_dim=16)).save_pretrained(source)
-    shardconv.split(source, folder / "split", tp=1)
-    return folder / "split"
-
-
 def without_vocabulary(folder):
     split = split_bert(folder)
     for name in ("tokenizer.json", "vocab.txt"):
@@ -556,21 +545,15 @@ def without_vocabulary(folder):
     return split
 
 
-def vit(folder):
-    from transformers import ViTConfig, ViTForImageClassification  # noqa: PLC0415
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8)).save_pretrained(folder / "vit")
-    shardconv.split(folder / "vit", folder / "split", tp=1)
+def split_small(folder, kind, model_type, base=None):
+    """A split of a small model, with the other files of ``base``."""
+    source = shutil.copytree(base, folder / "source") if base else folder / "source"
+    small(model_class(kind, model_type)).save_pretrained(source)
+    shardconv.split(source, folder / "split", tp=1)
     return folder / "split"
 
 
-def text_and_image(folder, model_type):
-    small(model_class("zero-shot image classification", model_type)).save_pretrained(folder / "source")
-    shardconv.split(folder / "source", folder / "split", tp=1)
-    return folder / "split"
-
-
+text_and_image = partial(split_small, kind="zero-shot image classification")
 IDS = {"token_ids": True}
 CONFIG = (DEMO / "config.json").read_text()
 #: The checkpoint, the prompt, the options and the error.
@@ -614,7 +597,8 @@ REFUSED = {
         r"the tokenizer does not have a vocabulary \(expected one of .*vocab.txt",
     ),
     "another tokenizer": (
-        small_llama, PROMPT, {}, r"has token .* vocabulary has 16 tokens: this tokenizer belongs to another",
+        partial(split_small, kind="text generation", model_type="llama", base=DEMO), PROMPT, {},
+        r"has token .* vocabulary has 99 tokens: this tokenizer belongs to another",
     ),
     "id": (demo, "5 1999", IDS, "has token 1999, and the model's vocabulary has 1,999"),
     "positions": (
@@ -630,7 +614,10 @@ REFUSED = {
         partial(split_bert, auto="BertForQuestionAnswering"), "an exception", {},
         r"start_logits, end_logits.*neither text nor embeddings",
     ),
-    "images": (vit, "1 2", IDS, "a ViTForImageClassification reads pixel_values and not text"),
+    "images": (
+        partial(split_small, kind="image classification", model_type="vit"), "1 2", IDS,
+        "a ViTForImageClassification reads pixel_values and not text",
+    ),
     "clip": (  # it does not have an input embedding by transformers' names, and BLIP has
         partial(text_and_image, model_type="clip"), "1 2", IDS, r"reads image and text.*: call it from Python",
     ),
@@ -682,14 +669,15 @@ def children_of(pid):
     return found + [one for child in found for one in children_of(child)]
 
 
-def ranks_of(process, seconds=120):
+def ranks_of(process):
     """Rank to process id, once both ranks run."""
-    end = time.monotonic() + seconds
-    while len(ranks := dict(filter(None, map(rank_of, children_of(process.pid))))) < 2:
+
+    def found():
         assert process.poll() is None, "the launcher exited"
-        assert time.monotonic() < end, "two ranks were not started"
-        time.sleep(0.1)
-    return ranks
+        ranks = dict(filter(None, map(rank_of, children_of(process.pid))))
+        return len(ranks) == 2 and ranks
+
+    return wait_until(found)
 
 
 def rank_of(pid):
@@ -702,11 +690,8 @@ def rank_of(pid):
     return found and (int(found[1]), pid)
 
 
-def check_gone(pids, seconds=30):
-    end = time.monotonic() + seconds
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end, "a process was left behind"
-        time.sleep(0.1)
+def check_gone(pids):
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
 
 
 #: A rank that imports transformers after torch.distributed is initialized, and prints the remaining threads of gloo.

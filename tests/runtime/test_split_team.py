@@ -19,7 +19,7 @@ import shardconv
 from shardconv.runtime import split_team
 from shardconv.support.errors import UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
-from tests.support.command import ENVIRONMENT, Result, call, finish, start
+from tests.support.command import ENVIRONMENT, Result, call, finish, start, wait_until
 from tests.support.faults import SLOW
 from tests.support.forked import Popen
 from tests.support.hub import serve_hub
@@ -348,10 +348,3 @@ def test_error_of_a_slow_process_is_printed_under_torchrun(source, tmp_path):
     )
     result = finish(on_one_node(2, program, "split", source, "--tp", "5", "-o", tmp_path / "out"))
     assert (result.code, len(re.findall(r"^shardconv: .*5", result.err, re.MULTILINE))) == (1, 1), result.err
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

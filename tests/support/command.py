@@ -6,9 +6,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import shardconv
 
@@ -66,3 +68,12 @@ def finish(process: subprocess.Popen[str]) -> Result:
 def run(*arguments: object, **options) -> Result:
     """Run a command in a new process."""
     return finish(start(*arguments, **options))
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
+    """Wait for the first result of a condition that is true, and return it."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"timed out after {seconds} s"
+        time.sleep(0.02)
+    return found
