@@ -3,7 +3,6 @@
 Logits are compared to 1e-4 of the largest, as sums over features are computed per rank.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -19,7 +18,7 @@ import shardconv
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import UsageError
 from tests.support.damage import flip
-from tests.support.loading import NAMES, TP, check_fails, inputs_of, source_and_split
+from tests.support.loading import NAMES, TP, check_fails, check_logits, inputs_of, source_and_split
 from tests.support.matrix import cases
 from tests.support.models import MODELS, change_config
 from tests.support.ranks import on_ranks
@@ -32,21 +31,6 @@ LAYOUTS_AND_NAMES = cases(
     [(layout, name) for layout in TP for name in NAMES],
     lambda layout, name: name in (ON_FOUR_RANKS if layout == "four" else ON_TWO_RANKS),
 )
-
-
-def architecture(source):
-    return getattr(transformers, json.loads((source / "config.json").read_text())["architectures"][0])
-
-
-def check_logits(axis, name, source, split):
-    unsharded = architecture(source).from_pretrained(source).eval()
-    model = shardconv.load(split, device="cpu", group=axis)
-    assert model.unsharded_class is type(unsharded)
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    expected, found = (one(**inputs_of(name, one)) for one in (unsharded, model))
-    for key, value in expected.items():
-        if torch.is_tensor(value) and value.is_floating_point():
-            assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
 
 
 @pytest.mark.parametrize(("layout", "name"), LAYOUTS_AND_NAMES)

@@ -92,10 +92,6 @@ def test_dequantized_values_equal_those_from_a_split(ranks, tmp_path, name):
     ranks("pair", check_equal, DATA / name, tmp_path / "split", {"dequantize": True}, {})
 
 
-def test_quantized_source_is_not_loaded_as_it_is(ranks):
-    ranks("pair", check_fails, DATA / "gptq-3", ["is quantized: pass dequantize=True"], {"tp": 2})
-
-
 def test_dtype(ranks, source, split):
     ranks("pair", check_equal, source, split, {"dtype": torch.bfloat16}, {})
 

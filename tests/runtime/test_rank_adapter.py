@@ -21,9 +21,10 @@ from shardconv.commands.run import _verdict
 from shardconv.runtime.comparison import _apply_adapter, _is_no_kernel_warning
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
-from shardconv.support.errors import RunError, ShardconvError
+from shardconv.support.errors import RunError
 from tests.support.adapters import ADAPTERS, adapted, unadapted, write_adapter
 from tests.support.command import call
+from tests.support.loading import check_fails
 from tests.support.matrix import cases
 from tests.support.models import MODELS, VOCAB
 
@@ -137,11 +138,6 @@ def test_without_peft_the_check_names_it_and_leaves_no_filter(monkeypatch):
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").filters
 
 
-def check_refused(axis, folder, adapter, text):
-    with pytest.raises(ShardconvError, match=text):
-        shardconv.load(folder, device="cpu", group=axis, adapter=adapter)
-
-
 def with_other_settings(adapter, folder):
     changed = shutil.copytree(adapter, folder / "changed-settings")
     config = json.loads((changed / "adapter_config.json").read_text())
@@ -163,7 +159,8 @@ def with_other_settings(adapter, folder):
     ids=["another tp", "another model", "changed settings"],
 )
 def test_another_adapter_is_refused(ranks, split, tmp_path, layout, adapter, message):
-    ranks(layout, check_refused, split("llama", TP[layout])[0], adapter(split, tmp_path), message)
+    folder = split("llama", TP[layout])[0]
+    ranks(layout, check_fails, folder, [message], {"adapter": adapter(split, tmp_path)})
 
 
 def check_is_not_saved(axis, folder, adapter, target):

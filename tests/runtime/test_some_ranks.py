@@ -4,14 +4,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import shardconv
 from tests.support.checkpoints import DEMO
 from tests.support.command import finish, start
 from tests.support.forked import Popen
-from tests.support.loading import inputs_of
+from tests.support.loading import check_fails, check_logits
 from tests.support.torchrun import free_port, on_nodes
 
 pytestmark = pytest.mark.timeout(240)
@@ -24,26 +23,19 @@ def split_on(source: Path, folder: Path, *hosts: str) -> list[Path]:
     return [folder / f"host{number}" for number in range(len(hosts))]
 
 
-def check_logits(axis, source, folders):
-    unsharded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    inputs = inputs_of("llama", unsharded)
-    with torch.no_grad():
-        expected = unsharded(**inputs).logits
-        found = shardconv.load(folders[axis.rank // 2], device="cpu", dtype=torch.float32, group=axis)(**inputs).logits
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+def check_own_folder(axis, source, folders):
+    check_logits(axis, "llama", source, folders[axis.rank // 2])
 
 
 def test_each_host_has_its_ranks(ranks, source, tmp_path):
     """The source may have another name on each host."""
     copied = shutil.copytree(source, tmp_path / "copied")
     folders = [*split_on(source, tmp_path / "a", "0-1"), *split_on(copied, tmp_path / "b", "2-3")]
-    ranks("four", check_logits, source, folders)
+    ranks("four", check_own_folder, source, folders)
 
 
 def check_refused(axis, folders, messages):
-    """Check that every rank raises; ``messages`` has a pattern per rank, or one for all."""
-    with pytest.raises(shardconv.ShardconvError, match=messages[axis.rank % len(messages)]):
-        shardconv.load(folders[axis.rank // 2], device="cpu", group=axis)
+    check_fails(axis, folders[axis.rank // 2], messages)
 
 
 def test_host_without_one_of_its_ranks(ranks, source, tmp_path):

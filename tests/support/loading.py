@@ -1,10 +1,12 @@
 """Checkpoints of the small models and their splits, for tests of loading."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import shardconv
@@ -30,6 +32,19 @@ def inputs_of(name: str, model: Any) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, VOCAB, (2, 7), generator=torch.Generator().manual_seed(1))
     needs_two = model.config.is_encoder_decoder and not name.endswith("encoder")
     return {"input_ids": ids, **({"decoder_input_ids": ids[:, :5]} if needs_two else {})}
+
+
+def check_logits(axis: Any, name: str, source: Path, split: Path) -> None:
+    """Check that a loaded model is one of the unsharded class, and that all outputs are equal to 1e-4."""
+    kind = json.loads((source / "config.json").read_text())["architectures"][0]
+    unsharded = getattr(transformers, kind).from_pretrained(source).eval()
+    model = shardconv.load(split, device="cpu", group=axis)
+    assert model.unsharded_class is type(unsharded)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    expected, found = (one(**inputs_of(name, one)) for one in (unsharded, model))
+    for key, value in expected.items():
+        if torch.is_tensor(value) and value.is_floating_point():
+            assert (found[key] - value).abs().max() <= 1e-4 * value.abs().max(), key
 
 
 def check_fails(axis: Any, path: Path, messages: list[str], options: dict[str, Any] | None = None) -> None:
