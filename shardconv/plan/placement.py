@@ -7,6 +7,7 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 from typing import NamedTuple, Self
 
 from shardconv.support.structs import Data
@@ -190,8 +191,8 @@ class Unit:
         """Number of elements of all units, without padding."""
         return self.count * self.size
 
-    def local(self, tp: int, rank: int) -> list[IntervalOrPadding]:
-        """The intervals and padding of a rank, counted in units.
+    def shards(self, tp: int) -> list[list[IntervalOrPadding]]:
+        """The intervals and padding of each rank, in elements from the start of the segment.
 
         Raises:
             IndivisibleError: if the units cannot be divided over ``tp`` ranks.
@@ -199,14 +200,15 @@ class Unit:
         groups, group = self._padded(tp)
         total = groups * group
         if total % tp and self.replicate and tp % total == 0:
-            first = rank // (tp // total)
-            return self._range(first, first + 1, group)
-        if total % tp:
+            firsts, per_rank = [rank // (tp // total) for rank in range(tp)], 1
+        elif total % tp:
             padding = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
             replicas = f", nor is {tp} a multiple of {self.count}" if self.replicate else ""
             raise IndivisibleError(f"{total}{padding} is not a multiple of {tp}{replicas}")
-        per_rank = total // tp
-        return self._range(rank * per_rank, (rank + 1) * per_rank, group)
+        else:
+            per_rank = total // tp
+            firsts = [rank * per_rank for rank in range(tp)]
+        return [self._range(first, first + per_rank, group) for first in firsts]
 
     def padded_count(self, tp: int) -> int:
         """Number of units with padding, for ``tp`` ranks."""
@@ -222,19 +224,20 @@ class Unit:
         return 1, round_up(count, tp) if self.pad and self.multiple == 1 and not is_replicated else count
 
     def _range(self, first: int, last: int, group: int) -> list[IntervalOrPadding]:
-        """The padded units ``[first, last)``, where each group has ``group`` units with padding."""
+        """The elements of the padded units ``[first, last)``, where each group has ``group`` units with padding."""
         groups, unpadded = (self.groups, self.count // self.groups) if self.padded else (1, self.count)
         if first < last <= groups * unpadded and (groups == 1 or group == unpadded):  # no padding before the last one
-            return [Interval(first, last)]
+            return [Interval(first * self.size, last * self.size)]
         entries: list[IntervalOrPadding] = []
         while first < last:
             index, low = divmod(first, group)
             high = min(last - index * group, group)
             held = max(min(high, unpadded) - low, 0) if index < groups else 0
             if held:
-                entries.append(Interval(index * unpadded + low, index * unpadded + low + held))
+                start = (index * unpadded + low) * self.size
+                entries.append(Interval(start, start + held * self.size))
             if held < high - low:
-                entries.append(Padding(high - low - held))
+                entries.append(Padding((high - low - held) * self.size))
             first = index * group + high
         return entries
 
@@ -273,31 +276,34 @@ def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padde
     if not has_full_groups and tp % total:
         raise IndivisibleError(f"{total} is not a multiple of {tp}, nor is {tp} a multiple of {total}")
     per_rank, group_ranks = (total // tp, 1) if has_full_groups else (1, tp // total)
+    starts = accumulate((units.width for units in segments), initial=0)
+    shards = [(start, units.shards(group_ranks)) for start, units in zip(starts, segments, strict=False)]
     ranks = []
     for rank in range(tp):
         entries: list[IntervalOrPadding] = []
         for group in range(rank * per_rank // group_ranks, rank * per_rank // group_ranks + per_rank):
-            local = _group_entries(segments, group_ranks, rank % group_ranks, group * width)
-            entries += local if group < groups else [Padding(sum(entry.size for entry in local))]
+            local = [(start, of_rank[rank % group_ranks]) for start, of_rank in shards]
+            if group < groups:
+                entries += chain.from_iterable(_shifted(each, group * width + start) for start, each in local)
+            else:
+                entries.append(Padding(sum(entry.size for _, each in local for entry in each)))
         ranks.append(_merge_adjacent(entries))
     return Placement(dim, groups * width, tuple(ranks))
 
 
-def _group_entries(segments: Sequence[Unit], tp: int, rank: int, start: int) -> list[IntervalOrPadding]:
-    """The intervals and padding of a rank of one group that starts at ``start``, counted in elements."""
-    entries: list[IntervalOrPadding] = []
-    for units in segments:
-        for entry in units.local(tp, rank):
-            if isinstance(entry, Interval):
-                entries.append(Interval(start + entry.start * units.size, start + entry.stop * units.size))
-            else:
-                entries.append(Padding(entry.size * units.size))
-        start += units.width
-    return entries
+def _shifted(entries: list[IntervalOrPadding], start: int) -> list[IntervalOrPadding]:
+    """The intervals and padding, with intervals that are counted from ``start``."""
+    if not start:
+        return entries
+    return [
+        Interval(start + entry.start, start + entry.stop) if isinstance(entry, Interval) else entry for entry in entries
+    ]
 
 
 def _merge_adjacent(entries: Sequence[IntervalOrPadding]) -> tuple[IntervalOrPadding, ...]:
     """Remove empty intervals and padding, and merge adjacent ones."""
+    if len(entries) == 1 and entries[0].size:
+        return tuple(entries)
     merged: list[IntervalOrPadding] = []
     for entry in entries:
         last = merged[-1] if merged else None
