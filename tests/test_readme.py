@@ -368,7 +368,8 @@ def test_reports_page_has_all_fields():
     assert len(sections) == page.count("\n## ")
     for module, name, text in sections:
         report = getattr(importlib.import_module(module), name)
-        names = report._fields if hasattr(report, "_fields") else [each.name for each in dataclasses.fields(report)]
+        is_data = dataclasses.is_dataclass(report)
+        names = [each.name for each in dataclasses.fields(report)] if is_data else report.__match_args__
         assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == list(names), name
 
 

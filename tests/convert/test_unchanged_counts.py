@@ -606,7 +606,7 @@ def test_counts_that_only_make_it_run_are_refused(axis, name, counts, is_same):
     if is_same:
         convert_parallel_linear(nn.ModuleList([module.qkv]), -1, counts=counts, group=axis)
         return
-    with pytest.raises(ValueError, match=rf"^{name}: .*: shard the segments of a fused layer by a plan file"):
+    with pytest.raises(ValueError, match=rf"^{name}: .*; shard the segments of a fused layer by a plan file"):
         convert_parallel_linear(nn.ModuleList([module.qkv]), -1, counts=counts, group=axis)
 
 

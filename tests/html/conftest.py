@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 from safetensors.numpy import save_file
 
 import shardconv
@@ -58,7 +59,7 @@ def files(tmp_path_factory):
     experts = [tensor_report(f"layers.{layer}.experts.{expert}.up", rows=8 if expert < 2 else 16)
                for layer in range(3) for expert in range(4)]  # fmt: skip
     (folder / "experts.html").write_bytes(write_page(plan_report([*experts, tensor_report("norm")])))
-    held = [replace(tensor_report(f"layers.{layer}.experts.{expert}.up", tp=4), style="expert", dim=0,
+    held = [structs.replace(tensor_report(f"layers.{layer}.experts.{expert}.up", tp=4), style="expert", dim=0,
                     shard_bytes=tuple(64 * (rank == expert) for rank in range(4)),
                     intervals=tuple((Interval(0, 8),) * (rank == expert) for rank in range(4)))
             for layer in range(3) for expert in range(4)]  # fmt: skip
@@ -72,7 +73,7 @@ def files(tmp_path_factory):
     rows = [16 if layer == 3 else 8 for layer in range(12)]
     layers = [tensor_report(f"layers.{layer}.up", rows=each) for layer, each in enumerate(rows)]
     (folder / "layers.html").write_bytes(write_page(plan_report(layers)))
-    shapes = [tensor_report("square", rows=16), replace(tensor_report("long"), shape=(1, 56))]
+    shapes = [tensor_report("square", rows=16), structs.replace(tensor_report("long"), shape=(1, 56))]
     (folder / "shapes.html").write_bytes(write_page(plan_report(shapes)))
     nothing = replace(plan_report([tensor_report("a", rows=0)]), supported_bytes=(0, 0))
     (folder / "nothing.html").write_bytes(write_page(nothing))

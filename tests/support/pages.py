@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from html.parser import HTMLParser
 from typing import Any
 
+from msgspec import structs
+
 from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
 from shardconv.html.page import write_page
 from shardconv.plan.placement import Interval
@@ -75,12 +77,7 @@ def many_tensors() -> list[TensorReport]:
     names += [f"model.layers.{layer}.input_layernorm.weight" for layer in range(63)]
     names += [f"model.extra_{number}.weight" for number in range(28)]
     report_of = {is_sharded: tensor_report("", is_sharded=is_sharded) for is_sharded in (True, False)}
-
-    def report(name: str) -> TensorReport:
-        shared = report_of["norm" not in name]
-        return TensorReport(name, *(getattr(shared, field) for field in TensorReport.__slots__ if field != "name"))
-
-    return [report(name) for name in names]
+    return [structs.replace(report_of["norm" not in name], name=name) for name in names]
 
 
 if __name__ == "__main__":
