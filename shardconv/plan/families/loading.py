@@ -108,7 +108,7 @@ def load_family(name: str) -> Family:
     Raises:
         UsageError: if the family is unknown.
     """
-    table = _index(f"[{name}").tables.get(name)
+    table = _index(rf"(?m)^\[{re.escape(name)}\b").tables.get(name)
     if table is None:
         raise UsageError(
             f"family {name!r} is unknown (similar: {_similar(name)}): shardconv plan --list-families [WORD] lists them"
@@ -166,7 +166,7 @@ def load_block(name: str) -> Family:
 @cache
 def family_for(model_type: str) -> Family | None:
     """The family that serves a ``model_type`` of config.json; None if there is none."""
-    name = _index(f'"{model_type}"').of_type.get(model_type)
+    name = _index(rf'model_types\s*=\s*\[[^]]*"{re.escape(model_type)}"').of_type.get(model_type)
     return None if name is None else load_family(name)
 
 
@@ -183,15 +183,15 @@ class _Index(NamedTuple):
 
 
 @cache
-def _index(text: str = "") -> _Index:
-    """Read the family files that contain a text, such as the beginning of a table; "" for all files.
+def _index(pattern: str = "") -> _Index:
+    """Read the family files in which a pattern is found, such as the beginning of a table; "" for all files.
 
     Raises:
         PlanError: if two families have the same name or serve the same model type.
     """
     index = _Index({}, {})
     for path in _paths():
-        for name, table in _tables(path).items() if text in _text(path) else ():
+        for name, table in _tables(path).items() if re.search(pattern, _text(path)) else ():
             if name in index.tables:
                 raise PlanError(f"family {name} is defined twice, also in {path.name}: rename one of them")
             index.tables[name] = table
