@@ -54,7 +54,7 @@ class Heads(NamedTuple):
         divisors = [kv for kv in range(self.kv_heads, multiple + 1) if multiple % kv == 0] if is_extensible else []
         larger_groups = [Heads(kv, round_up(self.group, multiple // kv * self.block), self.block) for kv in divisors]
         candidates = [full_groups, *larger_groups]
-        return min(candidates, key=lambda heads: (heads.query_heads + max(heads.kv_heads, multiple), heads))
+        return min(candidates, key=lambda heads: (heads.query_heads, heads))
 
     @property
     def query_heads(self) -> int:
