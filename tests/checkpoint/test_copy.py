@@ -151,7 +151,7 @@ def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
 def test_copy_between_any_two_placements(tmp_path, monkeypatch, examples):
     """split, reshard and merge are such copies; each result equals that of numpy."""
 
-    @settings(deadline=None, max_examples=examples)
+    @settings(max_examples=examples)
     @given(
         case=tensors_and_placements(),
         stripe_bytes=st.integers(1, 200),
@@ -187,7 +187,7 @@ def test_copy_between_any_two_placements(tmp_path, monkeypatch, examples):
 def test_copy_to_some_ranks(tmp_path, monkeypatch, examples):
     """Whatever is not read, files are those of numpy, and checksums those of a copy to all ranks."""
 
-    @settings(deadline=None, max_examples=examples)
+    @settings(max_examples=examples)
     @given(
         case=tensors_and_placements(),
         stripe_bytes=st.integers(1, 200),

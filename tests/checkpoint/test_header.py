@@ -26,7 +26,7 @@ from tests.support.matrix import cases
 #: Name to dtype and shape, as a reader returns them.
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
-fuzz = settings(deadline=None, max_examples=200)
+fuzz = settings(max_examples=200)
 
 
 @pytest.fixture(scope="module")

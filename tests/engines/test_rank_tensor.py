@@ -90,7 +90,7 @@ def apply(tensor, chain):
 
 
 @given(tensors(), st.lists(steps, max_size=5))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_views_equal_those_of_the_full_tensor_or_raise(made, chain):
     """They may raise for held elements only if a view merges dims, or after ``cat``."""
     full, placement, rank = made

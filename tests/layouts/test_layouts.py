@@ -421,7 +421,7 @@ def write_any(folder, drawn):
 
 
 @given(laid_out())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rank_files_of_any_layout_have_its_tensors(tmp_path_factory, drawn):
     """Concatenated or stacked shards, shards as they are, and constants; a merge restores the source from them."""
     tp, tensors, layout = drawn

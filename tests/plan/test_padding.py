@@ -264,7 +264,7 @@ def test_units_with_unknown_kv_heads_are_not_padded(rules, message):
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     heads=heads, intermediate=st.integers(1, 40), layers=st.integers(1, 2), tp=tps, other=tps, parts=st.integers(1, 2)
 )
