@@ -14,11 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from importlib.util import find_spec
 
-import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("shardconv", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("shardconv")
+if find_spec("hypothesis"):  # not beside vLLM
+    from hypothesis import settings
+
+    settings.register_profile("shardconv", deadline=None)  # a busy machine is no failure
+    settings.load_profile("shardconv")
+
 pytest.register_assert_rewrite("tests.support")  # before its import, for detailed assertion messages
 
 #: Tests in vLLM run in a separate environment: make test-vllm. The pages of these tests have costs, which torch counts.
