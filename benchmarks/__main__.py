@@ -70,6 +70,32 @@ def write_llama(path: Path, *options: str) -> int:
     return path.stat().st_size
 
 
+#: Reads or writes a file in blocks, or copies it from one file to the other, and does nothing else.
+_LOOP = """
+import os, sys
+kind, source, target = sys.argv[1:]
+block = memoryview(bytearray(2**18))
+read = os.open(source, os.O_RDONLY)
+write = os.open(target, os.O_CREAT | os.O_WRONLY)
+for offset in range(0, os.fstat(read).st_size, len(block)):
+    if kind != "write":
+        os.preadv(read, [block], offset)
+    if kind != "read":
+        os.pwrite(write, block, offset)
+"""
+
+
+def bounds(place: Place) -> Iterator[Row]:
+    """One thread that reads or writes the bytes of the source and does nothing else, compared with ``cp``."""
+    with llama(place) as source:
+        copied, out = source.parent / "cp.out", source.parent / "out"
+        for kind in ("read", "write", "copy"):
+            loop = (sys.executable, "-c", _LOOP, kind, source, out)
+            copy = ("cp", source, copied)
+            pairs = run_pairs(loop, copy, outputs=(copied, out), rounds=ROUNDS, warm_bytes=place.warm_bytes)
+            yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
+
+
 def hosts(place: Place) -> Iterator[Row]:
     """Split for 8 ranks on one of four hosts, which writes 2 of them, compared with a split that writes all."""
     with llama(place) as source:
@@ -450,7 +476,8 @@ def main() -> None:
     tmpfs, disk = Place("tmpfs", arguments.memory), Place("disk", arguments.disk)
     warm = Place("tmpfs, warm memory", arguments.memory, warm_bytes=4 * 10**9)
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
-        (copying, (tmpfs, warm, disk)), (hosts, (disk,)), (quantized, (tmpfs,)), (adapters, (tmpfs,)),
+        (copying, (tmpfs, warm, disk)), (bounds, (warm,)), (hosts, (disk,)),
+        (quantized, (tmpfs,)), (adapters, (tmpfs,)),
         (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),

@@ -19,7 +19,7 @@ import pytest
 if find_spec("hypothesis"):  # not beside vLLM
     from hypothesis import settings
 
-    settings.register_profile("shardconv", deadline=None)  # a busy machine is no failure
+    settings.register_profile("shardconv", deadline=None)  # busy machines are slow
     settings.load_profile("shardconv")
 
 pytest.register_assert_rewrite("tests.support")  # before its import, for detailed assertion messages

@@ -1,7 +1,7 @@
 """Hooks of the documentation site.
 
 They add the pages that lie outside of docs/ and the generated ones, replace links to files that are not pages by their
-paths, and insert the results of benchmarks with charts.
+paths, and add charts to the results of benchmarks.
 """
 
 import re
@@ -12,7 +12,7 @@ import click
 
 import shardconv
 from shardconv.cli import cli
-from tools.plots import sections, with_charts
+from tools.plots import with_charts
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -37,7 +37,6 @@ _INTRODUCTIONS = {
     "the options.",
 }
 _ROLE = re.compile(r":\w+:`(?P<short>~?)(?P<name>[\w.]+)`")
-_RESULTS = re.compile(r"^<!-- results: (?P<name>\w+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
 
@@ -69,15 +68,9 @@ def _options() -> list[str]:
 
 
 def on_page_markdown(markdown: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Resolve links between pages, and insert results of benchmarks with their charts."""
+    """Resolve links between pages, and add charts to the results of benchmarks."""
     del config, files
-    return with_charts(with_results(site_links(markdown, page.file.src_uri)))
-
-
-def with_results(markdown: str) -> str:
-    """The text of a page, with the sections of benchmarks/RESULTS.md for its comments; nothing for unmeasured ones."""
-    measured = sections((ROOT / "benchmarks" / "RESULTS.md").read_text("utf-8"))
-    return _RESULTS.sub(lambda comment: measured.get(comment["name"], ""), markdown)
+    return with_charts(site_links(markdown, page.file.src_uri))
 
 
 def site_links(markdown: str, page: str) -> str:
