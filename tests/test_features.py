@@ -36,7 +36,10 @@ OPTIONS = {
     "--check": ("run", "runtime/test_run.py::test_check_against_an_incomplete_checkpoint"),
     "--check-model": ("plan split pad", "proof/test_model_check.py::test_check_model_excludes_cost"),
     "--checksums": ("split reshard", "checkpoint/test_damage.py::test_checkpoint_without_checksums_is_not_verified"),
-    "--config": ("plan split run", "runtime/test_load_source.py::test_file_without_a_config_is_loaded_with_another"),
+    "--config": (
+        "plan split run merge",
+        "runtime/test_load_source.py::test_file_without_a_config_is_loaded_with_another",
+    ),
     "--cost": ("plan", "runtime/test_estimate.py::test_row_of_the_table_has_the_costs"),
     "--debug": (
         "plan split run merge reshard verify pad unpad",
@@ -69,6 +72,10 @@ OPTIONS = {
     ),
     "--layout": ("split reshard", "layouts/test_layouts.py::test_reshard_to_any_layout_equals_a_split_of_the_source"),
     "--list-families": ("plan", "plan/test_families.py::test_families_are_listed_by_a_model_type"),
+    "--make-vocab-size-divisible-by": (
+        "split",
+        "checkpoint/test_megatron.py::test_the_vocabulary_is_padded_with_zeros",
+    ),
     "--max-file-size": ("split reshard", "checkpoint/test_max_file_size.py::test_names_follow_the_layout"),
     "--max-new-tokens": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--measure-link": ("plan", "runtime/test_estimate.py::test_wrong_options"),
@@ -96,6 +103,7 @@ OPTIONS = {
     ),
     "--seed": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--seq": ("plan", "tensor/test_link.py::test_measured_link_is_used_for_costs"),
+    "--stacked-layers": ("split", "checkpoint/test_megatron.py::test_stacked_layers"),
     "--temperature": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--threads": (
         "split merge reshard verify pad unpad",
@@ -113,12 +121,14 @@ WRITTEN = {
     "dcp": "layouts/test_layouts.py::test_reshard_to_any_layout_equals_a_split_of_the_source",
     "vllm": "layouts/test_layouts.py::test_vocabulary_is_padded_to_a_multiple_of_64",
     "meta": "checkpoint/test_external.py::test_logits_of_a_merge_are_those_of_metas_model",
+    "megatron": "checkpoint/test_megatron.py::test_torch_reads_the_tensors_of_megatron",
 }
 #: Layout that is read to its test.
 READ = {
     "dcp": "checkpoint/test_dcp_source.py::test_merge_has_the_tensors_that_were_saved_and_not_the_optimizers",
     "deepseek": "layouts/test_relation.py::test_tensors_of_rules",
     "deepspeed": "layouts/test_relation.py::test_tensors_of_rules",
+    "megatron": "checkpoint/test_megatron.py::test_merge_of_a_trained_checkpoint",
     "meta": "checkpoint/test_external.py::test_merge_of_metas_files_has_the_tensors_of_the_checkpoint",
     "vllm": "checkpoint/test_saved_by_vllm.py::test_verify_against_the_source",
 }

@@ -120,13 +120,14 @@ IGNORE = Option(
     SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern. Repeatable.", metavar="PATTERN",
     multiple=True,
 )  # fmt: skip
+CONFIG = Option(SOURCE, "--config", "Read this config.json instead of that of SRC.", type=PATH)
 FROM = Option(
     SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
     type=click.Choice(SOURCE_LAYOUTS),
 )  # fmt: skip
 #: How a source is read.
 SOURCE_OPTIONS = (
-    Option(SOURCE, "--config", "Read this config.json instead of that of SRC.", type=PATH),
+    CONFIG,
     FOLLOW_LINKS,
     IGNORE,
     FROM,
@@ -136,6 +137,11 @@ SOURCE_OPTIONS = (
 
 _TP = "Tensor parallel size: the number of ranks."
 TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N")
+SPLIT_TP = Option(
+    PLAN, "--tp", f"{_TP} Of layout megatron, which does not depend on it, the number of files. [default: 1 for "
+    "layout megatron]",
+    type=COUNT, metavar="N",
+)  # fmt: skip
 SOURCE_TP = Option(PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N")
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
 BASE = Option(
@@ -205,9 +211,19 @@ def layout_option(default: str, value: str | None = None) -> Option:
     """``--layout``; ``default`` is the end of its help text."""
     text = (
         "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
-        f"vLLM's sharded_state (vllm) or of Meta (meta). [default: {default}]"
+        f"vLLM's sharded_state (vllm), of Meta (meta) or of Megatron-Core (megatron). [default: {default}]"
     )
     return Option(OUTPUT, "--layout", text, type=_Layout(LAYOUTS), default=value)
+
+
+MEGATRON_OPTIONS = (
+    Flag(OUTPUT, "--stacked-layers", "Of layout megatron, write one tensor for all layers, with a dim of layers."),
+    Option(
+        OUTPUT, "--make-vocab-size-divisible-by", "Of layout megatron, pad the vocabulary with zeros to a multiple of "
+        "this times --tp. [default: no padding]",
+        type=COUNT, metavar="N",
+    ),
+)  # fmt: skip
 
 
 def dtype_option(heading: str) -> Option:

@@ -11,10 +11,11 @@ from shardconv.commands.options import (
     BASE,
     CHECKSUMS,
     MAX_FILE_SIZE,
+    MEGATRON_OPTIONS,
     PATH,
     PLAN_OPTIONS,
+    SPLIT_TP,
     SRC,
-    TP,
     WRITE_OPTIONS,
     SourcePath,
     check_model_option,
@@ -48,13 +49,14 @@ _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default
     cls=Command,
     params=[
         SRC,
-        TP,
+        SPLIT_TP,
         *PLAN_OPTIONS,
         BASE,
         Option(ADAPTERS, "--adapter adapters", _ADAPTER, type=PATH, multiple=True, metavar="ADAPTER"),
         Flag(ADAPTERS, "--merge-adapter", "Merge the adapter into the weights, as PEFT does."),
         destination_option("DIR", "Write this folder.", "NAME-tpN"),
         layout_option("native", "native"),
+        *MEGATRON_OPTIONS,
         dtype_option(OUTPUT),
         MAX_FILE_SIZE,
         Option(OUTPUT, "--ranks", _RANKS, metavar="RANKS"),
@@ -66,6 +68,7 @@ _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default
     epilog="shardconv split llama --tp 8\n"
     "shardconv split hf://org/llama --tp 8 -o llama-tp8\n"
     "shardconv split llama --tp 8 --layout vllm --max-file-size 5GB\n"
+    "shardconv split llama --layout megatron -o llama-megatron\n"
     "shardconv split llama --tp 8 --dry-run",
 )
 def split(console: Console, src: SourcePath, output: SourcePath | None, *, check_model: bool, **options: Any) -> None:

@@ -42,7 +42,7 @@ def num_ranks(options: RuleTable, shard: tuple[int, ...], config: Mapping[str, o
     """
     if not options.gives_tp or options.heads is None:
         return None
-    rows = _positive(config, options.heads) * _positive(config, "head_dim")
+    rows = positive(config, options.heads) * positive(config, "head_dim")
     return None if not shard or not shard[0] or rows % shard[0] else rows // shard[0]
 
 
@@ -79,7 +79,7 @@ def _sharded(
 ) -> FullTensor:
     if dim is None:
         return FullTensor(shard, Placement.replicated(tp))
-    heads = None if options.heads is None else _positive(config, options.heads)
+    heads = None if options.heads is None else positive(config, options.heads)
     replicas = 1 if heads is None or heads >= tp else tp // heads
     if heads is not None and (tp % heads if heads < tp else heads % tp):
         raise PlanError(f"{options.heads} is {heads}, which cannot be divided over {tp} ranks")
@@ -93,16 +93,21 @@ def _sharded(
 
 def _expected(options: RuleTable, config: Mapping[str, object]) -> dict[int, tuple[int, str]]:
     """Dim to its expected size in the full tensor, and the fields of the config that have it."""
-    expected = {dim: (_positive(config, field), field) for dim, field in options.shape.items()}
+    expected = {dim: (positive(config, field), field) for dim, field in options.shape.items()}
     if options.heads is not None:
-        heads, head_dim = _positive(config, options.heads), _positive(config, "head_dim")
+        heads, head_dim = positive(config, options.heads), positive(config, "head_dim")
         expected[0] = (heads * head_dim, f"{options.heads} * head_dim")
         if options.rotary and head_dim % 2:
             raise PlanError(f"head_dim is {head_dim} (expected an even number)")
     return expected
 
 
-def _positive(config: Mapping[str, object], field: str) -> int:
+def positive(config: Mapping[str, object], field: str) -> int:
+    """A positive integer of the config.
+
+    Raises:
+        PlanError: if it is not one.
+    """
     value = config.get(field)
     if type(value) is not int or value < 1:
         raise PlanError(f"{field} in the config is {value!r:.40} (expected a positive integer)")

@@ -40,7 +40,9 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         constants: file tensors without a source tensor.
         left_out: names of further file tensors without a source tensor, which are not written.
         refuse: source tensors that the engine does not support.
-        needs: names of file tensors that the engine requires.
+        needs: names of file tensors that the engine requires. ``*`` is each layer, and of names with ``{a,b}``, one is
+            required; names whose rule does not apply are not.
+        copies: source tensors that have the values of another one, and are not in the files, to the name of that one.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
     """
@@ -50,6 +52,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     left_out: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    copies: dict[str, str] = {}
     padded_to: dict[str, int] = {}
     defaults: dict[str, object] = {}
 
@@ -132,6 +135,7 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         types: model type to names of groups; empty if all groups apply to all models.
         files_per_rank: the number of files of each rank, where their names do not have parts.
         beside: a file beside them that is needed to read them. Without it, names are not enough to detect the layout.
+        others: regular expression of the names of further files of the system, without weights.
         is_certain: whether the names alone decide, also in the folder of a Hugging Face checkpoint.
         missing: contents of a checkpoint that the files do not have.
         file_name: of a rank file that is written, see :class:`~shardconv.layouts.layout.FileLayout`.
@@ -147,6 +151,7 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     types: dict[str, tuple[str, ...]] = {}
     files_per_rank: int = 1
     beside: str | None = None
+    others: str = ""
     is_certain: bool = False
     missing: tuple[str, ...] = ()
     file_name: str = ""
@@ -178,18 +183,24 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         applied = tuple(rule for rule in rules if rule.applies(config))
         return ChosenRules(groups, applied, tuple(rule for rule in rules if rule not in applied), config)
 
+    @property
+    def _remedy(self) -> str:
+        """The remedy for a model that the layout does not support."""
+        return REMEDY if self.engine is not None else f"use {option(layout='native')}"
+
     def _groups_of(self, model_type: object) -> tuple[GroupTable, ...]:
         if not self.types:
             return tuple(self.groups.values())
         if model_type is None:
             raise PlanError(
-                f"layout {self.key} needs a config.json with a model_type: add one ({option('config')}), or {REMEDY}"
+                f"layout {self.key} needs a config.json with a model_type: add one ({option('config')}), or "
+                f"{self._remedy}"
             )
         if not isinstance(model_type, str) or model_type not in self.types:
             similar = ", ".join(get_close_matches(str(model_type), self.types, cutoff=0))
             raise PlanError(
                 f"layout {self.key} does not support model type {model_type!r:.60} (expected one of {len(self.types)} "
-                f"types, such as {similar}): {REMEDY}"
+                f"types, such as {similar}): {self._remedy}"
             )
         return tuple(self.groups[group] for group in self.types[model_type])
 

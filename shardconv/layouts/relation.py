@@ -40,6 +40,12 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             distance of half a head.
         gives_tp: whether heads of a shard give the number of ranks, which file names do not.
         on_one_rank: whether each tensor is on one rank only.
+        also: further names of the file tensor; a file has one of them or all.
+        shares: config fields whose values are the shares of its segments in its rows; by default, they are equal. The
+            segments are the sources, or parts of the only source.
+        groups: the config field with the number of groups that the rows of each segment have: the first groups of all
+            segments are followed by their second groups, and so on.
+        rows: the config field with the number of rows, of which the file may have more as padding.
     """
 
     sources: tuple[str, ...]
@@ -53,6 +59,10 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rotary: bool = False
     gives_tp: bool = False
     on_one_rank: bool = False
+    also: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
+    groups: str | None = None
+    rows: str | None = None
 
 
 class ConstantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,12 +118,14 @@ class LayoutRule:
         target: the name in the file.
         sources: the names of the source tensors, in order.
         options: its other properties; the names there may have ``{}``.
+        also: further names in the file.
         is_last: whether the file has the last source only; the values of the others follow from their grids.
     """
 
     target: Pattern
     sources: tuple[Pattern, ...]
     options: RuleTable
+    also: tuple[Pattern, ...] = ()
     is_last: bool = False
 
     @property
@@ -140,6 +152,33 @@ class LayoutRule:
             count: number of experts.
         """
         return [source.name(Match(texts, expert)) for expert in range(count) for source in self.sources]
+
+    def members(
+        self, texts: tuple[str, ...], experts: Mapping[str, int], config: Mapping[str, object], remedy: str = REMEDY
+    ) -> tuple[list[str], int]:
+        """The source tensors of the file tensor of one module, in order, and the number of experts.
+
+        Args:
+            texts: of each ``*``.
+            experts: the source tensors that exist, each of one expert.
+            config: contents of config.json.
+            remedy: the end of messages.
+
+        Raises:
+            PlanError: if a source tensor is missing, or the number of experts differs from the config.
+        """
+        target, count = self.target.name(Match(texts)), 1 + max(experts.values())
+        names = self.source_names(texts, count)
+        if (missing := next((name for name in names if name not in experts), None)) is not None:
+            raise PlanError(
+                f"{missing}: is missing (got {next(iter(experts))}, expected all members of {target}): {remedy}"
+            )
+        config_count = next((config[field] for field in self.options.count if field in config), None)
+        if self.options.count and config_count != count:
+            raise PlanError(
+                f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {remedy}"
+            )
+        return names, count
 
     def with_end(self, end: str, *, is_last: bool) -> Self | None:
         """The rule for the tensors of a quantized layer whose names end with ``end`` in place of ``weight``.
@@ -196,50 +235,54 @@ def find_source(rules: Iterable[LayoutRule], name: str) -> Related | None:
 
 def find_target(rules: Iterable[LayoutRule], name: str) -> Related | None:
     """The first rule that has a file tensor of this name."""
-    found = ((rule, rule.target.match(name)) for rule in rules)
+    found = ((rule, target.match(name)) for rule in rules for target in (rule.target, *rule.also))
     return next((Related(rule, match) for rule, match in found if match is not None), None)
 
 
-def file_tensors(
-    rules: Sequence[LayoutRule], names: Iterable[str], config: Mapping[str, object]
-) -> tuple[FileTensor, ...]:
-    """The file tensors of source tensors; for each name, the first matching rule applies.
+def members_of(
+    rules: Sequence[LayoutRule], names: Iterable[str]
+) -> dict[tuple[LayoutRule, tuple[str, ...]], dict[str, int]]:
+    """For each file tensor, by its rule and the texts of its name, the source tensors with the expert of each.
 
-    Raises:
-        PlanError: if a source tensor is missing, or the number of experts differs from the config.
+    For each name, the first matching rule applies.
     """
     members: dict[tuple[LayoutRule, tuple[str, ...]], dict[str, int]] = {}
     for name in names:
         if (found := find_source(rules, name)) is not None:
             members.setdefault((found.rule, found.match.texts), {})[name] = found.match.expert
-    return tuple(_file_tensor(rule, texts, experts, config) for (rule, texts), experts in members.items())
+    return members
+
+
+def file_tensors(
+    rules: Sequence[LayoutRule], names: Iterable[str], config: Mapping[str, object]
+) -> tuple[FileTensor, ...]:
+    """The file tensors of source tensors.
+
+    Raises:
+        PlanError: if a source tensor is missing, or the number of experts differs from the config.
+    """
+    found = members_of(rules, names)
+    return tuple(_file_tensor(rule, texts, experts, config) for (rule, texts), experts in found.items())
 
 
 def _file_tensor(
     rule: LayoutRule, texts: tuple[str, ...], experts: Mapping[str, int], config: Mapping[str, object]
 ) -> FileTensor:
     """The file tensor of one module, of which these source tensors exist, each of one expert."""
-    target, count = rule.target.name(Match(texts)), 1 + max(experts.values())
-    names = rule.source_names(texts, count)
-    if (missing := next((name for name in names if name not in experts), None)) is not None:
-        raise PlanError(
-            f"{missing}: is missing (got {next(iter(experts))}, expected all members of {target}): {REMEDY}"
-        )
-    config_count = next((config[field] for field in rule.options.count if field in config), None)
-    if rule.options.count and config_count != count:
-        raise PlanError(
-            f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {REMEDY}"
-        )
+    names, count = rule.members(texts, experts, config)
     step = len(rule.sources)
     kept = tuple(names[step - 1 :: step] if rule.is_last else names)
     implied = tuple(name for name in names if name not in kept)
+    target = rule.target.name(Match(texts))
     return FileTensor(target, kept, count if rule.is_stacked else 0, rule.options.squeeze, implied=implied)
 
 
 def parse_rules(target: str, table: RuleTable) -> Iterator[LayoutRule]:
     """The rules of an entry of a layout file."""
-    for first, *others in without_choices([target, *table.sources]):
-        yield LayoutRule(Pattern(first), tuple(map(Pattern, others)), table)
+    count = len(table.sources)
+    for first, *others in without_choices([target, *table.sources, *table.also]):
+        patterns = tuple(map(Pattern, others))
+        yield LayoutRule(Pattern(first), patterns[:count], table, patterns[count:])
 
 
 def parse_constants(target: str, table: ConstantTable) -> Iterator[ConstantRule]:

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from shardconv.layouts import LAYOUTS, META, SOURCE_LAYOUTS
+from shardconv.layouts import FOREIGN, LAYOUTS, SOURCE_LAYOUTS
 from tests.checkpoint.test_adapter import TPS as OF_ADAPTERS
 from tests.checkpoint.test_dcp_source import TPS as OF_DCP
 from tests.checkpoint.test_external import DEEPSEEK_TPS, DEEPSPEED_TPS, META_TPS, MISTRAL_TPS, WRITTEN_TPS
+from tests.checkpoint.test_megatron import TPS as OF_MEGATRON
 from tests.checkpoint.test_saved_by_vllm import TPS as OF_VLLM
 from tests.checkpoint.test_torch_source import TPS as OF_PYTORCH
 from tests.plan.test_families import TPS as OF_SAFETENSORS
@@ -21,6 +22,7 @@ ROWS = [
     ("DeepSpeed's", "deepspeed", DEEPSPEED_TPS),
     ("vLLM's", "vllm", OF_VLLM),
     ("torch.distributed.checkpoint:", "dcp", OF_DCP),
+    ("Megatron-Core:", "megatron", OF_MEGATRON),
     ("LoRA", "", OF_ADAPTERS),
 ]
 
@@ -39,4 +41,4 @@ def test_the_table_has_the_sizes_of_the_tests():
 def test_the_table_has_all_layouts_that_are_read_and_those_that_are_written():
     assert {layout for _, layout, _ in ROWS if layout} == {*SOURCE_LAYOUTS}
     written = {layout for layout in LAYOUTS if any(f"split --layout {layout}`" in row[2] for row in rows())}
-    assert written == {META, "vllm"}
+    assert written == {*FOREIGN, "vllm"}

@@ -478,6 +478,12 @@ def unsupported(*texts: str, **settings: Any) -> Case:
     return Case(refused(outcome), config(quantization_config=settings))
 
 
+def in_megatron_layout(outcome: Outcome, change: Change = lambda _: None, *options: str) -> Case:
+    """The row of a source that is split in Megatron-Core's layout."""
+    expected = every(COMMANDS, na("test_megatron compares the tensors")) | {"split": outcome}
+    return Case(expected, change, options=("--layout", "megatron", *options))
+
+
 def in_meta_layout(change: Change, *texts: str) -> Case:
     """The row of a source that is split in Meta's layout."""
     expected = every(COMMANDS, na("test_external compares the tensors")) | {"split": error(*texts)}
@@ -585,6 +591,22 @@ CASES: Mapping[str, Case] = {
     "layout of Meta, scaled rotary embeddings of another kind": in_meta_layout(
         both(vocabulary(1996), config(num_local_experts=None, rope_parameters={"rope_type": "linear", "factor": 2.0})),
         "does not support rotary embeddings of type 'linear'", "--layout native",
+    ),
+    "layout of Megatron-Core, a tensor that it does not have": in_megatron_layout(
+        error("layout megatron does not have this tensor", "inv_freq"),
+        tensors(lambda found: found.update({f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
+    ),
+    "layout of Megatron-Core, a model type that it does not have": in_megatron_layout(
+        error("layout megatron does not support model type 'helium'", "--layout native"), config(model_type="helium"),
+    ),
+    "layout of Megatron-Core, fewer layers in the config": in_megatron_layout(
+        error("model.layers.1 is not an MTP layer", "num_hidden_layers 1"), config(num_hidden_layers=1),
+    ),
+    "layout of Megatron-Core, a tensor is missing": in_megatron_layout(
+        error("decoder.layers.0.input_layernorm.weight is missing"), tensors(lambda found: found.pop(NORM)),
+    ),
+    "layout of Megatron-Core, replicated tensors": in_megatron_layout(
+        error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
     ),
     "rank files of Meta, an unknown tensor": Case(
         refused(error("extra.weight is unknown in Meta's layout")),
@@ -954,7 +976,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 347, "warning": 10, "na": 654}
+COUNTS = {"right": 249, "error": 352, "warning": 10, "na": 699}
 
 
 def counts() -> Counter[str]:

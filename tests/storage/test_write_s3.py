@@ -50,10 +50,12 @@ def test_layouts_are_merged_into_the_source(made, s3, tmp_path, layout, replicat
     assert contents(tmp_path / "merged") == contents(made / "model")
 
 
-def test_layout_meta_is_refused(made, s3):
-    result = call("split", made / "model", "--tp", "2", "--layout", "meta", "-o", "s3://bucket/out/meta")
-    assert result.code == 2
-    assert "s3://bucket/out/meta: is a URL, and layout meta is only written to local folders" in result.err
+@pytest.mark.parametrize(("layout", "tp"), [("meta", 1), ("megatron", 2)])
+def test_layouts_without_a_manifest_are_those_of_a_local_split(made, s3, tmp_path, layout, tp):
+    shardconv.split(made / "model", tmp_path / "local", tp=tp, layout=layout)
+    shardconv.split("s3://bucket/model", f"s3://bucket/out/{layout}", tp=tp, layout=layout)
+    assert s3.objects(f"out/{layout}/") == contents(tmp_path / "local")
+    assert s3.unfinished() == []
 
 
 def test_pad_and_unpad(made, s3, tmp_path):

@@ -98,7 +98,7 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 
 
 #: Modules of shardconv.checkpoint that have a STRIPE_BYTES for what they write.
-STRIPE_MODULES = ("split.manifest", "operations.meta_writer")
+STRIPE_MODULES = ("split.manifest", "operations.foreign_writer")
 
 
 def interrupt(job: Job, target: Path, num_stripes: int, *options: str) -> Result:

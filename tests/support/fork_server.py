@@ -44,7 +44,7 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.llama.tokenization_llama",
     "shardconv.checkpoint.engine.arrays.strided",
-    "shardconv.checkpoint.operations.meta_writer",
+    "shardconv.checkpoint.operations.foreign_writer",
     "shardconv.checkpoint.operations.plan_report",
     "shardconv.checkpoint.operations.split",
     "shardconv.cli",

@@ -18,7 +18,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.folder import AnyPath, permissions, relative_name
-from shardconv.files.paths import SourcePath
+from shardconv.files.paths import SourcePath, local_path
 from shardconv.files.weight_formats import is_weights
 from shardconv.support.errors import UsageError, option
 
@@ -53,6 +53,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     dry_run: bool = False,
     resume: bool = False,
     source_layout: str | None = None,
+    config: StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
@@ -67,6 +68,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
             source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
             file or a folder like the source.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
+        config: a config.json to use instead of that of another tool's rank files.
         overwrite, dry_run, resume, threads, progress: how it is written, see
             :class:`~shardconv.WriteOptions`.
 
@@ -80,7 +82,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
-    split = open_folders(src, source_layout)
+    split = open_folders(src, source_layout, config=None if config is None else local_path(config))
     notes = () if split.source is None else (*split.source.assumed, *check_shapes(split.source))
     manifest, adapters = split.manifest, split.adapters()
     destination = given or Destination(_default_target(split.first, manifest))

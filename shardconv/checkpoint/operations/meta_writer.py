@@ -1,26 +1,21 @@
-"""Write a source as Meta's rank files: ``consolidated.NN.pth`` and params.json, by the layout that reads them.
+"""Lay out a source as Meta's rank files: ``consolidated.NN.pth`` and params.json, by the layout that reads them.
 
 The files have the placements of the plan, with Meta's names and Meta's order of query and key rows.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
+from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry
-from shardconv.checkpoint.output.job import Job
-from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
+from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import Transform, open_tensors
+from shardconv.checkpoint.sources.stored_tensors import Transform
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
-from shardconv.files.folder import AnyPath, permissions
-from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
 from shardconv.layouts.relation import find_source
@@ -31,43 +26,6 @@ from shardconv.support.errors import PlanError, option
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _REMEDY = f"use {option(layout='native')}"
-
-
-@dataclass(frozen=True, slots=True)
-class MetaFiles:
-    """Meta's rank files of a source.
-
-    Attributes:
-        archives: one per rank.
-        tensors: name in the source to dtype and full shape; with a head, which tied models do not have.
-        shards: for each tensor the positions of its shards.
-        transforms: name to the transform of a tensor that is not stored in the source in this form.
-        params: contents of params.json.
-    """
-
-    archives: tuple[TorchArchive, ...]
-    tensors: Mapping[str, TensorSpec]
-    shards: tuple[Shards, ...]
-    transforms: Mapping[str, Transform]
-    params: Mapping[str, object]
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the rank files."""
-        return [f"{archive.root}.pth" for archive in self.archives]
-
-    @property
-    def file_bytes(self) -> list[int]:
-        """Bytes of each file."""
-        return [archive.file_bytes for archive in self.archives]
-
-    def finish(self, folder: Path) -> None:
-        """Write everything but the shards into the files."""
-        for name, archive in zip(self.names, self.archives, strict=True):
-            with (folder / name).open("r+b") as file:
-                for at, data in archive.pieces.items():
-                    file.seek(at)
-                    file.write(data)
 
 
 def check_meta(source: Source, tp: int) -> None:
@@ -123,7 +81,7 @@ def _heads(config: Mapping[str, object], *, is_query: bool) -> int:
     return sizes.heads if is_query else sizes.kv_heads
 
 
-def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
+def lay_out_meta(source: Source, plan: Plan) -> ForeignFiles:
     """Lay out Meta's rank files of a source that :func:`check_meta` accepts.
 
     Raises:
@@ -157,7 +115,10 @@ def lay_out_meta(source: Source, plan: Plan) -> MetaFiles:
         for name, spec in tensors.items()
     )
     intermediate = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
-    return MetaFiles(archives, tensors, shards, transforms, params_of_config(config, intermediate, tp=plan.tp))
+    params = params_of_config(config, intermediate, tp=plan.tp)
+    files = [NewFile(f"{archive.root}.pth", archive.file_bytes, archive.pieces) for archive in archives]
+    texts = {PARAMS_NAME: json.dumps(params, indent=2) + "\n"}
+    return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, transforms, texts)
 
 
 def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> RotaryRows:
@@ -189,37 +150,3 @@ def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> 
             f"{name}: layout meta cannot express its placement (got {placement.describe()}, expected equal intervals): "
             f"choose a tp that divides its heads and sizes, or {_REMEDY}"
         )
-
-
-def write_meta(
-    writer: CheckpointWriter, *, source: Source, files: MetaFiles, settings: Job, read: Iterable[AnyPath]
-) -> int:
-    """Write Meta's rank files and the auxiliary files of a source.
-
-    Args:
-        writer: the writer of the checkpoint.
-        source: the source.
-        files: the rank files.
-        settings: the command and its options.
-        read: all files that the result follows from.
-
-    Returns:
-        Bytes of full tensors that an interrupted run had written.
-
-    Raises:
-        SourceError: if the source changes.
-        OutputError: if the destination exists, is in use, or has too little free space.
-    """
-    source = replace(source, converted_from=source.stored.with_layer(files.transforms))
-    reader, inputs = open_tensors(source, files.tensors, None)
-    stripes = split_into_stripes([shards.geometry.num_bytes for shards in files.shards], STRIPE_BYTES)
-    auxiliary = writer.auxiliary
-    copied = {name: path for name, path in auxiliary.copied.items() if name != PARAMS_NAME}
-    writer = replace(writer, auxiliary=replace(auxiliary, copied=copied))
-    weights = Weights(files.names, [b""] * len(files.archives), files.file_bytes, files.shards, stripes)
-    with writer.writing(reader, inputs, weights, settings, read) as staged:
-        files.finish(staged.path)
-        config = source.auxiliary_files.get(CONFIG_NAME)
-        mode = 0o666 if config is None else permissions([config])
-        staged.write(PARAMS_NAME, json.dumps(files.params, indent=2) + "\n", mode)
-    return staged.resumed_bytes

@@ -25,7 +25,7 @@ from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import ADAPTER_CONFIG
-from shardconv.layouts import LAYOUTS, META
+from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
@@ -121,11 +121,11 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         )  # fmt: skip
         return _of_split(report, source)
     old = found.manifest
-    if layout == META:
+    if layout in FOREIGN:
         merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
         raise UsageError(
-            f"{folders}: layout meta is written from a source, and not from a split checkpoint: shardconv merge "
-            f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout meta"
+            f"{folders}: layout {layout} is written from a source, and not from a split checkpoint: shardconv merge "
+            f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout {layout}"
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     name = found.first.resolve().name.removesuffix(f"-tp{old.tp}")

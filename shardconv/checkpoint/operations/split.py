@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Unpack
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta, write_meta
+from shardconv.checkpoint.operations.foreign_writer import write_foreign
+from shardconv.checkpoint.operations.megatron_writer import MegatronOptions, lay_out_megatron
+from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
-from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, changed_options
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath
-from shardconv.layouts import META
+from shardconv.layouts import FOREIGN, MEGATRON, META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
@@ -32,7 +34,7 @@ class SplitReport(WriteReport):
     """Result of a split.
 
     Attributes:
-        tp: number of ranks.
+        tp: number of ranks; of layout megatron, number of files.
         family: the model family whose rules were used.
         layout: of the rank files.
         source_bytes: bytes of the source's weights.
@@ -64,7 +66,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Source,
     dst: StrPath | Destination | None = None,
     *,
-    tp: int,
+    tp: int | None = None,
     ranks: Ranks = None,
     base: StrPath | None = None,
     adapters: Sequence[StrPath] = (),
@@ -72,6 +74,8 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     overwrite: bool = False,
     checksums: bool = True,
     layout: str = NATIVE.name,
+    stacked_layers: bool = False,
+    make_vocab_size_divisible_by: int | None = None,
     dtype: str | None = None,
     max_file_size: int | str | None = None,
     dry_run: bool = False,
@@ -86,7 +90,8 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
-        tp: number of ranks.
+        tp: number of ranks. Files of layout megatron do not depend on it: of these, it is the number of files with
+            tensors, 1 by default.
         ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
             need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
@@ -97,7 +102,11 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
             folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
-            "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral, without a manifest.
+            "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral, and "megatron" for a checkpoint
+            of Megatron-Core (torch_dist), both without a manifest.
+        stacked_layers: whether layout megatron has the layers of a model in one tensor, instead of one for each layer.
+        make_vocab_size_divisible_by: for layout megatron, pad the rows of the vocabulary with zeros to a multiple of
+            this, times ``tp``. By default they are not padded: Megatron-Core pads when it loads.
         dtype: convert floating-point tensors to "bf16", "fp16" or "fp32", rounded to nearest, ties to even; a merge
             then gives the converted tensors. Tensors that are wider than most are kept. By default nothing is
             converted.
@@ -128,20 +137,33 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         raise UsageError(
             f"{option(resume=True)} compares what is on the disk with checksums: remove {option(checksums=False)}"
         )
+    if tp is None and layout != MEGATRON:
+        raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
+    tp = tp or 1
     chosen = choose_ranks(ranks, tp)
+    megatron = MegatronOptions(tp, stacked_layers, make_vocab_size_divisible_by)
+    if layout != MEGATRON and megatron != MegatronOptions(tp):
+        raise UsageError(
+            f"{option(stacked_layers=True)} and {option('make_vocab_size_divisible_by')} are for "
+            f"{option(layout=MEGATRON)} (got {layout}): remove them"
+        )
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
     destination = given or Destination(Path(f"{source.name}-tp{tp}"))
     _check_team(team, destination, resume=resume)
+    if layout in FOREIGN:
+        _check_foreign_options(layout, of_adapters, max_file_size, is_whole=len(chosen) == tp and team.size == 1)
     if layout == META:
-        _check_meta_options(destination, of_adapters, max_file_size, is_whole=len(chosen) == tp and team.size == 1)
         check_meta(source, tp)
+    if layout == MEGATRON and (changed := changed_options(planned.request)):
+        raise UsageError(f"{changed} does not apply to layout megatron, which has full tensors: remove it")
     is_identified = checksums and not destination.is_remote
+    plan_tp, plan_ranks = (1, (0,)) if layout == MEGATRON else (tp, chosen)
     manifest, nested = _manifests(
-        planned, of_adapters, tp, layout, max_file_size, checksums=is_identified, ranks=chosen
+        planned, of_adapters, plan_tp, layout, max_file_size, checksums=is_identified, ranks=plan_ranks
     )
-    rank_bytes, write = _ranks(planned, manifest, nested, is_meta=layout == META)
+    rank_bytes, write = _ranks(planned, manifest, nested, layout, megatron)
     writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=nested)
     read = [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)]
     outcome = writer.run(read, write, began=began)
@@ -156,7 +178,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         rank_bytes=tuple(count for rank, count in zip(chosen, rank_bytes, strict=True) if rank in held),
         assumed=manifest.plan.assumed,
         left_out=source.left_out,
-        padding=padding_report(planned.planner, tp),
+        padding=padding_report(planned.planner, plan_tp),
         derived=source.derived,
         files_per_rank=manifest.files_per_rank,
         adapters=tuple(of_adapters),
@@ -177,23 +199,19 @@ def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
         raise UsageError(f"{destination}: several processes write one URL (got {team.size}): start one process")
 
 
-def _check_meta_options(
-    destination: Destination, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None, *, is_whole: bool
+def _check_foreign_options(
+    layout: str, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None, *, is_whole: bool
 ) -> None:
-    """Refuse options that layout meta does not support."""
-    if destination.is_remote:
-        raise UsageError(
-            f"{destination}: is a URL, and layout meta is only written to local folders: upload it afterwards"
-        )
+    """Refuse options that layouts without a manifest do not support."""
     if not is_whole:
         raise UsageError(
-            f"layout meta is written for all ranks by one process: remove {option('ranks')}, and start one process"
+            f"layout {layout} is written for all ranks by one process: remove {option('ranks')}, and start one process"
         )
     if max_file_size is not None:
-        raise UsageError(f"layout meta has one file per rank: remove {option('max_file_size')}")
+        raise UsageError(f"layout {layout} has one file per rank: remove {option('max_file_size')}")
     if adapters:
         raise UsageError(
-            f"layout meta does not hold adapters: pass {option(merge_adapter=True)}, or split them alone "
+            f"layout {layout} does not hold adapters: pass {option(merge_adapter=True)}, or split them alone "
             f"({option('base')})"
         )
 
@@ -208,10 +226,10 @@ def _manifests(
     checksums: bool,
     ranks: tuple[int, ...],
 ) -> tuple[Manifest, Adapters]:
-    """The manifests of a split checkpoint, and of its adapters; that of layout meta is not written."""
+    """The manifests of a split checkpoint, and of its adapters; those of foreign layouts are not written."""
     of_source = partial(Manifest.of_source, checksums=checksums, ranks=ranks)
     file_layout = NATIVE
-    if layout != META:
+    if layout not in FOREIGN:
         chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
         file_layout = with_max_file_size(chosen, max_file_size)
     plan, names = planned.plan(tp), tuple(adapters)
@@ -221,13 +239,17 @@ def _manifests(
 
 
 def _ranks(
-    planned: PlannedSource, manifest: Manifest, adapters: Adapters, *, is_meta: bool
+    planned: PlannedSource, manifest: Manifest, adapters: Adapters, layout: str, megatron: MegatronOptions
 ) -> tuple[Sequence[int], Callable[[CheckpointWriter], int]]:
     """For each rank the bytes of its files, and the function that writes them."""
     source, read = planned.source, planned.paths
-    if not is_meta:
+    if layout not in FOREIGN:
         write = partial(write_split, source=source, manifest=manifest, adapters=adapters, read=read)
         return manifest.rank_layout.rank_bytes, write
-    files = lay_out_meta(source, manifest.plan)
-    settings = settings_of("split", manifest) | {"layout": META}
-    return files.file_bytes, partial(write_meta, source=source, files=files, settings=settings, read=read)
+    settings = settings_of("split", manifest) | {"layout": layout}
+    if layout == META:
+        files = lay_out_meta(source, manifest.plan)
+    else:
+        files = lay_out_megatron(planned, megatron)
+        settings |= megatron.settings
+    return files.rank_bytes, partial(write_foreign, source=source, files=files, settings=settings, read=read)

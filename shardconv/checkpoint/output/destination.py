@@ -10,6 +10,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
 from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, check_replaceable, is_occupied
 from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, staged_folder, staging
+from shardconv.checkpoint.sources.megatron_source import LATEST_NAME
 from shardconv.files import storage
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles
@@ -199,6 +200,6 @@ def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> D
 def _completion_order(name: str) -> int:
     """The place of a file among those that make a folder a checkpoint; 0 for all others."""
     file = PurePosixPath(name).name
-    if file in {MANIFEST_NAME, PADDING_NAME}:
+    if file in {MANIFEST_NAME, PADDING_NAME, LATEST_NAME}:
         return 2
     return int(file == CONFIG_NAME or SAFETENSORS.lists(file))

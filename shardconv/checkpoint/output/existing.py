@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
@@ -16,6 +17,7 @@ from shardconv.support.errors import OutputError, SplitCheckpointError, UsageErr
 
 _IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
 _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
+_IN_MEGATRON = re.compile(rf"{re.escape(LATEST_NAME)}|{FOLDER}/(\.metadata|common\.pt|metadata\.json|__\d+_0\.distcp)")
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
@@ -83,14 +85,16 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     is_split = (folder / MANIFEST_NAME).is_file()
     is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
-    if not (is_split or is_merged or is_meta):
+    is_megatron = (folder / LATEST_NAME).is_file()
+    kinds = {_IN_SPLIT: is_split, _IN_MERGED: is_merged, _IN_META: is_meta, _IN_MEGATRON: is_megatron}
+    weights = next((pattern for pattern, is_kind in kinds.items() if is_kind), None)
+    if weights is None:
         raise OutputError(
             f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with {option('dst')}"
         )
     if is_split:
         with suppress(SplitCheckpointError):
             other_files = _split_files(folder)
-    weights = _IN_SPLIT if is_split else _IN_MERGED if is_merged else _IN_META
     for name in _files(folder):
         if name not in other_files and not weights.fullmatch(name):
             raise OutputError(

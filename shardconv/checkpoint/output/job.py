@@ -32,7 +32,8 @@ _STEP = 104_729
 _ARGUMENTS = {
     "tp": "tp", "ranks": "ranks", "layout": "layout", "dtype": "dtype", "maximum file size": "max_file_size",
     "rules": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
-    "engine": "engine", "pad": "pad",
+    "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
+    "vocabulary multiple": "make_vocab_size_divisible_by",
 }  # fmt: skip
 #: Command to the settings that are from its options; its other settings are those of its source.
 _CHOSEN = {

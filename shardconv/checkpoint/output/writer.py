@@ -150,7 +150,7 @@ class Staged(NamedTuple):
         return self.folder.path
 
     def write(self, name: str, text: str, mode: int) -> None:
-        """Write a text file with the permissions ``mode``, before the umask."""
+        """Write a text file with the permissions ``mode``, before the umask, into a folder that exists."""
         NewText(text, mode).write(self.path / name)
 
     def inner(self, name: str) -> Destination:
@@ -272,6 +272,8 @@ class CheckpointWriter:
     ) -> Checksums | None:
         """Copy the tensors to new files; returns the checksums, if the weights need them."""
         paths = [folder.path / name for name in weights.names]
+        for parent in {path.parent for path in paths}:
+            parent.mkdir(parents=True, exist_ok=True)
         may_exist = journal is not None and journal.is_continued
         with folder.create(paths, weights.prefixes, weights.sizes, inputs.mode, may_exist=may_exist) as outputs:
             sizes = {"num_stripes": len(weights.stripes), "files_per_rank": weights.files_per_rank}

@@ -5,8 +5,9 @@ Each chunk is a file of torch.save inside of a file. A child process lists the m
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypedDict
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
@@ -14,6 +15,7 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
+from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
 from shardconv.files.folder import AnyPath, RemotePath
@@ -22,15 +24,14 @@ from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
-METADATA_NAME = ".metadata"
 #: Keys of the entry that is the state dict of the model, if there are several entries.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 #: Keys of all other entries that may hold tensors.
-_TRAINING_STATE = re.compile(r"optim|sched|scaler|rng|dataloader|loader|train|step|epoch|ema_state|iter")
+TRAINING_STATE = re.compile(r"optim|sched|scaler|rng|dataloader|loader|train|step|epoch|ema_state|iter")
 _AGAIN = "copy the folder again"
 
 
-class _Tensor(TypedDict):
+class ListedTensor(TypedDict):
     """A tensor as the child process lists it; a chunk is its offsets, sizes, file, offset and bytes in the file."""
 
     name: str
@@ -49,6 +50,18 @@ class StoredChunk(NamedTuple):
     offset: int
 
 
+#: Name to dtype and shape, and the chunks in files, of each tensor.
+ChunkedTensors = Mapping[str, tuple[TensorSpec, list[StoredChunk]]]
+
+
+class ChunkedFiles(NamedTuple):
+    """Tensors that consist of chunks in files, and the keys of entries that are not the model's."""
+
+    files: tuple[TensorFile, ...]
+    tensors: ChunkedTensors
+    left_out: tuple[str, ...]
+
+
 def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors, tuple[str, ...]]:
     """Read the positions of all tensors of the model.
 
@@ -56,15 +69,30 @@ def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors
         Name to dtype and shape of each tensor, where they are stored, and the keys of entries that are not the model's.
 
     Raises:
-        SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, a file
-            is missing, damaged or outside of the folder, or chunks do not form their tensors.
+        SourceError: as :func:`list_dcp` and :func:`stored_tensors`.
     """
-    metadata = folder.path / METADATA_NAME
+    listed = list_dcp(folder, _model_tensors)
+    specs = {name: spec for name, (spec, _) in listed.tensors.items()}
+    return specs, stored_tensors(folder.path, listed), listed.left_out
+
+
+def list_dcp(folder: SourceFolder, select: "Selector") -> ChunkedFiles:
+    """List the chunks of all tensors of the model.
+
+    Args:
+        folder: the folder.
+        select: selects the tensors.
+
+    Raises:
+        SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, or a
+            file is missing, damaged or outside of the folder.
+    """
+    metadata = folder.weights_path / METADATA_NAME
     if isinstance(metadata, RemotePath):
         raise SourceError(f"{metadata}: {REMOTE.problem}: {REMOTE.remedy}")
-    folder.check_link(METADATA_NAME)
-    listed: Mapping[str, list[_Tensor]] = list_metadata(metadata)
-    named, left_out = _model_tensors(folder.path, listed)
+    folder.check_link(f"{folder.inner}{METADATA_NAME}")
+    listed: Mapping[str, list[Any]] = list_metadata(metadata)
+    named, left_out = select(folder.path, listed)
     if (name := next((name for name, tensor in named.items() if not tensor["chunks"]), None)) is not None:
         raise SourceError(f"{metadata}: {name} does not have chunks: {_AGAIN}")
     names = sorted({chunk[2] for tensor in named.values() for chunk in tensor["chunks"]})
@@ -73,26 +101,29 @@ def read_dcp(folder: SourceFolder) -> tuple[dict[str, TensorSpec], StoredTensors
         TensorFile(path, state.size, {}, state=state)
         for path, state in zip(paths.values(), file_states(paths.values()), strict=True)
     )
-    tensors = _chunks(paths, named)
+    return ChunkedFiles(files, _chunks(paths, named), left_out)
+
+
+def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
+    """The positions of tensors that consist of chunks; ``folder`` is for messages.
+
+    Raises:
+        SourceError: if chunks do not form their tensors.
+    """
     shards: dict[str, Shards] = {}
     transforms: dict[str, Transform] = {}
-    for name, (spec, chunks) in tensors.items():
+    for name, (spec, chunks) in listed.tensors.items():
         try:
             bands = _bands(name, spec, chunks)
-            shards |= {rows.stored: _shards(*band) for rows, band in bands.items()}
+            shards |= {stored: _shards(*band) for stored, band in bands.stored.items()}
         except ValueError as error:
-            raise SourceError(
-                f"{folder.path}: the chunks of {name} cannot be merged: {error}: save it again"
-            ) from error
+            raise SourceError(f"{folder}: the chunks of {name} cannot be merged: {error}: save it again") from error
         if name not in shards:
-            transforms[name] = JoinedRows(tuple(bands), num_bytes(spec.dtype, spec.shape[1:]))
-    specs = {name: spec for name, (spec, _) in tensors.items()}
-    return specs, StoredTensors(files, shards).with_layer(transforms), left_out
+            transforms[name] = JoinedRows(bands.rows, num_bytes(spec.dtype, spec.shape[1:]))
+    return StoredTensors(listed.files, shards).with_layer(transforms)
 
 
-def _chunks(
-    paths: Mapping[str, AnyPath], named: Mapping[str, _Tensor]
-) -> dict[str, tuple[TensorSpec, list[StoredChunk]]]:
+def _chunks(paths: Mapping[str, AnyPath], named: Mapping[str, ListedTensor]) -> ChunkedTensors:
     """Name to dtype and shape, and the chunks in the files, of each tensor."""
     wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
     found = read_torch_chunks([TorchChunk(paths[chunk[2]], *chunk[3:]) for _, chunk in wanted])
@@ -110,7 +141,11 @@ def _chunks(
     return tensors
 
 
-def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tuple[dict[str, _Tensor], tuple[str, ...]]:
+#: Selects the tensors of the model from the listed ones, and returns them with the keys of all other entries.
+Selector = Callable[[AnyPath, Mapping[str, list[Any]]], tuple[dict[str, ListedTensor], tuple[str, ...]]]
+
+
+def _model_tensors(folder: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
     """Name to tensor of the model, and the keys of all other entries."""
     nested = {tensor["path"][0] for tensor in listed["tensors"] if len(tensor["path"]) > 1}
     wrapper = next((key for key in _MODEL_KEYS if key in nested), None)
@@ -118,7 +153,7 @@ def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tupl
     if wrapper is None and not nested:
         return {tensor["name"]: tensor for tensor in listed["tensors"]}, ()
     others = sorted({*nested, *flat} - {wrapper})
-    if wrapper is None or (unknown := [key for key in others if not _TRAINING_STATE.search(key)]):
+    if wrapper is None or (unknown := [key for key in others if not TRAINING_STATE.search(key)]):
         raise SourceError(
             f"{folder}: holds entries {', '.join(sorted({*nested, *flat}))[:200]} (expected the state dict of a model, "
             f"or one under {', '.join(_MODEL_KEYS)}): save the model alone"
@@ -131,42 +166,66 @@ def _model_tensors(folder: AnyPath, listed: Mapping[str, list[_Tensor]]) -> tupl
 def _path(folder: SourceFolder, name: str) -> AnyPath:
     if not is_portable_name(name):
         raise SourceError(
-            f"{folder.path / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)"
+            f"{folder.weights_path / METADATA_NAME}: names the file {name!r:.100} (expected one in the same folder)"
         )
-    path = folder.path / name
+    path = folder.weights_path / name
     if not path.is_file():
         raise SourceError(f"{path}: is missing (expected by {METADATA_NAME}): {_AGAIN}")
-    folder.check_link(name)
+    folder.check_link(f"{folder.inner}{name}")
     return path
 
 
-def _bands(
-    name: str, spec: TensorSpec, chunks: Sequence[StoredChunk]
-) -> dict[Rows, tuple[TensorSpec, list[StoredChunk]]]:
-    """The stored tensors that a tensor consists of: itself, or bands of rows that have chunks along another dim.
+class _Bands(NamedTuple):
+    """The stored tensors that a tensor consists of: itself, or bands, whose chunks divide the last of the divided dims.
+
+    Attributes:
+        stored: name to dtype and shape, and the chunks, of each.
+        rows: the ranges of the tensor that they have, in order.
+    """
+
+    stored: dict[str, tuple[TensorSpec, list[StoredChunk]]]
+    rows: tuple[Rows, ...]
+
+
+def _bands(name: str, spec: TensorSpec, chunks: Sequence[StoredChunk]) -> _Bands:
+    """The bands of a tensor.
 
     Raises:
-        ValueError: if the chunks are not along one dim, or along dim 0 and another one.
+        ValueError: if ranges are missing, or in several bands.
     """
     size, dims = num_bytes(spec.dtype, spec.shape), _sharded_dims(spec.shape, chunks)
     if len(dims) < 2:
-        return {Rows(name, 0, size): (spec, [*chunks])}
-    if len(dims) > 2 or 0 not in dims:
-        raise ValueError(f"its chunks divide dims {dims} (expected one dim, or dim 0 and another)")
-    by_rows: dict[tuple[int, int], list[StoredChunk]] = {}
+        return _Bands({name: (spec, [*chunks])}, (Rows(name, 0, size),))
+    last = dims[-1]
+    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[StoredChunk]] = {}
     for chunk in chunks:
-        moved = chunk._replace(offsets=(0, *chunk.offsets[1:]))
-        by_rows.setdefault((chunk.offsets[0], chunk.sizes[0]), []).append(moved)
-    row_bytes, at, bands = size // spec.shape[0], 0, {}
-    for (start, count), held in sorted(by_rows.items()):
-        if start != at:
-            raise ValueError(f"rows from {min(at, start)} on are missing or in several chunks")
-        at = start + count
-        rows = Rows(f"{name}[{start}]", start * row_bytes, at * row_bytes)
-        bands[rows] = TensorSpec(spec.dtype, (count, *spec.shape[1:])), held
-    if at != spec.shape[0]:
-        raise ValueError(f"rows from {at} on are missing")
-    return bands
+        moved = chunk._replace(offsets=(*[0] * last, *chunk.offsets[last:]))
+        by_box.setdefault((chunk.offsets[:last], chunk.sizes[:last]), []).append(moved)
+    stored, rows = {}, list[Rows]()
+    for (offsets, sizes), held in by_box.items():
+        band = f"{name}{list(offsets)}"
+        stored[band] = TensorSpec(spec.dtype, (*sizes, *spec.shape[last:])), held
+        rows += _ranges(band, spec, offsets, sizes)
+    rows.sort(key=lambda one: one.start)
+    at = 0
+    for one in rows:
+        if one.start != at:
+            raise ValueError(f"bytes from {min(at, one.start)} on are missing or in several chunks")
+        at = one.stop
+    if at != size:
+        raise ValueError(f"bytes from {at} on are missing")
+    return _Bands(stored, tuple(rows))
+
+
+def _ranges(band: str, spec: TensorSpec, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Rows]:
+    """Yield the contiguous ranges of a tensor that a band with this box of its first dims has."""
+    inner = max(dim for dim in range(len(sizes)) if sizes[dim] != spec.shape[dim])
+    strides = [num_bytes(spec.dtype, spec.shape[dim + 1 :]) for dim in range(inner + 1)]
+    size = sizes[inner] * strides[inner]
+    for number, index in enumerate(product(*map(range, sizes[:inner]))):
+        place = (*(offset + at for offset, at in zip(offsets, index, strict=False)), offsets[inner])
+        start = sum(at * stride for at, stride in zip(place, strides, strict=True))
+        yield Rows(band, start, start + size, number * size)
 
 
 def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> list[int]:

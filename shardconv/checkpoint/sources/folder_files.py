@@ -46,6 +46,7 @@ class SourceFolder:
         left_out: name to reason; names of hidden folders end with /.
         ignore: patterns of files that the user left out.
         follow_links: whether files may be links out of the folder.
+        inner: the folder in it that has the weights, with / at the end; "" if it has them itself.
     """
 
     path: AnyPath
@@ -53,11 +54,22 @@ class SourceFolder:
     left_out: dict[str, str]
     ignore: tuple[str, ...]
     follow_links: bool
+    inner: str = ""
+
+    @cached_property
+    def inner_names(self) -> list[str]:
+        """The names of the files under the folder that has the weights, relative to it."""
+        return [name.removeprefix(self.inner) for name in self.kept if name.startswith(self.inner)]
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the files directly in the folder."""
-        return [name for name, path in self.kept.items() if "/" not in name and not path.is_dir()]
+        """The names of the files directly in the folder that has the weights."""
+        return [name for name in self.inner_names if "/" not in name and not self.kept[f"{self.inner}{name}"].is_dir()]
+
+    @property
+    def weights_path(self) -> AnyPath:
+        """The folder that has the weights."""
+        return self.path / self.inner.rstrip("/") if self.inner else self.path
 
     def check_link(self, name: str) -> None:
         """Refuse a link out of the folder.

@@ -49,11 +49,11 @@ def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
         SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
     has_checkpoint = any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names))
-    for layout in map(layout_file, SOURCE_LAYOUTS):
-        if (has_checkpoint and not layout.is_certain) or not (found := rank_files(layout, names)):
-            continue
-        if layout.beside is None or layout.beside in names:
-            return layout
+    layouts = [one for one in map(layout_file, SOURCE_LAYOUTS) if one.is_certain or not has_checkpoint]
+    held = [(layout, found) for layout in layouts if (found := rank_files(layout, names))]
+    if complete := [layout for layout, _ in held if layout.beside is None or layout.beside in names]:
+        return complete[0]
+    for layout, found in reversed(held):  # the last is the most general
         if not any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names):
             config = (
                 f"pass the model's config.json ({option(source_layout=layout.key)} {option(config='FILE')}), "

@@ -1,6 +1,7 @@
 """A source from rank files of other tools: full tensors under the names of a Hugging Face checkpoint."""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from shardconv.checkpoint.sources.dcp_files import read_dcp
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options
 from shardconv.checkpoint.sources.full_tensors import read_full_tensors
 from shardconv.checkpoint.sources.layout_files import detect_layout, is_hugging_face_index, rank_files, read_rank_files
+from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
@@ -22,7 +24,7 @@ from shardconv.files.weight_formats import (
     is_weights,
     refuse_sharded_state,
 )
-from shardconv.layouts import SOURCE_LAYOUTS
+from shardconv.layouts import DCP, MEGATRON, SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, layout_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError, UsageError, option
@@ -40,12 +42,14 @@ def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
         UsageError: if the layout is unknown, or the folder does not hold files of it.
     """
     if asked is None:
-        layout = detect_layout(folder.path, folder.names)
+        layout = detect_layout(folder.weights_path, folder.names)
+        if layout is None and rank_files(layout_file(MEGATRON), folder.inner_names):
+            layout = layout_file(MEGATRON)
         return None if MANIFEST_NAME in folder.names else layout
     if asked not in SOURCE_LAYOUTS:
         raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
     layout = layout_file(asked)
-    if not rank_files(layout, folder.names):
+    if not rank_files(layout, folder.inner_names):
         raise UsageError(
             f"{folder.path}: does not hold files of {option(source_layout=asked)}: correct or remove "
             f"{option('source_layout')}"
@@ -67,19 +71,19 @@ def open_layout(
     Raises:
         SourceError: if a file is missing, damaged or a link out of the folder, or a tensor is unknown or does not fit.
     """
-    weights = rank_files(layout, folder.names)
+    weights = [f"{folder.inner}{name}" for name in rank_files(layout, folder.inner_names)]
     if layout.engine is not None:
         refuse_sharded_state(folder.path, {*folder.names} - {*weights})
     left_out = _left_out(folder, weights, layout, is_asked=is_asked)
     auxiliary_files = folder.auxiliary([*weights, *left_out])
     if config is None and CONFIG_NAME in auxiliary_files:
         config = read_json(auxiliary_files[CONFIG_NAME])
-    if layout.groups:
-        read = _read_ranks(folder, layout, weights, config, auxiliary_files)
-    else:
-        specs, stored, missing = read_dcp(folder)
+    if layout.key in {DCP, MEGATRON}:
+        specs, stored, missing = read_dcp(folder) if layout.key == DCP else read_megatron(folder, config)
         read = _Read(specs, stored, len(stored.files), config, missing)
-    if layout.beside is not None and auxiliary_files.pop(layout.beside, None) is not None:
+    else:
+        read = _read_ranks(folder, layout, weights, config, auxiliary_files)
+    if layout.beside is not None and auxiliary_files.pop(f"{folder.inner}{layout.beside}", None) is not None:
         is_params = layout.beside == PARAMS_NAME
         left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
     without = f", without {' and '.join(read.missing)}" if read.missing else ""
@@ -152,8 +156,16 @@ def _dtype_note(layout: LayoutFile, config: Mapping[str, object], specs: Mapping
 
 def _left_out(folder: SourceFolder, weights: Collection[str], layout: LayoutFile, *, is_asked: bool) -> dict[str, str]:
     """Name to reason of all other files with weights."""
+    of_layout = [
+        name
+        for name in folder.kept
+        if name not in weights
+        and name.startswith(folder.inner)
+        and re.fullmatch(layout.others, name.removeprefix(folder.inner))
+    ]
     others = [name for name in folder.kept if (is_weights(name) or name in ADAPTER_FILES) and name not in weights]
-    reasons = {name: "trainer state" for name in others if is_trainer_state(name)}
+    reasons = dict.fromkeys(of_layout, f"of {layout.title}, without weights")
+    reasons |= {name: "trainer state" for name in others if is_trainer_state(name)}
     indexes = [name for name in others if name.endswith(".index.json")]
     reasons |= {name: f"index of {layout.title}" for name in indexes if not is_hugging_face_index(name)}
     if layout.engine is not None:

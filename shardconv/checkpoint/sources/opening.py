@@ -8,6 +8,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, leave_out_weights, list_folder
 from shardconv.checkpoint.sources.layout_files import refuse_rank_file
 from shardconv.checkpoint.sources.layout_source import find_layout, open_layout
+from shardconv.checkpoint.sources.megatron_source import with_iteration
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import WeightFiles, find_weight_files, is_portable_name, read_weights
 from shardconv.files.folder import AnyPath
@@ -60,6 +61,7 @@ def open_source(
         )
     if is_folder or is_index(path.name):
         folder = list_folder(path if is_folder else path.parent, ignore, optional_ignore, follow_links=follow_links)
+        folder = with_iteration(folder) if is_folder else folder
         layout = find_layout(folder, source_layout) if is_folder else None
         if layout is not None:
             source = open_layout(folder, layout, given, is_asked=source_layout is not None)
@@ -75,18 +77,22 @@ def open_source(
     return _checked(source)
 
 
-def open_if_external(path: AnyPath, source_layout: str | None) -> Source | None:
+def open_if_external(path: AnyPath, source_layout: str | None, config: Path | None = None) -> Source | None:
     """Open a folder with rank files of another tool; None for all other paths.
+
+    Args:
+        path: the folder.
+        source_layout: the layout of the rank files; None to detect it.
+        config: a config.json to use instead of that of the folder.
 
     Raises:
         SourceError: as :func:`open_source`.
     """
     if not path.is_dir() or (path / MANIFEST_NAME).exists():
         return None
-    folder = list_folder(path)
-    if (layout := find_layout(folder, source_layout)) is None:
+    if find_layout(with_iteration(list_folder(path)), source_layout) is None:
         return None
-    return _checked(open_layout(folder, layout, None, is_asked=source_layout is not None))
+    return open_source(path, config=config, source_layout=source_layout)
 
 
 def open_files(folder: AnyPath, names: tuple[str, ...], auxiliary: tuple[str, ...], *, follow_links: bool) -> Source:

@@ -39,7 +39,8 @@ class PlanOptions(TypedDict, total=False):
         config: a config.json to use instead of the one next to the weights.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
-        source_layout: "deepseek", "deepspeed", "meta" or "dcp" for rank files of other tools; None to detect them.
+        source_layout: "deepseek", "deepspeed", "meta", "megatron", "dcp" or "vllm" for files of other tools; None to
+            detect them.
     """
 
     rules: Rules
@@ -274,6 +275,12 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
             f"or use {option(layout='native')}"
         )
     return replace(request, engine=engine)
+
+
+def changed_options(request: PlanRequest) -> str:
+    """The options in a request that change placements, for a message."""
+    names = ("replicate", "experts", "engine", "pad")
+    return ", ".join(option(name) for name in names if getattr(request, name) != getattr(PlanRequest(), name))
 
 
 def _changed(request: PlanRequest) -> list[str]:

@@ -4,6 +4,7 @@ All of them are read through :class:`SplitFolders`: a manifest, and a reader of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -116,6 +117,7 @@ def open_folders(
     src: SourcePath | Sequence[SourcePath],
     source_layout: str | None,
     *,
+    config: Path | None = None,
     allow_missing_ranks: bool = False,
     has_source: bool = False,
 ) -> SplitFolders:
@@ -124,6 +126,7 @@ def open_folders(
     Args:
         src: one folder or several.
         source_layout: the layout of another tool's rank files; None to detect it.
+        config: a config.json to use instead of that of the rank files of another tool.
         allow_missing_ranks: whether ranks may be missing in a single folder.
         has_source: whether there is a source to compare with, whose layout ``source_layout`` may be.
 
@@ -142,8 +145,13 @@ def open_folders(
         raise UsageError(
             f"{option('source_layout')} is for one folder (got {len(paths)}): remove it, or pass one folder"
         )
-    if len(paths) == 1 and (source := open_if_external(paths[0], source_layout)) is not None:
+    if len(paths) == 1 and (source := open_if_external(paths[0], source_layout, config)) is not None:
         return as_folders(paths[0], _full_manifest(source))._replace(source=source)
+    if config is not None:
+        raise UsageError(
+            f"{paths[0]}: is a split checkpoint, which stores its config, and {option('config')} is for files of other "
+            f"tools: remove {option('config')}"
+        )
     is_partial = allow_missing_ranks and len(paths) == 1
     found = as_folders(paths[0], read_manifest(paths[0])) if is_partial else read_folders(paths)
     if source_layout is not None and not has_source:

@@ -6,6 +6,7 @@ untrusted: they are checked against the sizes of the files.
 
 import io
 import json
+import pickle
 import struct
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.unpickle import DTYPES, STORAGES
@@ -204,7 +205,7 @@ class _Pieces(io.RawIOBase):
 
 @dataclass(frozen=True)
 class TorchArchive:
-    """A file of torch.save with a state dict: a zip archive with known positions.
+    """A file of torch.save with a state dict, or with another object: a zip archive with known positions.
 
     It has a pickle, which names the shapes and storages of the tensors, and an uncompressed entry for each storage,
     aligned as torch aligns it. The entries of storages store no CRC-32, which torch does not check, as with
@@ -213,17 +214,33 @@ class TorchArchive:
     Attributes:
         root: the folder of all entries.
         tensors: name to dtype and shape, in the order of the data.
+        saved: the pickle of another object than the state dict of the tensors; empty for that.
     """
 
     root: str
     tensors: Mapping[str, TensorSpec]
+    saved: bytes = b""
+
+    @classmethod
+    def of_tensor(cls, spec: TensorSpec) -> Self:
+        """A file with a single tensor, whose name here is empty."""
+        return cls("archive", {"": spec}, b"\x80\x02" + _opcodes(0, "", spec) + b".")
+
+    @classmethod
+    def of_object(cls, value: object) -> Self:
+        """A file with an object of Python's own classes."""
+        return cls("archive", {}, pickle.dumps(value, protocol=2))
 
     @cached_property
     def _laid_out(self) -> tuple[_Pieces, dict[str, int]]:
         """The file without the tensors, and the offset of each."""
         pieces, offsets = _Pieces(), {}
         with zipfile.ZipFile(pieces, "w") as archive:
-            for name, data in {"data.pkl": self._pickle(), "byteorder": b"little", "version": b"3\n"}.items():
+            for name, data in {
+                "data.pkl": self.saved or self._pickle(),
+                "byteorder": b"little",
+                "version": b"3\n",
+            }.items():
                 archive.writestr(zipfile.ZipInfo(f"{self.root}/{name}"), data)
             for number, (name, spec) in enumerate(self.tensors.items()):
                 entry = zipfile.ZipInfo(f"{self.root}/data/{number}")
@@ -253,9 +270,17 @@ class TorchArchive:
         """Bytes of the file."""
         return self._laid_out[0].tell()
 
+    @property
+    def data(self) -> bytes:
+        """The bytes of a file without tensors."""
+        return b"".join(data for _, data in sorted(self.pieces.items()))
+
     def _pickle(self) -> bytes:
         """The pickle of the state dict."""
-        items = [_text(name) + _opcodes(number, name, spec) for number, (name, spec) in enumerate(self.tensors.items())]
+        items = [
+            text_opcodes(name) + _opcodes(number, name, spec)
+            for number, (name, spec) in enumerate(self.tensors.items())
+        ]
         return b"\x80\x02}(" + b"".join(items) + b"u."
 
 
@@ -265,26 +290,42 @@ def _opcodes(number: int, name: str, spec: TensorSpec) -> bytes:
         raise PlanError(f"{name}: dtype {spec.dtype} cannot be stored in PyTorch files: use {option(layout='native')}")
     strides = tuple(accumulate(reversed(spec.shape[1:]), lambda step, size: step * size, initial=1))[::-1]
     storage = (
-        b"(" + _text("storage") + _name("torch", _STORAGES[spec.dtype]) + _text(str(number)) + _text("cpu")
-        + _number(prod(spec.shape)) + b"tQ"
+        b"(" + text_opcodes("storage") + name_opcodes("torch", _STORAGES[spec.dtype]) + text_opcodes(str(number))
+        + text_opcodes("cpu") + number_opcodes(prod(spec.shape)) + b"tQ"
     )  # fmt: skip
-    shape = _numbers(spec.shape) + _numbers(strides if spec.shape else ())
-    hooks = _name("collections", "OrderedDict") + b")R"
-    return _name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage + _number(0) + shape + b"\x89" + hooks + b"tR"
+    shape = numbers_opcodes(spec.shape) + numbers_opcodes(strides if spec.shape else ())
+    hooks = name_opcodes("collections", "OrderedDict") + b")R"
+    return (
+        name_opcodes("torch._utils", "_rebuild_tensor_v2")
+        + b"("
+        + storage
+        + number_opcodes(0)
+        + shape
+        + b"\x89"
+        + hooks
+        + b"tR"
+    )
 
 
-def _text(text: str) -> bytes:
+# --- opcodes of pickles ---------------------------------------------------------------------------------------------
+
+
+def text_opcodes(text: str) -> bytes:
+    """The opcodes that push a text."""
     data = text.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def _name(module: str, name: str) -> bytes:
+def name_opcodes(module: str, name: str) -> bytes:
+    """The opcodes that push what has a name in a module."""
     return f"c{module}\n{name}\n".encode()
 
 
-def _number(number: int) -> bytes:
+def number_opcodes(number: int) -> bytes:
+    """The opcodes that push a number from 0 on."""
     return b"\x8a\x09" + number.to_bytes(9, "little")
 
 
-def _numbers(numbers: Sequence[int]) -> bytes:
-    return b"(" + b"".join(map(_number, numbers)) + b"t"
+def numbers_opcodes(numbers: Sequence[int]) -> bytes:
+    """The opcodes that push a tuple of numbers."""
+    return b"(" + b"".join(map(number_opcodes, numbers)) + b"t"

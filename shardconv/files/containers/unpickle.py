@@ -201,6 +201,8 @@ _RECORDS = {
     ),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties",),  # before torch 2.3
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath",),
@@ -213,6 +215,8 @@ METADATA_NAMES: dict[tuple[str, str], object] = {
     ("torch", "Size"): tuple,
     ("builtins", "getattr"): enum_member,
 }
+#: The modules of classes whose objects in files of torch.save are settings and states of training: they are records.
+_INERT = re.compile(r"(argparse|numpy|megatron|transformer_engine|signal|pathlib|enum)(\..+)?|_codecs")
 #: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
 _TEXTS = re.compile(r"(q?u?int|b?float|complex|bool|per_)\w*|strided|\w*(Storage|Tensor|_format)")
 
@@ -244,6 +248,8 @@ class Unpickler(pickle.Unpickler):
             return found
         if module in {"torch", "torch.cuda", "torch.storage"} and _TEXTS.fullmatch(name):
             return f"torch.{name}"  # a text cannot be called
+        if self._names is FILE_NAMES and _INERT.fullmatch(module):
+            return Record
         problem, remedy = self._refused
         raise RefusedError(problem.format(f"{module}.{name}"), remedy)
 
@@ -392,7 +398,9 @@ def _holds_tensors(value: object) -> bool:
         item = pending.pop()
         if isinstance(item, Tensor):
             return True
-        if isinstance(item, dict | list | tuple | set) and id(item) not in seen:
+        if isinstance(item, Record):
+            pending.append(item.state)
+        elif isinstance(item, dict | list | tuple | set) and id(item) not in seen:
             seen.add(id(item))
             pending.extend(item.values() if isinstance(item, dict) else item)
     return False

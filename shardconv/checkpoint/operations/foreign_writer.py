@@ -1,0 +1,126 @@
+"""Write a source as files of another tool, without a manifest.
+
+Everything in the files is copied as a tensor: those of the other tool, which are stored in the source or computed from
+its tensors, and the literal bytes between them, such as headers. So journal, resume and uploads work as for rank files.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
+from shardconv.checkpoint.engine.geometry import unsharded
+from shardconv.checkpoint.output.job import Job
+from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
+from shardconv.checkpoint.sources.row_order import Literal
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.sources.stored_tensors import Transform, open_tensors
+from shardconv.files.folder import AnyPath, permissions
+from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.plan.plan import TensorSpec
+
+
+class NewFile(NamedTuple):
+    """A file that is written: its name, its bytes, and offset to literal bytes of everything but tensors."""
+
+    name: str
+    size: int
+    literals: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFiles:
+    """Files of another tool that are written from a source.
+
+    Attributes:
+        files: the files with tensors, one per rank.
+        shards: name to the positions of the shards of each tensor in the files.
+        tensors: name to dtype and full shape.
+        transforms: name to the transform of a tensor that is not stored in the source in this form.
+        texts: name to contents of further files.
+        others: further files that are not texts.
+    """
+
+    files: Sequence[NewFile]
+    shards: Mapping[str, Shards]
+    tensors: Mapping[str, TensorSpec]
+    transforms: Mapping[str, Transform]
+    texts: Mapping[str, str]
+    others: Sequence[NewFile] = ()
+
+    @property
+    def all_files(self) -> list[NewFile]:
+        """All files that are not texts."""
+        return [*self.files, *self.others]
+
+    @property
+    def rank_bytes(self) -> list[int]:
+        """For each rank the bytes of its file."""
+        return [file.size for file in self.files]
+
+
+class _Copied(NamedTuple):
+    """A tensor that is copied, and its positions in the files."""
+
+    name: str
+    spec: TensorSpec
+    shards: Shards
+
+
+def write_foreign(
+    writer: CheckpointWriter, *, source: Source, files: ForeignFiles, settings: Job, read: Iterable[AnyPath]
+) -> int:
+    """Write the files, and the auxiliary files of the source.
+
+    Args:
+        writer: the writer of the checkpoint.
+        source: the source.
+        files: the files.
+        settings: the command and its options.
+        read: all files that the result follows from.
+
+    Returns:
+        Bytes of full tensors that an interrupted run had written.
+
+    Raises:
+        SourceError: if the source changes.
+        OutputError: if the destination exists, is in use, or has too little free space.
+    """
+    literals = dict(_literals(files))
+    copied = sorted(_copied(files, literals), key=lambda one: (one.shards.offsets[0], one.shards.files[0]))
+    transforms = {**files.transforms, **literals}
+    source = replace(source, converted_from=source.stored.with_layer(transforms))
+    reader, inputs = open_tensors(source, {name: spec for name, spec, _ in copied}, None)
+    shards = [one.shards for one in copied]
+    stripes = split_into_stripes([one.geometry.num_bytes for one in shards], STRIPE_BYTES)
+    auxiliary = writer.auxiliary
+    kept = {name: path for name, path in auxiliary.copied.items() if name not in files.texts}
+    writer = replace(writer, auxiliary=replace(auxiliary, copied=kept))
+    names = [file.name for file in files.all_files]
+    sizes = [file.size for file in files.all_files]
+    weights = Weights(names, [b""] * len(names), sizes, shards, stripes)
+    config = source.auxiliary_files.get(CONFIG_NAME)
+    mode = 0o666 if config is None else permissions([config])
+    with writer.writing(reader, inputs, weights, settings, read) as staged:
+        for name, text in files.texts.items():
+            staged.write(name, text, mode)
+    return staged.resumed_bytes
+
+
+def _literals(files: ForeignFiles) -> Iterator[tuple[str, Literal]]:
+    return ((_name(file, at), Literal(data)) for file in files.all_files for at, data in file.literals.items())
+
+
+def _name(file: NewFile, offset: int) -> str:
+    """A name that no tensor has."""
+    return f"{file.name}@{offset}"
+
+
+def _copied(files: ForeignFiles, literals: Mapping[str, Literal]) -> Iterator[_Copied]:
+    """Yield all tensors, and the literal bytes as tensors."""
+    for name, shards in files.shards.items():
+        yield _Copied(name, files.tensors[name], shards)
+    for number, file in enumerate(files.all_files):
+        for at in file.literals:
+            size = len(literals[_name(file, at)].data)
+            yield _Copied(_name(file, at), TensorSpec("U8", (size,)), Shards(unsharded(size), (number,), (at,)))

@@ -1,0 +1,156 @@
+"""Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint in those of GPTModel."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from shardconv.checkpoint.sources.dcp_files import TRAINING_STATE, ListedTensor, list_dcp, stored_tensors
+from shardconv.checkpoint.sources.folder_files import SourceFolder
+from shardconv.checkpoint.sources.megatron_ranks import list_ranks
+from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors
+from shardconv.files.containers.dcp import METADATA_NAME
+from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_text
+from shardconv.layouts import MEGATRON
+from shardconv.layouts.full_shapes import check_layers, positive
+from shardconv.layouts.layout_file import layout_file
+from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
+from shardconv.layouts.row_pieces import RowTensor, check_needed, copies_of_layers, row_tensors_of_files
+from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import PlanError, SourceError, option
+
+#: The folder of a converted model, and the file that names the folder of the last iteration.
+FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_\d{7}|release")
+
+
+def with_iteration(folder: SourceFolder) -> SourceFolder:
+    """The folder, with its weights in that of the last iteration, if it has iterations of Megatron-Core.
+
+    Raises:
+        SourceError: if the last iteration is not there.
+    """
+    if LATEST_NAME not in folder.names:
+        return folder
+    latest = read_text(folder.path / LATEST_NAME).strip()
+    name = latest if latest == FOLDER or not latest.isdecimal() else f"iter_{int(latest):07}"
+    inner = f"{name}/"
+    if not _ITERATION.fullmatch(name) or not any(one.startswith(inner) for one in folder.kept):
+        raise SourceError(
+            f"{folder.path / LATEST_NAME}: names {latest!r:.40}, whose folder is not there: copy it, or pass the "
+            f"folder of another iteration"
+        )
+    others = {one: "another iteration" for one in folder.kept if _ITERATION.match(one) and not one.startswith(inner)}
+    kept = {one: path for one, path in folder.kept.items() if one not in others and one != LATEST_NAME}
+    left_out = folder.left_out | others | {LATEST_NAME: "names the iteration"}
+    return replace(folder, kept=kept, left_out=left_out, inner=inner)
+
+
+def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:
+    """A config with the sizes that its class has by default.
+
+    Raises:
+        PlanError: if a size is not a positive integer.
+    """
+    heads = positive(config, "num_attention_heads")
+    defaults = {"num_key_value_heads": heads}
+    stated = {name: value for name, value in config.items() if value is not None}
+    positive(config, "num_hidden_layers")
+    return defaults | stated
+
+
+class _View(NamedTuple):
+    """A tensor by its name in the rules, as a range of a stored tensor, from a byte on."""
+
+    spec: TensorSpec
+    stored: str
+    start: int
+
+
+def read_megatron(
+    folder: SourceFolder, config: Mapping[str, object] | None
+) -> tuple[dict[str, TensorSpec], StoredTensors, tuple[str, ...]]:
+    """Read the positions of all weights, under the names of a Hugging Face checkpoint.
+
+    Returns:
+        Name to dtype and shape of each tensor, where they are stored, and what is left out.
+
+    Raises:
+        SourceError: if the config is missing, a tensor is unknown or missing, or contradicts the config.
+    """
+    if config is None:
+        raise SourceError(
+            f"{folder.path}: does not have a config.json, which has the model type and its sizes: copy it into the "
+            f"folder, or pass that of the Hugging Face checkpoint ({option('config')})"
+        )
+    try:
+        rules = layout_file(MEGATRON).rules_for(config)
+        sizes = known_sizes(rules.config)
+        num_layers = sizes["num_hidden_layers"]
+        is_legacy = METADATA_NAME not in folder.names
+        listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
+        views = dict(_views({name: spec for name, (spec, _) in listed.tensors.items()}, num_layers))
+        held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
+        if held.unknown:
+            raise PlanError(f"tensor {held.unknown[0]} is not one of a {config.get('model_type')!r:.40} model")
+        for name, first in held.others.items():
+            if listed.tensors[views[name].stored] != listed.tensors[views[first].stored]:
+                raise PlanError(f"{name} and {first} are one tensor with two names, but have different bytes")
+        names = {tensor.name for tensor in held.tensors.values()}
+        check_layers((name for name in names if split_layer(name, num_layers)), sizes)
+        check_needed(rules, names, num_layers)
+    except PlanError as error:
+        raise SourceError(
+            f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
+        ) from error
+    found = {name: spec for tensor in held.tensors.values() for name, spec in tensor.sources.items()}
+    transforms = {
+        source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
+    }
+    for copy, original in copies_of_layers(rules, mtp_layers(views, num_layers)):
+        found[copy], transforms[copy] = found[original], transforms[original]
+    return found, stored_tensors(folder.path, listed).with_layer(transforms), listed.left_out
+
+
+def _select(_: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
+    """The weights of the model, and what the other entries are."""
+    tensors: dict[str, ListedTensor] = {tensor["name"]: tensor for tensor in listed["tensors"]}
+    others = {name: _kind(name) for name in (*tensors, *(".".join(path) for path in listed["others"]))}
+    weights = {name: tensor for name, tensor in tensors.items() if others[name] is None}
+    return weights, tuple(sorted({kind for kind in others.values() if kind is not None}))
+
+
+def _kind(name: str) -> str | None:
+    """What an entry is that is not a weight; None for a weight."""
+    if "_extra_state" in name:
+        return "extra states"
+    first = name.partition(".")[0].partition("/")[0]
+    return first if TRAINING_STATE.search(first) or first.startswith("chained_") else None
+
+
+def _views(specs: Mapping[str, TensorSpec], num_layers: int) -> Iterator[tuple[str, _View]]:
+    """Yield the tensors by their names in the rules: of a stacked one, those of all layers."""
+    for name, spec in specs.items():
+        if name_of_layer(name, 0) is None:
+            if is_mtp_layer(name, num_layers):
+                raise PlanError(f"{name} is of a layer that the config does not have (num_hidden_layers {num_layers})")
+            yield name_in_rules(name, num_layers), _View(spec, name, 0)
+            continue
+        if spec.shape[:1] != (num_layers,):
+            raise PlanError(f"{name} has shape {list(spec.shape)} (expected {num_layers} layers, num_hidden_layers)")
+        one = TensorSpec(spec.dtype, spec.shape[1:])
+        for layer in range(num_layers):
+            yield str(name_of_layer(name, layer)), _View(one, name, layer * num_bytes(*one[:2]))
+
+
+def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, JoinedRows]]:
+    """Yield the source tensors in a tensor, as rows of it."""
+    unit, at = num_bytes(tensor.spec.dtype, tensor.row_shape), view.start
+    parts: dict[str, list[Rows]] = {}
+    for piece in (piece for pieces in tensor.pieces for piece in pieces):
+        parts.setdefault(piece.source, []).append(Rows(view.stored, piece.start * unit, piece.stop * unit, at))
+        at += piece.size * unit
+    return ((name, JoinedRows(tuple(sorted(rows, key=lambda one: one.start)), unit)) for name, rows in parts.items())

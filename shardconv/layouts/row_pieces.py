@@ -1,0 +1,231 @@
+"""Tensors that consist of rows of others: which rows of source tensors a file tensor has, in order.
+
+The same :class:`RowTensor` is made from the source tensors of a checkpoint that is written, and from the file tensors
+of one that is read.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from shardconv.layouts.full_shapes import positive
+from shardconv.layouts.layout_file import ChosenRules
+from shardconv.layouts.relation import LayoutRule, Match, Pattern, find_target, members_of, parse_patterns
+from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import PlanError
+
+
+class Piece(NamedTuple):
+    """Rows of a source tensor that follow each other in a file tensor."""
+
+    source: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.stop - self.start
+
+
+class RowTensor(NamedTuple):
+    """A file tensor, and the rows of source tensors that it consists of.
+
+    Attributes:
+        name: in the file.
+        also: further names in the file.
+        spec: dtype and shape, without padding.
+        pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
+        is_stacked: whether there is a dim of experts that source tensors do not have.
+        is_interleaved: whether a segment is not contiguous in the rows.
+        is_padded: whether there may be rows behind these in a file.
+    """
+
+    name: str
+    also: tuple[str, ...]
+    spec: TensorSpec
+    pieces: tuple[tuple[Piece, ...], ...]
+    is_stacked: bool
+    is_interleaved: bool
+    is_padded: bool
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row."""
+        return self.spec.shape[self.is_stacked + 1 :]
+
+    @property
+    def sources(self) -> dict[str, TensorSpec]:
+        """Name to dtype and shape of the source tensors."""
+        rows: dict[str, int] = {}
+        for piece in (piece for pieces in self.pieces for piece in pieces):
+            rows[piece.source] = max(rows.get(piece.source, 0), piece.stop)
+        return {name: TensorSpec(self.spec.dtype, (count, *self.row_shape)) for name, count in rows.items()}
+
+
+def row_tensors_of_sources(
+    rules: Sequence[LayoutRule], tensors: Mapping[str, TensorSpec], config: Mapping[str, object]
+) -> list[RowTensor]:
+    """The file tensors of source tensors; a source tensor without a rule is in none.
+
+    Raises:
+        PlanError: if a source tensor is missing, or its shape contradicts the config.
+    """
+    found = []
+    for (rule, texts), experts in members_of(rules, tensors).items():
+        names, count = rule.members(texts, experts, config, "correct the source")
+        specs = [tensors[name] for name in names]
+        per_expert = len(rule.sources)
+        rows = sum(spec.shape[0] for spec in specs[:per_expert])
+        found.append(row_tensor(rule, Match(texts), specs[0].dtype, (count, rows, *specs[0].shape[1:]), config))
+        for name, spec in found[-1].sources.items():
+            if spec != tensors[name]:
+                raise PlanError(
+                    f"{name}: is {tensors[name].dtype} {list(tensors[name].shape)} (expected {spec.dtype} "
+                    f"{list(spec.shape)} as a part of {found[-1].name} by config.json): correct the config, or the "
+                    f"tensor"
+                )
+    return found
+
+
+def row_tensor(
+    rule: LayoutRule, match: Match, dtype: str, shape: tuple[int, ...], config: Mapping[str, object]
+) -> RowTensor:
+    """A file tensor by its rule.
+
+    Args:
+        rule: its rule.
+        match: of its name.
+        dtype: its dtype.
+        shape: number of experts, or 1 without a dim of experts; rows; and the shape of a row.
+        config: contents of config.json.
+
+    Raises:
+        PlanError: if the config contradicts the shape.
+    """
+    name = rule.target.name(match)
+    count, rows, *rest = shape
+    full = (*([count] if rule.is_stacked else []), rows, *rest)
+    try:
+        pieces = [[*_pieces(rule, match._replace(expert=expert), rows, config)] for expert in range(count)]
+    except PlanError as error:
+        raise PlanError(f"{name}: {error.message}: correct the config") from error
+    is_interleaved = len(pieces[0]) > max(len(rule.options.shares), len(rule.sources))
+    also = tuple(pattern.name(match) for pattern in rule.also)
+    return RowTensor(
+        name,
+        also,
+        TensorSpec(dtype, full),
+        tuple(map(tuple, pieces)),
+        rule.is_stacked,
+        is_interleaved,
+        rule.options.rows is not None,
+    )
+
+
+def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, object]) -> Iterator[Piece]:
+    """Yield the pieces of the rows of one expert, or of a tensor without experts."""
+    options, names = rule.options, [source.name(match) for source in rule.sources]
+    shares = [positive(config, field) for field in options.shares] or [1] * len(names)
+    unit, rest = divmod(rows, sum(shares))
+    if rest:
+        fields = " + ".join(options.shares) or "its members"
+        raise PlanError(f"has {rows} rows (expected a multiple of {sum(shares)}, which is {fields})")
+    sizes = [unit * share for share in shares]
+    starts = [0] * len(names) if len(names) > 1 else [0, *accumulate(sizes)]
+    groups = 1 if options.groups is None else positive(config, options.groups)
+    if wrong := next((size for size in sizes if size % groups), None):
+        raise PlanError(f"has {wrong} rows in a segment (expected a multiple of {groups}, which is {options.groups})")
+    for group in range(groups):
+        for at, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+            step = size // groups
+            yield Piece(names[at % len(names)], start + group * step, start + (group + 1) * step)
+
+
+class FoundTensors(NamedTuple):
+    """The file tensors of a checkpoint that is read.
+
+    Attributes:
+        tensors: name in the file to the file tensor.
+        others: name in the file to the first name of the same file tensor, of further names.
+        unknown: the names that no rule has.
+    """
+
+    tensors: dict[str, RowTensor]
+    others: dict[str, str]
+    unknown: list[str]
+
+
+def row_tensors_of_files(
+    rules: Sequence[LayoutRule], tensors: Mapping[str, TensorSpec], config: Mapping[str, object]
+) -> FoundTensors:
+    """The file tensors of a checkpoint that is read.
+
+    Raises:
+        PlanError: if the shape of a tensor contradicts the config.
+    """
+    found, name_of = FoundTensors({}, {}, []), dict[str, str]()
+    for name, spec in tensors.items():
+        if (related := find_target(rules, name)) is None:
+            found.unknown.append(name)
+        elif (first := name_of.setdefault(related.target, name)) != name:
+            found.others[name] = first
+        else:
+            found.tensors[name] = row_tensor(
+                *related, spec.dtype, _checked_shape(name, related.rule, spec, config), config
+            )
+    return found
+
+
+def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mapping[str, object]) -> tuple[int, ...]:
+    """The number of experts or 1, the rows without padding, and the shape of a row of a file tensor."""
+    if len(spec.shape) <= rule.is_stacked:
+        raise PlanError(f"{name}: has shape {list(spec.shape)} (expected at least {1 + rule.is_stacked} dims)")
+    expected = {dim: field for dim, field in rule.options.shape.items() if config.get(field) is not None}
+    if count_field := next((field for field in rule.options.count if config.get(field) is not None), None):
+        expected[0] = count_field
+    for dim, field in expected.items():
+        if len(spec.shape) <= dim or spec.shape[dim] != positive(config, field):
+            raise PlanError(
+                f"{name}: has shape {list(spec.shape)} (expected {config[field]} in dim {dim}, which is {field})"
+            )
+    count, rows, *rest = spec.shape if rule.is_stacked else (1, *spec.shape)
+    if rule.options.rows is not None:
+        held, rows = rows, positive(config, rule.options.rows)
+        if held < rows:
+            raise PlanError(f"{name}: has {held} rows (expected at least {rows}, which is {rule.options.rows})")
+    return (count, rows, *rest)
+
+
+def check_needed(chosen: ChosenRules, names: Collection[str], num_layers: int) -> None:
+    """Check that each layer has the file tensors that it needs.
+
+    Args:
+        chosen: the rules.
+        names: of the file tensors, as the rules have them.
+        num_layers: number of layers.
+
+    Raises:
+        PlanError: if one is missing.
+    """
+    targets = {rule.target for rule in chosen.rules}
+    for text in (text for group in chosen.groups for text in group.needs):
+        patterns = [pattern for pattern in parse_patterns([text]) if pattern in targets]
+        for layer in range(num_layers if "*" in text and patterns else min(len(patterns), 1)):
+            expected = [pattern.name(Match((str(layer),))) for pattern in patterns]
+            if not any(name in names for name in expected):
+                raise PlanError(
+                    f"{' or '.join(expected)} is missing (expected in every layer that has it by the config)"
+                )
+
+
+def find_copies(chosen: ChosenRules, names: Collection[str]) -> dict[str, str]:
+    """Source tensors that are not in the files, as they are copies, to the names of their originals."""
+    copies = [(Pattern(text), original) for group in chosen.groups for text, original in group.copies.items()]
+    return {name: original for name in names for pattern, original in copies if pattern.match(name)}
+
+
+def copies_of_layers(chosen: ChosenRules, layers: Iterable[int]) -> Iterator[tuple[str, str]]:
+    """Yield the copies that these layers have, with the names of their originals."""
+    for text, original in (item for group in chosen.groups for item in group.copies.items()):
+        yield from ((Pattern(text).name(Match((str(layer),))), original) for layer in layers)

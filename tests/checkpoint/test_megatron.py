@@ -1,0 +1,513 @@
+"""Checkpoints of Megatron-Core, written and read: against tensors that torch makes, and torch's own reader and writer.
+
+tests/megatron loads them into Megatron-Core. All comparisons are exact.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardconv
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.support.errors import IntegrityError, OutputError, PlanError, SourceError, UsageError
+from tests.support.checkpoints import contents
+from tests.support.command import call
+from tests.support.matrix import cases
+from tests.support.megatron import (
+    KINDS,
+    VOCAB,
+    all_names,
+    legacy_ranks,
+    load_dcp,
+    megatron_tensors,
+    write_frame,
+    write_legacy,
+    write_megatron,
+)
+from tests.support.models import Model, Tensors, change_config, read
+
+#: Kinds of which all layers have the same tensors, so that they can be stacked.
+EQUAL_LAYERS = [kind for kind in KINDS if kind not in {"glm4_moe", "deepseek_v2", "deepseek_v3"}]
+TPS = (2,)
+SHOWN = {"llama", "qwen3_moe", "deepseek_v3"}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory):
+    return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
+
+
+@pytest.fixture(scope="module")
+def written(source_of, tmp_path_factory):
+    """The checkpoint of Megatron-Core of a kind."""
+
+    def write(kind: str) -> Path:
+        target = tmp_path_factory.mktemp("written") / "megatron"
+        shardconv.split(source_of(kind), target, layout="megatron")
+        return target
+
+    return cache(write)
+
+
+def expected(source: Path) -> Tensors:
+    return megatron_tensors(read(source), json.loads((source / "config.json").read_text()))
+
+
+def assert_equal(got: Tensors, wanted: Tensors) -> None:
+    assert got.keys() == wanted.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(got[name], tensor)] == []
+
+
+# --- written checkpoints --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_reads_the_tensors_of_megatron(source_of, written, kind):
+    assert_equal(load_dcp(written(kind) / "release"), all_names(expected(source_of(kind))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge_gives_the_bytes_of_the_source(source_of, written, tmp_path, kind):
+    report = shardconv.merge(written(kind), tmp_path / "merged")
+    assert report.derived == ("converted from 1 file of Megatron-Core, without extra states",)
+    assert contents(tmp_path / "merged") == contents(source_of(kind))
+
+
+@pytest.mark.parametrize("kind", cases(EQUAL_LAYERS, lambda kind: kind in SHOWN))
+def test_stacked_layers(source_of, tmp_path, kind):
+    shardconv.split(source_of(kind), tmp_path / "stacked", layout="megatron", stacked_layers=True)
+    layers: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in all_names(expected(source_of(kind))).items():
+        layers.setdefault(re.sub(r"(decoder\.layers)\.\d+", r"\1", name), []).append(tensor)
+    wanted = {name: torch.stack(held) if ".layers." in name else held[0] for name, held in layers.items()}
+    assert_equal(load_dcp(tmp_path / "stacked" / "release"), wanted)
+    assert common(tmp_path / "stacked")["content_metadata"]["non_homogeneous_layers"] is False
+    shardconv.merge(tmp_path / "stacked", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source_of(kind))
+
+
+def test_layers_that_differ_cannot_be_stacked(source_of, tmp_path):
+    with pytest.raises(PlanError, match=r"decoder\.layers\.mlp\.linear_fc2\.weight: cannot be stacked"):
+        shardconv.split(source_of("deepseek_v3"), tmp_path / "stacked", layout="megatron", stacked_layers=True)
+
+
+def common(folder: Path) -> dict:
+    with torch.serialization.safe_globals([argparse.Namespace]):  # as Megatron-Core does
+        return torch.load(folder / "release" / "common.pt", weights_only=True)
+
+
+def test_files_beside_the_chunks(written):
+    folder = written("llama")
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "release"
+    found = common(folder)
+    assert vars(found.pop("args")) == {
+        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2,
+        "group_query_attention": True, "kv_channels": 16, "max_position_embeddings": 32, "vocab_size": VOCAB,
+        "padded_vocab_size": VOCAB, "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
+    }  # fmt: skip
+    assert found == {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "content_metadata": {"non_homogeneous_layers": True, "singleton_local_shards": False},
+    }
+    assert json.loads((folder / "release" / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+        "common_backend_version": 1,
+    }  # fmt: skip
+
+
+def test_extra_states_are_empty(written):
+    metadata = FileSystemReader(written("qwen3_moe") / "release").read_metadata()
+    states = [name for name, entry in metadata.state_dict_metadata.items() if not hasattr(entry, "size")]
+    assert {
+        "decoder.layers.1.self_attention.core_attention._extra_state/shard_0_1",
+        "decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1",
+        "decoder.layers.0.mlp.experts.experts.linear_fc1._extra_state/shard_3_4",
+        "output_layer._extra_state/shard_0_1",
+    } <= {*states}
+    (position,) = {
+        (info.relative_path, info.offset, info.length)
+        for index, info in metadata.storage_data.items()
+        if index.fqn in states
+    }
+    with (written("qwen3_moe") / "release" / position[0]).open("rb") as file:
+        file.seek(position[1])
+        data = file.read(position[2])
+    (path := written("qwen3_moe").parent / "state.pt").write_bytes(data)
+    assert torch.load(path, weights_only=True) == [None]
+
+
+def test_each_expert_and_projection_is_a_chunk(written):
+    metadata = FileSystemReader(written("qwen3_moe") / "release").read_metadata()
+    chunks = metadata.state_dict_metadata["decoder.layers.0.mlp.experts.experts.linear_fc1.weight"].chunks
+    offsets = [tuple(chunk.offsets) for chunk in chunks]
+    assert offsets == [(expert, start, 0) for expert in range(4) for start in (0, 64)]
+
+
+def test_tp_is_the_number_of_files(source_of, tmp_path):
+    report = shardconv.split(source_of("llama"), tmp_path / "files", tp=3, layout="megatron")
+    files = sorted((tmp_path / "files" / "release").glob("*.distcp"))
+    assert [path.name for path in files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
+    assert report.rank_bytes == tuple(path.stat().st_size for path in files)
+    assert max(report.rank_bytes) < 2 * min(report.rank_bytes)
+    assert_equal(load_dcp(tmp_path / "files" / "release"), all_names(expected(source_of("llama"))))
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 256), (3, 384)])
+def test_the_vocabulary_is_padded_with_zeros(source_of, tmp_path, tp, rows):
+    options = {"tp": tp, "make_vocab_size_divisible_by": 128}
+    shardconv.split(source_of("llama"), tmp_path / "padded", layout="megatron", **options)
+    wanted = expected(source_of("llama"))
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        wanted[name] = torch.nn.functional.pad(wanted[name], (0, 0, 0, rows - VOCAB))
+    assert_equal(load_dcp(tmp_path / "padded" / "release"), all_names(wanted))
+    shardconv.merge(tmp_path / "padded", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source_of("llama"))
+
+
+def test_converted_dtype(source_of, tmp_path):
+    shardconv.split(source_of("llama"), tmp_path / "bf16", layout="megatron", dtype="bf16")
+    wanted = {name: tensor.bfloat16() for name, tensor in expected(source_of("llama")).items()}
+    assert_equal(load_dcp(tmp_path / "bf16" / "release"), all_names(wanted))
+
+
+def test_overwrite_replaces_a_written_checkpoint_only(source_of, written, tmp_path):
+    write = partial(shardconv.split, source_of("llama"), tmp_path / "megatron", layout="megatron", overwrite=True)
+    write(tp=2)
+    write()
+    assert contents(tmp_path / "megatron") == contents(written("llama"))
+    (tmp_path / "megatron" / "iter_0000010").mkdir()
+    (tmp_path / "megatron" / "iter_0000010" / "common.pt").touch()
+    with pytest.raises(OutputError, match=r"holds iter_0000010/common\.pt, which is not part of a checkpoint"):
+        write()
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+    """Runs a split that is interrupted after 9 small stripes."""
+    monkeypatch.setattr("shardconv.checkpoint.operations.foreign_writer.STRIPE_BYTES", 4096)
+
+    def run(write) -> None:
+        copied, copy_stripe = [], CopyJob.copy_stripe
+
+        def stop(job, number, scratch):
+            if len(copied) == 9:
+                raise KeyboardInterrupt
+            copied.append(number)
+            copy_stripe(job, number, scratch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CopyJob, "copy_stripe", stop)
+            with pytest.raises(KeyboardInterrupt):
+                write(resume=True, threads=1)
+
+    return run
+
+
+@pytest.mark.parametrize("layout", ["meta", "megatron"])
+def test_an_interrupted_run_is_continued(tmp_path, interrupted, layout):
+    source = Model("llama", {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB}).write(tmp_path / "source")
+    write = partial(shardconv.split, source, tmp_path / "out", tp=1, layout=layout)
+    interrupted(write)
+    assert write(resume=True).resumed_bytes > 8 * 3000
+    shardconv.split(source, tmp_path / "expected", tp=1, layout=layout)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stacked_layers": True}, "stacked_layers"),
+        ({"make_vocab_size_divisible_by": 128}, "make_vocab_size_divisible"),
+    ],
+)
+def test_a_run_with_other_options_is_not_continued(source_of, tmp_path, interrupted, options, text):
+    write = partial(shardconv.split, source_of("llama"), tmp_path / "out", layout="megatron")
+    interrupted(partial(write, **options))
+    with pytest.raises(OutputError, match=rf"the interrupted run had {text}.* \(got none\)"):
+        write(resume=True)
+
+
+def test_torch_is_not_imported(source_of, tmp_path):
+    code = (
+        "import shardconv, sys; "
+        f"shardconv.split({str(source_of('llama'))!r}, {str(tmp_path / 'out')!r}, layout='megatron'); "
+        f"shardconv.merge({str(tmp_path / 'out')!r}, {str(tmp_path / 'back')!r}); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- checkpoints that were trained ----------------------------------------------------------------------------------
+
+#: By the end of a name, placements on a mesh of 2 x 2 ranks: the second axis is that of tensor parallelism.
+PLACEMENTS = {
+    "linear_qkv.weight": (R, S0), "linear_qkv.bias": (R, S0), "linear_proj.weight": (R, S1),
+    "linear_fc1.weight": (R, S0), "linear_fc2.weight": (R, S1), "word_embeddings.weight": (S0, S0),
+    "output_layer.weight": (R, S0),
+    "experts.experts.linear_fc1.weight": (S0, S1), "experts.experts.linear_fc2.weight": (S0, Shard(2)),
+}  # fmt: skip
+
+
+def save(_axis, source: str, folder: str, prefix: int) -> None:
+    """Save a checkpoint with an optimizer's state; runs on four ranks. ``prefix`` dims are those of stacked layers."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = {}
+    for name, tensor in torch.load(source).items():
+        ends = [end for end in PLACEMENTS if name.endswith(end)]
+        placed = PLACEMENTS[max(ends, key=len)] if ends else (R, R)
+        moved = prefix if name.startswith("decoder.layers.") else 0
+        placements = [one if one == R else Shard(one.dim + moved) for one in placed]
+        state[name] = distribute_tensor(tensor, mesh, placements)
+    moments = {f"optimizer.state.exp_avg.{name}": tensor for name, tensor in state.items()}
+    others = {"rng_state/shard_0.0_1.1": [1, 2], "decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1": [None]}
+    dcp.save({**state, **moments, **others}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_merge_of_a_trained_checkpoint(source_of, ranks, tmp_path, kind, stacked):
+    tensors = expected(source_of(kind))
+    if stacked:
+        layers: dict[str, list[torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            layers.setdefault(re.sub(r"(decoder\.layers)\.\d+", r"\1", name), []).append(tensor)
+        tensors = {name: torch.stack(held) if ".layers." in name else held[0] for name, held in layers.items()}
+    torch.save(tensors, tmp_path / "tensors.pt")
+    ranks("four", save, str(tmp_path / "tensors.pt"), str(tmp_path / "run" / "iter_0000500"), int(stacked))
+    write_frame(tmp_path / "run", None)
+    report = shardconv.merge(tmp_path / "run", tmp_path / "merged", config=source_of(kind) / "config.json")
+    assert report.derived == (
+        "converted from 4 files of Megatron-Core, without extra states and optimizer and rng_state",
+    )
+    assert_equal(read(tmp_path / "merged"), read(source_of(kind)))
+
+
+@pytest.fixture
+def trained(source_of, tmp_path) -> Path:
+    """The checkpoint of a training run with the names of a spec with fused norms, and the config beside it."""
+    tensors = all_names(expected(source_of("llama")))
+    fused = {name: one for name, one in tensors.items() if not re.search(r"\.(input|pre_mlp)_layernorm\.", name)}
+    return write_megatron(tmp_path / "run", fused, source_of("llama") / "config.json")
+
+
+@pytest.mark.parametrize("tp", TPS)
+def test_split_equals_a_split_of_the_model(source_of, trained, tmp_path, tp):
+    shardconv.split(trained, tmp_path / "from-megatron", tp=tp)
+    shardconv.split(source_of("llama"), tmp_path / "split", tp=tp)
+    for rank in range(tp):
+        name = f"rank-{rank}-of-{tp}.safetensors"
+        assert_equal(load_file(tmp_path / "from-megatron" / name), load_file(tmp_path / "split" / name))
+    assert not shardconv.verify(tmp_path / "from-megatron", against=trained).differences
+    save_file({name: tensor + 1 for name, tensor in read(source_of("llama")).items()}, tmp_path / "changed.safetensors")
+    assert shardconv.verify(tmp_path / "from-megatron", against=tmp_path / "changed.safetensors").differences
+
+
+def test_plan_shows_the_supported_sizes(trained):
+    result = call("plan", trained)
+    assert result.code == 0
+    assert "supported tp: 1, 2, 4, 8" in result.out
+
+
+def test_the_last_iteration_is_read(source_of, trained, tmp_path):
+    write_megatron(tmp_path / "other", {"optimizer.state": torch.ones(2)})
+    (tmp_path / "other" / "iter_0000500").rename(trained / "iter_0000400")
+    source = shardconv.split(trained, tmp_path / "split", tp=2)
+    assert source.left_out["iter_0000400/common.pt"] == "another iteration"
+    assert source.left_out["iter_0000500/common.pt"] == "of Megatron-Core, without weights"
+
+
+def test_an_iteration_is_read_alone(source_of, trained, tmp_path):
+    shardconv.merge(trained / "iter_0000500", tmp_path / "merged", config=trained / "config.json")
+    assert_equal(read(tmp_path / "merged"), read(source_of("llama")))
+
+
+# --- the format torch -----------------------------------------------------------------------------------------------
+
+
+def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
+    config = json.loads((source / "config.json").read_text())
+    return write_legacy(folder, legacy_ranks(expected(source), config, tp, pp), source / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "pp"),
+    [
+        ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1),
+        ("deepseek_v2", 2, 2),
+    ],
+)  # fmt: skip
+def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
+    report = shardconv.merge(legacy(source_of(kind), tmp_path / "run", tp, pp), tmp_path / "merged")
+    names = "args and checkpoint_version and extra states and iteration and optimizer and rng_state"
+    assert report.derived == (f"converted from {tp * pp} file{'s'[: tp * pp > 1]} of Megatron-Core, without {names}",)
+    assert_equal(read(tmp_path / "merged"), read(source_of(kind)))
+
+
+def test_replicas_that_differ_are_an_error(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 2, 1)
+    path = folder / "iter_0000500" / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["decoder.final_layernorm.weight"] += 1
+    torch.save(state, path)
+    with pytest.raises(
+        IntegrityError, match=r"decoder\.final_layernorm\.weight differs from the shard of a lower rank"
+    ):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_a_missing_rank_is_an_error(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 2, 2)
+    (folder / "iter_0000500" / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
+    with pytest.raises(SourceError, match="the file of rank tp 1, pp 0 is missing"):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_file_is_executed(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 1, 1)
+    path = folder / "iter_0000500" / "mp_rank_00" / "model_optim_rng.pt"
+    torch.save(torch.load(path, weights_only=False) | {"args": Evil(tmp_path / "executed")}, path)
+    with pytest.raises(SourceError, match=r"asks for __builtin__\.getattr"):
+        shardconv.merge(folder, tmp_path / "merged")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_expert_parallel_ranks_are_refused(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 1, 2)
+    inner = folder / "iter_0000500"
+    for name in ("mp_rank_00_000", "mp_rank_00_001"):
+        (inner / name).rename(inner / f"{name}_000")
+    with pytest.raises(SourceError, match=r"mp_rank_00_000_000/model_optim_rng\.pt is of an expert-parallel rank"):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_hidden_layers": 3}, "layers are missing (got 2 layers, the last with index 1, expected 3)"),
+        ({"num_hidden_layers": 1}, "of a layer that the config does not have (num_hidden_layers 1)"),
+        ({"num_attention_heads": 7}, "has 192 rows (expected a multiple of 11, which is num_attention_heads + "),
+        ({"num_key_value_heads": 4}, "k_proj.bias: dim 0 has 48 elements (expected 64"),
+        ({"vocab_size": 300}, "has 250 rows (expected at least 300, which is vocab_size)"),
+        ({"vocab_size": None}, "vocab_size in the config is None (expected a positive integer)"),
+        ({"tie_word_embeddings": True}, "tensor output_layer.weight is not one of a 'llama' model"),
+        ({"model_type": "mixtral"}, "tensor decoder.layers.0.mlp.linear_fc2.bias is not one of a 'mixtral' model"),
+        ({"hidden_size": 128}, "has shape [250, 64] (expected 128 in dim 1, which is hidden_size)"),
+        ({"model_type": "gpt2"}, "layout megatron does not support model type 'gpt2'"),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_the_tensors(trained, tmp_path, fields, text):
+    change_config(trained, fields)
+    with pytest.raises(SourceError) as caught:
+        shardconv.merge(trained, tmp_path / "merged")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, "rotary_emb.inv_freq"),
+        (
+            lambda t: t | {"model.layers.2.mlp.down_proj.weight": torch.ones(64, 96)},
+            "model.layers.2 is not an MTP layer",
+        ),
+        (lambda t: {name: one for name, one in t.items() if "k_proj" not in name}, "k_proj"),
+        (lambda t: {name: one for name, one in t.items() if "input_layernorm" not in name}, "input_layernorm"),
+    ],
+)
+def test_sources_that_the_layout_does_not_have(source_of, tmp_path, change, text):
+    source = copy_with(source_of("llama"), tmp_path / "source", change)
+    with pytest.raises(PlanError) as caught:
+        shardconv.split(source, tmp_path / "megatron", layout="megatron")
+    assert text in str(caught.value)
+    assert not (tmp_path / "megatron").exists()
+
+
+def copy_with(source: Path, target: Path, change) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    target.mkdir()
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(change(read(source)), target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_a_copy_of_the_embedding_table_that_differs(source_of, tmp_path):
+    name = "model.layers.2.embed_tokens.weight"
+    source = copy_with(
+        source_of("deepseek_v3"), tmp_path / "source", lambda tensors: tensors | {name: tensors[name] + 1}
+    )
+    with pytest.raises(IntegrityError, match=f"{name}: differs from model.embed_tokens.weight"):
+        shardconv.split(source, tmp_path / "megatron", layout="megatron")
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_tensors_of_a_checkpoint_that_no_rule_has(source_of, trained, tmp_path):
+    tensors = load_dcp(trained / "iter_0000500") | {"vision_model.weight": torch.ones(2)}
+    write_megatron(tmp_path / "other", tensors, source_of("llama") / "config.json")
+    with pytest.raises(SourceError, match=r"tensor vision_model\.weight is not one of a 'llama' model"):
+        shardconv.merge(tmp_path / "other", tmp_path / "merged")
+
+
+def test_two_names_of_a_tensor_with_different_values(source_of, trained, tmp_path):
+    tensors = load_dcp(trained / "iter_0000500") | {"decoder.layers.0.input_layernorm.weight": torch.ones(64)}
+    write_megatron(tmp_path / "other", tensors, source_of("llama") / "config.json")
+    with pytest.raises(SourceError, match="are one tensor with two names, but have different bytes"):
+        shardconv.merge(tmp_path / "other", tmp_path / "merged")
+
+
+def test_a_config_is_required(trained, tmp_path):
+    (trained / "config.json").unlink()
+    with pytest.raises(SourceError, match=r"does not have a config\.json, which has the model type"):
+        shardconv.merge(trained, tmp_path / "merged")
+
+
+def test_an_iteration_that_is_missing(trained, tmp_path):
+    (trained / "latest_checkpointed_iteration.txt").write_text("600")
+    with pytest.raises(SourceError, match="names '600', whose folder is not there"):
+        shardconv.merge(trained, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stacked_layers": True, "tp": 2}, "are for .* \\(got native\\)"),
+        ({"layout": "megatron", "max_file_size": "5GB"}, "layout megatron has one file per rank"),
+        ({"layout": "megatron", "tp": 2, "ranks": "1"}, "layout megatron is written for all ranks by one process"),
+        ({}, "is missing: shardconv plan SRC lists the supported sizes"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_apply(source_of, tmp_path, options, text):
+    with pytest.raises(UsageError, match=text):
+        shardconv.split(source_of("llama"), tmp_path / "out", **options)
+
+
+def test_a_split_checkpoint_is_not_resharded_to_this_layout(source_of, tmp_path):
+    shardconv.split(source_of("llama"), tmp_path / "split", tp=2)
+    with pytest.raises(UsageError, match="layout megatron is written from a source, and not from a split checkpoint"):
+        shardconv.reshard(tmp_path / "split", tmp_path / "out", tp=2, layout="megatron")
