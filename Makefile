@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 CORE   := .venv-core
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-core test-azure test-torchao test-matrix test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-core test-azure test-torchao test-matrix test-megatron test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +69,14 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM)/.installed $(VENV)/vision
 	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines/vllm
+
+# Megatron-Core on CPUs, without the packages that it would bring; its imports warn of those that are missing
+$(VENV)/megatron: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group megatron
+	touch $@
+
+test-megatron: $(VENV)/.installed $(VENV)/megatron
+	PYTHONPATH="$(CURDIR)/$(VENV)/megatron" $(BIN)/python -m pytest -p no:warnings tests/megatron
 
 # the oldest versions of dependencies that pyproject.toml allows: of the package and [remote], then of [transformers] as well.
 # Without tests of quantized layers and adapters, whose packages (compressed-tensors, peft, ...) have bounds of their own

@@ -24,8 +24,10 @@ if find_spec("hypothesis"):  # not beside vLLM
 
 pytest.register_assert_rewrite("tests.support")  # before its import, for detailed assertion messages
 
-#: Tests in vLLM run in a separate environment: make test-vllm. The pages of these tests have costs, which torch counts.
-collect_ignore = [name for package, name in (("vllm", "engines/vllm"), ("torch", "html")) if not find_spec(package)]
+#: Tests in vLLM and Megatron-Core run separately: make test-vllm, make test-megatron. Tests of pages show costs, which
+#: torch counts.
+_SEPARATE = (("vllm", "engines/vllm"), ("megatron", "megatron"), ("torch", "html"))
+collect_ignore = [name for package, name in _SEPARATE if not find_spec(package)]
 
 #: Packages of extras that are not installed: tests that import them are skipped, and the others run (make test-core).
 _MISSING = {
