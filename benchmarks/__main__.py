@@ -229,6 +229,31 @@ def meta_files(place: Place) -> Iterator[Row]:
         remove(folder)
 
 
+def megatron_files(place: Place) -> Iterator[Row]:
+    """A checkpoint of Megatron-Core of a model of 3 GB, and back, compared with ``cp`` and with torch's own writer.
+
+    torch's writer saves the tensors of the model under their names, which takes less than to build a model first.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    plain, megatron, saved, out, other = (folder / name for name in ("plain", "megatron", "saved", "out", "other"))
+    try:
+        _write_quantized(plain, "bf16")
+        split = shardconv("split", plain, "--layout", "megatron", "-o", megatron)
+        copy = ("cp", "-r", plain, other)
+        pairs = run_pairs(split, copy, outputs=(megatron, other), rounds=ROUNDS)
+        yield _pair_row("split --layout megatron / cp", "1.0 or less", pairs, "cp")
+        save = (sys.executable, "-c", models.TO_DCP, plain / "model.safetensors", saved)
+        pairs = run_pairs(save, split, outputs=(saved, megatron), rounds=ROUNDS)
+        peak = max(usage.peak_mb for usage in pairs.theirs)
+        detail = f"{_fastest(pairs, 'split')}, peak {pairs.peak_mb:.0f} MB, split {peak:.0f} MB"
+        yield Row("torch.distributed.checkpoint.save / split --layout megatron", "(none)", f"{pairs.ratio:.1f}", detail)
+        run(split)
+        pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
+        yield _pair_row("merge of a checkpoint of Megatron-Core / cp", "1.0 or less", pairs, "cp")
+    finally:
+        remove(folder)
+
+
 def adapters(place: Place) -> Iterator[Row]:
     """Split and merge of a LoRA adapter of 1 GB (float32, rank 448), and a split of its model with it merged.
 
@@ -478,7 +503,8 @@ def main() -> None:
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, warm, disk)), (bounds, (warm,)), (hosts, (disk,)),
         (quantized, (tmpfs,)), (adapters, (tmpfs,)),
-        (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
+        (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (megatron_files, (tmpfs,)),
+        (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
         (loading_a_source, (disk,)), (remote, (tmpfs,)), (vllm_loading, (disk,)),

@@ -41,6 +41,12 @@ import sys, torch
 from safetensors.torch import load_file
 torch.save(load_file(sys.argv[1]), sys.argv[2])
 """
+#: A script that saves them with torch.distributed.checkpoint.
+TO_DCP = """
+import sys, torch.distributed.checkpoint
+from safetensors.torch import load_file
+torch.distributed.checkpoint.save(load_file(sys.argv[1]), checkpoint_id=sys.argv[2], no_dist=True)
+"""
 
 
 def write_quantized(folder: Path, form: str) -> int:

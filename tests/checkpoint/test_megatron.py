@@ -39,7 +39,7 @@ from tests.support.megatron import (
 from tests.support.models import Model, Tensors, change_config, read
 
 #: Kinds of which all layers have the same tensors, so that they can be stacked.
-EQUAL_LAYERS = [kind for kind in KINDS if kind not in {"glm4_moe", "deepseek_v2", "deepseek_v3"}]
+EQUAL_LAYERS = [kind for kind in KINDS if kind not in {"glm4_moe", "deepseek_v2", "kimi_k2", "deepseek_v3"}]
 TPS = (2,)
 SHOWN = {"llama", "qwen3_moe", "deepseek_v3"}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

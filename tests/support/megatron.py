@@ -52,6 +52,7 @@ KINDS = {
         "glm4_moe", {**DENSE, **MOE, "attention_bias": True, "use_qk_norm": True}, rewrite=with_mtp_layer
     ),
     "deepseek_v2": Model("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    "kimi_k2": Model("deepseek_v3", LATENT, extra={"model_type": "kimi_k2"}),
     "deepseek_v3": Model("deepseek_v3", {**LATENT, "norm_topk_prob": True}, rewrite=with_mtp_layer),
 }
 

@@ -216,7 +216,7 @@ METADATA_NAMES: dict[tuple[str, str], object] = {
     ("builtins", "getattr"): enum_member,
 }
 #: The modules of classes whose objects in files of torch.save are settings and states of training: they are records.
-_INERT = re.compile(r"(argparse|numpy|megatron|transformer_engine|signal|pathlib|enum)(\..+)?|_codecs")
+_INERT = re.compile(r"(argparse|numpy|megatron|transformer_engine|signal|pathlib)(\..+)?")
 #: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
 _TEXTS = re.compile(r"(q?u?int|b?float|complex|bool|per_)\w*|strided|\w*(Storage|Tensor|_format)")
 
