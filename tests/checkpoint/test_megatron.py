@@ -330,6 +330,7 @@ def test_the_last_iteration_is_read(source_of, trained, tmp_path):
     source = shardconv.split(trained, tmp_path / "split", tp=2)
     assert source.left_out["iter_0000400/common.pt"] == "another iteration"
     assert source.left_out["iter_0000500/common.pt"] == "of Megatron-Core, without weights"
+    assert source.left_out["iter_0000500/metadata.json"] == "lists the files of Megatron-Core"
 
 
 def test_an_iteration_is_read_alone(source_of, trained, tmp_path):

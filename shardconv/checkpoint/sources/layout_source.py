@@ -83,9 +83,10 @@ def open_layout(
         read = _Read(specs, stored, len(stored.files), config, missing)
     else:
         read = _read_ranks(folder, layout, weights, config, auxiliary_files)
-    if layout.beside is not None and auxiliary_files.pop(f"{folder.inner}{layout.beside}", None) is not None:
+    beside = f"{folder.inner}{layout.beside}"
+    if auxiliary_files.pop(beside, None) is not None:
         is_params = layout.beside == PARAMS_NAME
-        left_out[layout.beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
+        left_out[beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
     without = f", without {' and '.join(read.missing)}" if read.missing else ""
     ordered = in_file_order(dict(sorted(read.specs.items())))
     header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
