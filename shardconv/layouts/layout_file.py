@@ -42,6 +42,8 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         refuse: source tensors that the engine does not support.
         needs: names of file tensors that the engine requires. ``*`` is each layer, and of names with ``{a,b}``, one is
             required; names whose rule does not apply are not.
+        beside: name of a file tensor to those that a layer with it needs, too.
+        requires: config fields and the values that they have to have if a config states them.
         copies: source tensors that have the values of another one, and are not in the files, to the name of that one.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
@@ -52,6 +54,8 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     left_out: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    beside: dict[str, tuple[str, ...]] = {}
+    requires: dict[str, object] = {}
     copies: dict[str, str] = {}
     padded_to: dict[str, int] = {}
     defaults: dict[str, object] = {}
@@ -178,6 +182,12 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             PlanError: if the layout does not support this model.
         """
         groups = self._groups_of(config.get("model_type"))
+        for field, value in (item for group in groups for item in group.requires.items()):
+            if config.get(field, value) != value:
+                raise PlanError(
+                    f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected "
+                    f"{value!r}): {self._remedy}"
+                )
         config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
         rules = [rule for group in groups for rule in group.rules]
         applied = tuple(rule for rule in rules if rule.applies(config))

@@ -43,6 +43,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         also: further names of the file tensor; a file has one of them or all.
         shares: config fields whose values are the shares of its segments in its rows; by default, they are equal. The
             segments are the sources, or parts of the only source.
+        unit: the config field with the number of rows of one share.
         groups: the config field with the number of groups that the rows of each segment have: the first groups of all
             segments are followed by their second groups, and so on.
         rows: the config field with the number of rows, of which the file may have more as padding.
@@ -61,6 +62,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_one_rank: bool = False
     also: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
+    unit: str | None = None
     groups: str | None = None
     rows: str | None = None
 

@@ -5,7 +5,7 @@ of one that is read.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from shardconv.layouts.full_shapes import positive
@@ -73,6 +73,8 @@ def row_tensors_of_sources(
     """
     found = []
     for (rule, texts), experts in members_of(rules, tensors).items():
+        if not _is_of_layer(texts):
+            continue
         names, count = rule.members(texts, experts, config, "correct the source")
         specs = [tensors[name] for name in names]
         per_expert = len(rule.sources)
@@ -86,6 +88,11 @@ def row_tensors_of_sources(
                     f"tensor"
                 )
     return found
+
+
+def _is_of_layer(texts: Iterable[str]) -> bool:
+    """Whether the text of each ``*`` is the number of a layer."""
+    return all(map(str.isdecimal, texts))
 
 
 def row_tensor(
@@ -131,6 +138,8 @@ def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, obje
     if rest:
         fields = " + ".join(options.shares) or "its members"
         raise PlanError(f"has {rows} rows (expected a multiple of {sum(shares)}, which is {fields})")
+    if options.unit is not None and unit != positive(config, options.unit):
+        raise PlanError(f"has {unit} rows per head (expected {config[options.unit]}, which is {options.unit})")
     sizes = [unit * share for share in shares]
     starts = [0] * len(names) if len(names) > 1 else [0, *accumulate(sizes)]
     groups = 1 if options.groups is None else positive(config, options.groups)
@@ -166,7 +175,7 @@ def row_tensors_of_files(
     """
     found, name_of = FoundTensors({}, {}, []), dict[str, str]()
     for name, spec in tensors.items():
-        if (related := find_target(rules, name)) is None:
+        if (related := find_target(rules, name)) is None or not _is_of_layer(related.match.texts):
             found.unknown.append(name)
         elif (first := name_of.setdefault(related.target, name)) != name:
             found.others[name] = first
@@ -197,13 +206,13 @@ def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mappin
     return (count, rows, *rest)
 
 
-def check_needed(chosen: ChosenRules, names: Collection[str], num_layers: int) -> None:
+def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[int]) -> None:
     """Check that each layer has the file tensors that it needs.
 
     Args:
         chosen: the rules.
         names: of the file tensors, as the rules have them.
-        num_layers: number of layers.
+        layers: the numbers of the layers.
 
     Raises:
         PlanError: if one is missing.
@@ -211,12 +220,17 @@ def check_needed(chosen: ChosenRules, names: Collection[str], num_layers: int) -
     targets = {rule.target for rule in chosen.rules}
     for text in (text for group in chosen.groups for text in group.needs):
         patterns = [pattern for pattern in parse_patterns([text]) if pattern in targets]
-        for layer in range(num_layers if "*" in text and patterns else min(len(patterns), 1)):
+        for layer in layers if "*" in text and patterns else layers[: min(len(patterns), 1)]:
             expected = [pattern.name(Match((str(layer),))) for pattern in patterns]
             if not any(name in names for name in expected):
                 raise PlanError(
                     f"{' or '.join(expected)} is missing (expected in every layer that has it by the config)"
                 )
+    for text, others in (item for group in chosen.groups for item in group.beside.items()):
+        matches = [match for name in names if (match := Pattern(text).match(name)) is not None]
+        for match, pattern in product(matches, map(Pattern, others)):
+            if pattern in targets and pattern.name(match) not in names:
+                raise PlanError(f"{pattern.name(match)} is missing (expected beside {Pattern(text).name(match)})")
 
 
 def find_copies(chosen: ChosenRules, names: Collection[str]) -> dict[str, str]:

@@ -117,7 +117,7 @@ def test_files_beside_the_chunks(written):
     assert vars(found.pop("args")) == {
         "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2,
         "group_query_attention": True, "kv_channels": 16, "max_position_embeddings": 32, "vocab_size": VOCAB,
-        "padded_vocab_size": VOCAB, "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 1,
+        "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
     }  # fmt: skip
     assert found == {
@@ -356,7 +356,9 @@ def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
 def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
     report = shardconv.merge(legacy(source_of(kind), tmp_path / "run", tp, pp), tmp_path / "merged")
     names = "args and checkpoint_version and extra states and iteration and optimizer and rng_state"
-    assert report.derived == (f"converted from {tp * pp} file{'s'[: tp * pp > 1]} of Megatron-Core, without {names}",)
+    files = f"{tp * pp} file{'s'[: tp * pp > 1]}"
+    padding = "6 rows of padding of the vocabulary"
+    assert report.derived == (f"converted from {files} of Megatron-Core, without {names} and {padding}",)
     assert_equal(read(tmp_path / "merged"), read(source_of(kind)))
 
 
@@ -413,8 +415,14 @@ def test_expert_parallel_ranks_are_refused(source_of, tmp_path):
     [
         ({"num_hidden_layers": 3}, "layers are missing (got 2 layers, the last with index 1, expected 3)"),
         ({"num_hidden_layers": 1}, "of a layer that the config does not have (num_hidden_layers 1)"),
-        ({"num_attention_heads": 7}, "has 192 rows (expected a multiple of 11, which is num_attention_heads + "),
-        ({"num_key_value_heads": 4}, "k_proj.bias: dim 0 has 48 elements (expected 64"),
+        ({"num_attention_heads": 7}, "(expected 112 in dim 1, which is num_attention_heads * head_dim)"),
+        ({"num_key_value_heads": 4}, "linear_qkv.weight: has 12 rows per head (expected 16, which is head_dim)"),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 4},
+            "(expected 64 in dim 1, which is num_attention_heads * head_dim)",
+        ),
+        ({"attention_bias": False}, "bias is not one of a 'llama' model"),
+        ({"mlp_bias": False}, "bias is not one of a 'llama' model"),
         ({"vocab_size": 300}, "has 250 rows (expected at least 300, which is vocab_size)"),
         ({"vocab_size": None}, "vocab_size in the config is None (expected a positive integer)"),
         ({"tie_word_embeddings": True}, "tensor output_layer.weight is not one of a 'llama' model"),
@@ -439,6 +447,8 @@ def test_a_config_that_contradicts_the_tensors(trained, tmp_path, fields, text):
             "model.layers.2 is not an MTP layer",
         ),
         (lambda t: {name: one for name, one in t.items() if "k_proj" not in name}, "k_proj"),
+        (lambda t: {name: one for name, one in t.items() if "up_proj.bias" not in name}, "up_proj.bias"),
+        (lambda t: t | {"model.layers.0.adapter.input_layernorm.weight": torch.ones(64)}, "adapter.input_layernorm"),
         (lambda t: {name: one for name, one in t.items() if "input_layernorm" not in name}, "input_layernorm"),
     ],
 )
@@ -448,6 +458,65 @@ def test_sources_that_the_layout_does_not_have(source_of, tmp_path, change, text
         shardconv.split(source, tmp_path / "megatron", layout="megatron")
     assert text in str(caught.value)
     assert not (tmp_path / "megatron").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "missing", "text"),
+    [
+        ("qwen3", {}, "q_norm", "q_layernorm.weight is missing"),
+        ("qwen3_moe", {}, "layers.1.mlp.gate.weight", "router.weight is missing (expected beside"),
+        ("qwen2", {}, "_proj.bias", "linear_qkv.bias is missing"),
+        ("deepseek_v3", {}, "e_score_correction_bias", "router.expert_bias is missing"),
+        ("deepseek_v3", {}, "layers.1.mlp.shared_experts", "shared_experts.linear_fc1.weight is missing"),
+        ("deepseek_v3", {}, "enorm", "enorm.weight is missing (expected beside"),
+        ("deepseek_v3", {"rope_interleave": False}, "none", "does not support rope_interleave False"),
+        ("glm4_moe", {"num_hidden_layers": 3}, "none", "model.layers.2 is an MTP layer, as it has eh_proj"),
+        ("llama", {"mlp_bias": False}, "mlp.", "o_proj.bias: layout megatron does not have this tensor"),
+    ],
+)
+def test_sources_that_a_model_type_does_not_have(source_of, tmp_path, kind, fields, missing, text):
+    def change(tensors: Tensors) -> Tensors:
+        return {name: one for name, one in tensors.items() if missing not in name}
+
+    source = copy_with(source_of(kind), tmp_path / "source", change)
+    change_config(source, fields)
+    with pytest.raises(PlanError) as caught:
+        shardconv.split(source, tmp_path / "megatron", layout="megatron")
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("decoder.layers.0.adapter.input_layernorm.weight", "is not one of a 'llama' model"),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", "is not one of a 'llama' model"),
+        ("decoder.layers.input_layernorm.weight", "are one tensor with two names, but have different bytes"),
+    ],
+)
+def test_trained_tensors_that_the_layout_does_not_have(source_of, tmp_path, name, text):
+    shape = (2, 64) if ".layers.input" in name else (64,)
+    tensors = expected(source_of("llama")) | {name: torch.ones(shape)}
+    folder = write_megatron(tmp_path / "run", tensors, source_of("llama") / "config.json")
+    with pytest.raises(SourceError) as caught:
+        shardconv.merge(folder, tmp_path / "merged")
+    assert text in str(caught.value)
+
+
+def test_a_head_of_its_own_is_not_dropped(source_of, tmp_path):
+    folder = legacy(source_of("llama"), tmp_path / "run", 1, 1)
+    change_config(folder, {"tie_word_embeddings": True})
+    with pytest.raises(SourceError, match=r"tensor output_layer\.weight is not one of a 'llama' model"):
+        shardconv.merge(folder, tmp_path / "merged")
+    staged = legacy(source_of("llama"), tmp_path / "staged", 1, 2)
+    change_config(staged, {"tie_word_embeddings": True})
+    with pytest.raises(IntegrityError, match=r"output_layer\.weight: differs from embedding\.word_embeddings\.weight"):
+        shardconv.merge(staged, tmp_path / "merged")
+
+
+def test_rows_that_are_removed_are_reported(source_of, trained, tmp_path):
+    change_config(trained, {"vocab_size": 100})
+    report = shardconv.merge(trained, tmp_path / "merged")
+    assert report.derived == ("converted from 1 file of Megatron-Core, without 150 rows of padding of the vocabulary",)
 
 
 def copy_with(source: Path, target: Path, change) -> Path:

@@ -57,10 +57,14 @@ def test_layout_file_with_an_unknown_key_is_refused():
 COUNT = 3
 #: Each layout with the fields of a config by which it chooses rules; of Meta's and DeepSeek's files, all apply.
 CASES = [
-    (key, {"model_type": model_type, "tie_word_embeddings": is_tied, "q_lora_rank": rank})
+    (
+        key,
+        {"model_type": model_type, "tie_word_embeddings": has_more, "q_lora_rank": 8 if has_more else None}
+        | dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "n_shared_experts"), has_more),
+    )
     for key in SOURCE_LAYOUTS
     for model_type in layout_file(key).types or ("any",)
-    for is_tied, rank in ((True, 8), (False, None))
+    for has_more in (True, False)
 ]
 COUNTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), COUNT)
 

@@ -44,7 +44,6 @@ KINDS = {
     "gemma": Model("gemma", {**DENSE, "tie_word_embeddings": True}),
     "gemma2": Model("gemma2", {**DENSE, "tie_word_embeddings": True}),
     "gemma3": Model("gemma3_text", {**DENSE, "tie_word_embeddings": True}),
-    "olmo": Model("olmo", DENSE),
     "mixtral": Model("mixtral", SPARSE),
     "qwen2_moe": Model("qwen2_moe", {**DENSE, **MOE}),
     "qwen3_moe": Model("qwen3_moe", {**SPARSE, "norm_topk_prob": True}),

@@ -14,6 +14,7 @@ from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
+from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME, known_sizes
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.row_order import JoinedRows, Literal, Rows, WithCopies
@@ -40,7 +41,6 @@ _SETTINGS = {
     "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim", "max_position_embeddings": "max_position_embeddings", "vocab_size": "vocab_size",
 }  # fmt: skip
-EMBEDDING = "embedding.word_embeddings.weight"
 #: Version of the state dict in ``common.pt``.
 _CHECKPOINT_VERSION = 3.0
 
@@ -174,9 +174,10 @@ def _common(
     settings |= {
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
         "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
-        "padded_vocab_size": tensors[EMBEDDING].spec.shape[0],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
     }  # fmt: skip
+    if options.vocabulary_multiple is not None:  # without it, Megatron-LM pads for its tensor parallel size
+        settings["padded_vocab_size"] = tensors[EMBEDDING].spec.shape[0]
     content = {"non_homogeneous_layers": not options.is_stacked, "singleton_local_shards": False}
     common = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": content}
     return {**common, "args": Namespace(**settings)}
@@ -184,13 +185,15 @@ def _common(
 
 def _check_layers(rules: ChosenRules, names: Collection[str], num_layers: int) -> None:
     """Check that each layer has the tensors that it needs, and that further layers are MTP layers."""
-    check_needed(rules, names, num_layers)
-    for layer in mtp_layers(names, num_layers):
-        if f"decoder.layers.{layer}.eh_proj.weight" not in names:
+    mtp = mtp_layers(names, num_layers)
+    for layer in [*range(num_layers), *mtp]:
+        if (f"decoder.layers.{layer}.eh_proj.weight" in names) != (layer in mtp):
+            is_mtp = "is not an MTP layer, as it does not have" if layer in mtp else "is an MTP layer, as it has"
             raise PlanError(
-                f"model.layers.{layer} is not an MTP layer, as it does not have eh_proj, and config.json has "
-                f"num_hidden_layers {num_layers}: correct the config"
+                f"model.layers.{layer} {is_mtp} eh_proj, and config.json has num_hidden_layers {num_layers}: correct "
+                f"the config"
             )
+    check_needed(rules, names, [*range(num_layers), *mtp])
 
 
 def _check_unquantized(planned: PlannedSource) -> None:
@@ -208,8 +211,7 @@ def _check_complete(source: Source, tensors: Iterable[RowTensor], copies: Mappin
     if (name := next((name for name in source.specs if name not in held), None)) is not None:
         raise PlanError(
             f"{name}: layout megatron does not have this tensor for model type "
-            f"{(source.config or {}).get('model_type')!r:.60}: remove it from the source, or use "
-            f"{option(layout='native')}"
+            f"{(source.config or {}).get('model_type')!r:.60} with this config: use {option(layout='native')}"
         )
 
 

@@ -219,7 +219,7 @@ def _bands(name: str, spec: TensorSpec, chunks: Sequence[StoredChunk]) -> _Bands
 
 def _ranges(band: str, spec: TensorSpec, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Rows]:
     """Yield the contiguous ranges of a tensor that a band with this box of its first dims has."""
-    inner = max(dim for dim in range(len(sizes)) if sizes[dim] != spec.shape[dim])
+    inner = max((dim for dim in range(len(sizes)) if sizes[dim] != spec.shape[dim]), default=0)
     strides = [num_bytes(spec.dtype, spec.shape[dim + 1 :]) for dim in range(inner + 1)]
     size = sizes[inner] * strides[inner]
     for number, index in enumerate(product(*map(range, sizes[:inner]))):

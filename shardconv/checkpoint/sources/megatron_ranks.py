@@ -24,8 +24,12 @@ from shardconv.support.errors import PlanError, SourceError
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: The names of a tensor of one expert, in experts that are computed one by one, and by a grouped GEMM.
 _EXPERT = re.compile(
-    r"(.+\.experts)\.(?:local_experts\.(?P<one>\d+)\.)?(linear_fc[12]\.(?:weight|bias))(?P<grouped>\d*)"
+    r"(.+\.experts)\.(?:local_experts\.(?P<one>\d{1,6})\.)?(linear_fc[12]\.(?:weight|bias))(?P<grouped>\d{0,6})"
 )
+
+
+#: The head, and the tensor that it is a copy of where embeddings are tied.
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 class _Rank(NamedTuple):
@@ -72,13 +76,14 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
                 shards.setdefault(global_name, []).append(_Shard(rank.tp, rank.file, info, expert))
         held = {int(match[1]) for name in files[stage[0].file].tensors if (match := _LAYER.fullmatch(name))}
         first_layer += len(held)
-    tensors = {}
+    tensors, has_stages = {}, max(rank.pp for rank in ranks) > 0
     for name, found in shards.items():
-        if (related := find_target(rules.rules, name)) is None:
-            if name == "output_layer.weight" and rules.config.get("tie_word_embeddings"):
-                continue  # the last stage has a copy of the embedding table
+        related = find_target(rules.rules, name)
+        if related is None and name == HEAD and has_stages:  # the last stage has a copy of the embedding table
+            related = find_target(rules.others, name)
+        if related is None:
             raise PlanError(f"tensor {name} is not one of a {rules.config.get('model_type')!r:.40} model")
-        tensors[name] = _chunked(name, related.rule, found)
+        tensors[name] = _chunked(name, related.rule, found, max(rank.tp for rank in ranks) + 1)
     left_out = {entry.partition(".")[0] for file in files for entry in file.left_out if not entry.startswith("model.")}
     return ChunkedFiles(files, tensors, tuple(sorted({*left_out, "extra states"})))
 
@@ -124,15 +129,18 @@ def _global_name(name: str, first_layer: int, num_layers: int) -> tuple[str, int
     return f"{match[1]}.experts.{match[3]}", int(number)
 
 
-def _chunked(name: str, rule: LayoutRule, shards: Sequence[_Shard]) -> tuple[TensorSpec, list[StoredChunk]]:
+def _chunked(name: str, rule: LayoutRule, shards: Sequence[_Shard], tp: int) -> tuple[TensorSpec, list[StoredChunk]]:
     """The dtype, shape and chunks of a tensor."""
     local = {TensorSpec(shard.info.dtype, shard.info.shape) for shard in shards}
     if len(local) > 1:
         raise PlanError(f"{name}: ranks have different shapes or dtypes (got {sorted(local)})")
     ((dtype, shape, *_),) = local
-    experts = [max(shard.expert for shard in shards if shard.expert is not None) + 1] if rule.is_stacked else []
-    tp = max(shard.tp for shard in shards) + 1
+    if rule.is_stacked and any(shard.expert is None for shard in shards):
+        raise PlanError(f"{name}: has all experts of a rank in one tensor, which this format is not read with")
+    experts = [max(shard.expert or 0 for shard in shards) + 1] if rule.is_stacked else []
     dim = rule.options.dims[0] if rule.options.dims else None
+    if len(shape) <= (dim or 0):
+        raise PlanError(f"{name}: has shape {list(shape)} on a rank (expected at least {(dim or 0) + 1} dims)")
     parts = len(rule.sources) if dim == 0 and rule.options.groups is None else 1
     if dim == 0 and shape[0] % parts:
         raise PlanError(f"{name}: has {shape[0]} rows on a rank (expected a multiple of {parts})")

@@ -5,26 +5,32 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardconv.checkpoint.sources.dcp_files import TRAINING_STATE, ListedTensor, list_dcp, stored_tensors
+from shardconv.checkpoint.sources.dcp_files import (
+    TRAINING_STATE,
+    ChunkedFiles,
+    ListedTensor,
+    list_dcp,
+    stored_tensors,
+)
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.megatron_ranks import list_ranks
-from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors
+from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
+from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithCopies
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_text
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
-from shardconv.layouts.layout_file import layout_file
+from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
-from shardconv.layouts.row_pieces import RowTensor, check_needed, copies_of_layers, row_tensors_of_files
+from shardconv.layouts.row_pieces import FoundTensors, RowTensor, check_needed, copies_of_layers, row_tensors_of_files
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
 
 #: The folder of a converted model, and the file that names the folder of the last iteration.
 FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_\d{7}|release")
+_ITERATION = re.compile(r"iter_\d{7,12}|release")
 
 
 def with_iteration(folder: SourceFolder) -> SourceFolder:
@@ -36,14 +42,15 @@ def with_iteration(folder: SourceFolder) -> SourceFolder:
     if LATEST_NAME not in folder.names:
         return folder
     latest = read_text(folder.path / LATEST_NAME).strip()
-    name = latest if latest == FOLDER or not latest.isdecimal() else f"iter_{int(latest):07}"
+    name = f"iter_{latest:0>7}" if latest.isdecimal() else latest
     inner = f"{name}/"
     if not _ITERATION.fullmatch(name) or not any(one.startswith(inner) for one in folder.kept):
         raise SourceError(
             f"{folder.path / LATEST_NAME}: names {latest!r:.40}, whose folder is not there: copy it, or pass the "
             f"folder of another iteration"
         )
-    others = {one: "another iteration" for one in folder.kept if _ITERATION.match(one) and not one.startswith(inner)}
+    iterations = (one for one in folder.kept if "/" in one and _ITERATION.fullmatch(one.partition("/")[0]))
+    others = {one: "another iteration" for one in iterations if not one.startswith(inner)}
     kept = {one: path for one, path in folder.kept.items() if one not in others and one != LATEST_NAME}
     left_out = folder.left_out | others | {LATEST_NAME: "names the iteration"}
     return replace(folder, kept=kept, left_out=left_out, inner=inner)
@@ -56,10 +63,10 @@ def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:
         PlanError: if a size is not a positive integer.
     """
     heads = positive(config, "num_attention_heads")
-    defaults = {"num_key_value_heads": heads}
     stated = {name: value for name, value in config.items() if value is not None}
     positive(config, "num_hidden_layers")
-    return defaults | stated
+    sizes = {"num_key_value_heads": heads, "head_dim": positive(config, "hidden_size") // heads} | stated
+    return {**sizes, "num_attention_heads * head_dim": heads * positive(sizes, "head_dim")}
 
 
 class _View(NamedTuple):
@@ -92,27 +99,54 @@ def read_megatron(
         num_layers = sizes["num_hidden_layers"]
         is_legacy = METADATA_NAME not in folder.names
         listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
-        views = dict(_views({name: spec for name, (spec, _) in listed.tensors.items()}, num_layers))
+        views = _views(listed, num_layers)
+        head = views.pop(HEAD, None) if is_legacy and sizes.get("tie_word_embeddings") else None
         held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
-        if held.unknown:
-            raise PlanError(f"tensor {held.unknown[0]} is not one of a {config.get('model_type')!r:.40} model")
-        for name, first in held.others.items():
-            if listed.tensors[views[name].stored] != listed.tensors[views[first].stored]:
-                raise PlanError(f"{name} and {first} are one tensor with two names, but have different bytes")
-        names = {tensor.name for tensor in held.tensors.values()}
-        check_layers((name for name in names if split_layer(name, num_layers)), sizes)
-        check_needed(rules, names, num_layers)
+        _check(held, listed, views, rules, sizes)
     except PlanError as error:
         raise SourceError(
             f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
         ) from error
     found = {name: spec for tensor in held.tensors.values() for name, spec in tensor.sources.items()}
-    transforms = {
+    transforms: dict[str, Transform] = {
         source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
     }
+    if head is not None:
+        (embedding,) = held.tensors[EMBEDDING].sources
+        transforms[embedding] = WithCopies(transforms[embedding], EMBEDDING, (HEAD,))
     for copy, original in copies_of_layers(rules, mtp_layers(views, num_layers)):
-        found[copy], transforms[copy] = found[original], transforms[original]
-    return found, stored_tensors(folder.path, listed).with_layer(transforms), listed.left_out
+        if original in found:  # without a head where embeddings are tied
+            found[copy], transforms[copy] = found[original], transforms[original]
+    padding = {
+        views[name].spec.shape[0] - tensor.spec.shape[0] for name, tensor in held.tensors.items() if tensor.is_padded
+    }
+    removed = [f"{rows} rows of padding of the vocabulary" for rows in sorted(padding) if rows]
+    return found, stored_tensors(folder.path, listed).with_layer(transforms), (*listed.left_out, *removed)
+
+
+def _check(
+    held: FoundTensors,
+    listed: ChunkedFiles,
+    views: Mapping[str, _View],
+    rules: ChosenRules,
+    sizes: Mapping[str, Any],
+) -> None:
+    """Check that the tensors are all those of the model.
+
+    Raises:
+        PlanError: if one is unknown or missing, or has two names with different bytes.
+    """
+    if held.unknown:
+        raise PlanError(f"tensor {held.unknown[0]} is not one of a {sizes.get('model_type')!r:.40} model")
+    for name, first in held.others.items():
+        if listed.tensors[views[name].stored] != listed.tensors[views[first].stored]:
+            raise PlanError(f"{name} and {first} are one tensor with two names, but have different bytes")
+    names, num_layers = {tensor.name for tensor in held.tensors.values()}, sizes["num_hidden_layers"]
+    check_layers((name for name in names if split_layer(name, num_layers)), sizes)
+    check_needed(rules, names, [*range(num_layers), *mtp_layers(names, num_layers)])
+    eh_projs = (f"decoder.layers.{layer}.eh_proj.weight" for layer in range(num_layers))
+    if (wrong := next((name for name in eh_projs if name in names), None)) is not None:
+        raise PlanError(f"{wrong} is of an MTP layer (expected none among the layers, num_hidden_layers {num_layers})")
 
 
 def _select(_: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
@@ -131,19 +165,33 @@ def _kind(name: str) -> str | None:
     return first if TRAINING_STATE.search(first) or first.startswith("chained_") else None
 
 
-def _views(specs: Mapping[str, TensorSpec], num_layers: int) -> Iterator[tuple[str, _View]]:
-    """Yield the tensors by their names in the rules: of a stacked one, those of all layers."""
-    for name, spec in specs.items():
-        if name_of_layer(name, 0) is None:
-            if is_mtp_layer(name, num_layers):
-                raise PlanError(f"{name} is of a layer that the config does not have (num_hidden_layers {num_layers})")
-            yield name_in_rules(name, num_layers), _View(spec, name, 0)
-            continue
-        if spec.shape[:1] != (num_layers,):
-            raise PlanError(f"{name} has shape {list(spec.shape)} (expected {num_layers} layers, num_hidden_layers)")
-        one = TensorSpec(spec.dtype, spec.shape[1:])
-        for layer in range(num_layers):
-            yield str(name_of_layer(name, layer)), _View(one, name, layer * num_bytes(*one[:2]))
+def _views(listed: ChunkedFiles, num_layers: int) -> dict[str, _View]:
+    """The tensors by their names in the rules.
+
+    Raises:
+        PlanError: if a layer is not in the config, or a tensor has two names with different bytes.
+    """
+    views: dict[str, _View] = {}
+    for stored, (spec, _) in listed.tensors.items():
+        for name, view in _views_of(stored, spec, num_layers):
+            other = views.setdefault(name, view)
+            if (listed.tensors[other.stored], other.start) != (listed.tensors[stored], view.start):
+                raise PlanError(f"{stored} and {other.stored} are one tensor with two names, but have different bytes")
+    return views
+
+
+def _views_of(stored: str, spec: TensorSpec, num_layers: int) -> Iterator[tuple[str, _View]]:
+    """Yield a stored tensor by its name in the rules: of a stacked one, the tensors of all layers."""
+    if name_of_layer(stored, 0) is None:
+        if is_mtp_layer(stored, num_layers):
+            raise PlanError(f"{stored} is of a layer that the config does not have (num_hidden_layers {num_layers})")
+        yield name_in_rules(stored, num_layers), _View(spec, stored, 0)
+        return
+    if spec.shape[:1] != (num_layers,):
+        raise PlanError(f"{stored} has shape {list(spec.shape)} (expected {num_layers} layers, num_hidden_layers)")
+    one = TensorSpec(spec.dtype, spec.shape[1:])
+    for layer in range(num_layers):
+        yield str(name_of_layer(stored, layer)), _View(one, stored, layer * num_bytes(*one[:2]))
 
 
 def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, JoinedRows]]:

@@ -90,7 +90,7 @@ class WithCopies:
             if other != block:
                 raise IntegrityError(
                     f"{copy}: differs from {self.name}, and Megatron-Core has one tensor for both: use "
-                    f"{option(layout='native')}"
+                    f"{option(layout='native')}, or a checkpoint in which they are equal"
                 )
 
 
