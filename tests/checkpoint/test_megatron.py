@@ -318,6 +318,13 @@ def test_split_equals_a_split_of_the_model(source_of, trained, tmp_path, tp):
     assert shardconv.verify(tmp_path / "from-megatron", against=tmp_path / "changed.safetensors").differences
 
 
+def test_run_of_a_trained_checkpoint(source_of, trained):
+    result = call(
+        "run", trained, "--tp", "2", "--token-ids", "1 2 3", "--max-new-tokens", "4", "--check", source_of("llama")
+    )
+    assert result.code == 0  # 3 if outputs differ
+
+
 def test_plan_shows_the_supported_sizes(trained):
     result = call("plan", trained)
     assert result.code == 0

@@ -311,8 +311,8 @@ def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     for name, spec in source.specs.items():
         shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
         size = num_bytes(spec.dtype, spec.shape)
-        full = stored.shards[name]
-        is_made = stored.transform_of(name) is not None or len(full.files) > 1 or _is_misaligned(full, spec)
+        full = None if stored.transform_of(name) is not None else stored.shards[name]
+        is_made = full is None or len(full.files) > 1 or _is_misaligned(full, spec)
         if size and (is_remote or is_made or _only_range(shard, size) is None):
             total += shard.local(size)
     return total
