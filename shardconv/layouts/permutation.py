@@ -82,6 +82,7 @@ def permutations(
     Raises:
         PlanError: if a size in the config is not a positive integer.
     """
-    related = ((name, find_source(rules, name)) for name in names)
-    tables = {name: found.rule.options.permuted for name, found in related if found is not None}
-    return {name: permutation(table, config) for name, table in tables.items() if table is not None}
+    permuted = [rule for rule in rules if rule.options.permuted is not None]
+    related = ((name, find_source(permuted, name)) for name in names if permuted)
+    tables = ((name, found.rule.options.permuted) for name, found in related if found is not None)
+    return {name: permutation(table, config) for name, table in tables if table is not None}

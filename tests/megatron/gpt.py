@@ -136,7 +136,7 @@ def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool) 
     experts = next(
         (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
     )
-    normalization, epsilon = ("LayerNorm", 1e-5) if kind == "olmo" else ("RMSNorm", config.get("rms_norm_eps"))
+    normalization, epsilon = ("LayerNorm", 1e-5) if kind == "olmo" else ("RMSNorm", config.get("rms_norm_eps", 1e-6))
     fields: dict[str, Any] = {
         "num_layers": layers, "hidden_size": config["hidden_size"], "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads, "num_query_groups": config.get("num_key_value_heads") or heads,
@@ -209,7 +209,7 @@ def build(config: dict[str, Any], work: Work) -> GPTModel:
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope", rotary_base=int(rotary(config, "rope_theta", 10000.0)),
         rotary_percent=rotary(config, "partial_rotary_factor", 1.0),
-        share_embeddings_and_output_weights=config["tie_word_embeddings"],
+        share_embeddings_and_output_weights=config.get("tie_word_embeddings", False),
         mtp_block_spec=mtp_spec(made, spec, use_transformer_engine=False) if work.with_mtp else None,
     )  # fmt: skip
     if config["model_type"] in GEMMA and model.pre_process:
