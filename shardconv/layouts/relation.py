@@ -147,8 +147,13 @@ class LayoutRule:
 
     @property
     def is_stacked(self) -> bool:
+        """Whether the file tensor has a dim of experts that source tensors do not have."""
+        return "#" in self.sources[0].text
+
+    @property
+    def has_experts(self) -> bool:
         """Whether the file tensor has a dim of experts."""
-        return "#" in self.sources[0].text or self.options.permuted is not None
+        return self.is_stacked or self.options.permuted is not None
 
     def applies(self, config: Mapping[str, object]) -> bool:
         """Whether the rule applies to checkpoints with this config."""

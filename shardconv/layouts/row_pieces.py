@@ -45,7 +45,7 @@ class RowTensor(NamedTuple):
         also: further names in the file.
         spec: dtype and shape, without padding.
         pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
-        is_stacked: whether there is a dim of experts that source tensors do not have.
+        is_stacked: whether there is a dim of experts.
         is_interleaved: whether a segment is not contiguous in the rows.
         is_padded: whether there may be rows behind these in a file.
     """
@@ -125,7 +125,7 @@ def row_tensor(
     """
     name = rule.target.name(match)
     count, rows, *rest = shape
-    full = (*([count] if rule.is_stacked else []), rows, *rest)
+    full = (*([count] if rule.has_experts else []), rows, *rest)
     try:
         pieces = [[*_pieces(rule, match._replace(expert=expert), rows, config)] for expert in range(count)]
     except PlanError as error:
@@ -137,7 +137,7 @@ def row_tensor(
         also,
         TensorSpec(dtype, full),
         tuple(map(tuple, pieces)),
-        rule.is_stacked,
+        rule.has_experts,
         is_interleaved,
         rule.options.rows is not None,
     )
@@ -209,8 +209,8 @@ def row_tensors_of_files(
 
 def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mapping[str, object]) -> tuple[int, ...]:
     """The number of experts or 1, the rows without padding, and the shape of a row of a file tensor."""
-    if len(spec.shape) <= rule.is_stacked:
-        raise PlanError(f"{name}: has shape {list(spec.shape)} (expected at least {1 + rule.is_stacked} dims)")
+    if len(spec.shape) <= rule.has_experts:
+        raise PlanError(f"{name}: has shape {list(spec.shape)} (expected at least {1 + rule.has_experts} dims)")
     if rule.options.permuted is not None:
         shape = permutation(rule.options.permuted, config).shape
         if spec.shape != shape:
@@ -224,7 +224,7 @@ def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mappin
             raise PlanError(
                 f"{name}: has shape {list(spec.shape)} (expected {config[field]} in dim {dim}, which is {field})"
             )
-    count, rows, *rest = spec.shape if rule.is_stacked else (1, *spec.shape)
+    count, rows, *rest = spec.shape if rule.has_experts else (1, *spec.shape)
     if rule.options.rows is not None:
         held, rows = rows, positive(config, rule.options.rows)
         if held < rows:

@@ -373,7 +373,7 @@ def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
 @pytest.mark.parametrize(
     ("kind", "tp", "pp"),
     [
-        ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1),
+        ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1), ("gpt_oss", 1, 1),
         ("deepseek_v2", 2, 2),
     ],
 )  # fmt: skip
