@@ -373,8 +373,8 @@ def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
 @pytest.mark.parametrize(
     ("kind", "tp", "pp"),
     [
-        ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1), ("gpt_oss", 1, 1),
-        ("deepseek_v2", 2, 2),
+        ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1),
+        ("gpt_oss", 1, 1), ("deepseek_v2", 2, 2),
     ],
 )  # fmt: skip
 def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
