@@ -36,6 +36,10 @@ OPTIONS = {
     "--check": ("run", "runtime/test_run.py::test_check_against_an_incomplete_checkpoint"),
     "--check-model": ("plan split pad", "proof/test_model_check.py::test_check_model_excludes_cost"),
     "--checksums": ("split reshard", "checkpoint/test_damage.py::test_checkpoint_without_checksums_is_not_verified"),
+    "--component": (
+        "plan split run pad",
+        "checkpoint/test_pipeline.py::test_chosen_components_are_split_and_others_are_copied",
+    ),
     "--config": (
         "plan split run merge",
         "runtime/test_load_source.py::test_file_without_a_config_is_loaded_with_another",

@@ -144,6 +144,11 @@ SPLIT_TP = Option(
 )  # fmt: skip
 SOURCE_TP = Option(PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N")
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
+COMPONENT = Option(
+    PLAN, "--component components", "Shard this component of the pipeline SRC, and copy the others. Repeatable. "
+    "[default: all models that can be sharded]",
+    multiple=True, metavar="NAME",
+)  # fmt: skip
 BASE = Option(
     ADAPTERS, "--base", "Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a "
     "config.json.",
@@ -175,6 +180,7 @@ PLAN_OPTIONS = (
     ),
     engine_option("shardconv run"),
     PAD,
+    COMPONENT,
     *SOURCE_OPTIONS,
 )  # fmt: skip
 

@@ -7,6 +7,7 @@ import click
 
 from shardconv.commands.command import PLAN, OneProcessCommand, Option
 from shardconv.commands.options import (
+    COMPONENT,
     FOLLOW_LINKS,
     IGNORE,
     SOURCE_PATH,
@@ -48,6 +49,7 @@ _MULTIPLE_OF = Option(
         SRC,
         FOLLOW_LINKS,
         IGNORE,
+        COMPONENT,
         _MULTIPLE_OF,
         destination_option("DIR", "Write this folder.", "NAME-padN"),
         *WRITE_OPTIONS,

@@ -27,7 +27,15 @@ from shardconv.commands.options import (
     dtype_option,
 )
 from shardconv.commands.prove import show_proof
-from shardconv.commands.shared import adapter_notes, check_source, layout_note, model_notes, notes, padding_notes
+from shardconv.commands.shared import (
+    adapter_notes,
+    check_source,
+    component_notes,
+    layout_note,
+    model_notes,
+    notes,
+    padding_notes,
+)
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -212,7 +220,7 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
     if report.num_quantized:
         stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
         lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
-    lines += [*adapter_notes(report.adapters), *found]
+    lines += [*component_notes(report), *adapter_notes(report.adapters), *found]
     lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
     blocks: dict[tuple[str, str], list[BlockedTp]] = {}
     for blocked in report.blocked_tp:

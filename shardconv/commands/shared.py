@@ -12,8 +12,10 @@ from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
 
 if TYPE_CHECKING:
+    from shardconv.checkpoint.operations.plan_report import PlanReport
     from shardconv.checkpoint.operations.reshard import ReshardReport
     from shardconv.checkpoint.operations.split import SplitReport
+    from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.checkpoint.output.writer import WriteReport
     from shardconv.hf.names import ModelCheck
     from shardconv.plan.tp_sizes import PaddingReport
@@ -73,7 +75,8 @@ def show_written(
     effect = "would be written" if report.dry_run else rate(copied, report.seconds)
     first = f"{report.path}: {report.num_tensors} tensors, {size(num_bytes)}, {what}; {effect}"
     warnings = [*([first] if is_warning else []), *quiet_warnings]
-    console.report(report, [first, *lines, *_closing_lines(report, options)], quiet_warnings=warnings)
+    lines = [first, *component_notes(report), *lines, *_closing_lines(report, options)]
+    console.report(report, lines, quiet_warnings=warnings)
 
 
 def _closing_lines(report: "WriteReport", options: Mapping[str, Any]) -> Iterator[str]:
@@ -101,6 +104,15 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
         return []
     ignored = f"; not used by it: {len(check.ignored)}, as {check.ignored[0]}" if check.ignored else ""
     return [f"names and shapes are those of {check.model}{ignored}"]
+
+
+def component_notes(report: "WriteReport | VerifyReport | PlanReport") -> list[str]:
+    """The components of a pipeline, if it is one."""
+    if not report.components:
+        return []
+    sharded = ", ".join(f"{name} ({kind})" for name, kind in report.components.items())
+    copied = ", ".join(f"{name} ({why})" for name, why in report.copied.items())
+    return [f"components: {sharded}", *([f"copied: {copied}"] if copied else [])]
 
 
 def adapter_notes(names: Collection[str]) -> list[str]:

@@ -21,7 +21,7 @@ from shardconv.commands.options import (
     display_options,
     threads_option,
 )
-from shardconv.commands.shared import layout_note, notes, source_progress
+from shardconv.commands.shared import component_notes, layout_note, notes, source_progress
 from shardconv.files.paths import local_path
 from shardconv.plan.engines import ENGINES
 from shardconv.support.console import Console
@@ -124,6 +124,7 @@ def _head(report: "VerifyReport") -> list[str]:
     held = f"{ranks}, {report.num_tensors} tensors, {size(report.num_bytes)}"
     return [
         f"{', '.join(report.paths)}: {held}{layout_note(report.layout)}",
+        *component_notes(report),
         f"checked: {', '.join(report.checked)}",
         *notes((), report.left_out),
     ]

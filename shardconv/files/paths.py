@@ -155,11 +155,14 @@ def folder_name(folder: AnyPath) -> str:
 
 
 def leads_out(path: AnyPath, folder: AnyPath) -> bool:
-    """Whether a path is a link out of its folder; links to the blobs of a Hugging Face cache are not."""
+    """Whether a path is a link out of its folder; links to the blobs of a Hugging Face cache are not.
+
+    The folder may be one in the cache, or that of a component of a pipeline there.
+    """
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
         return False
     root, target = folder.resolve(), path.resolve()
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed = [root, *(one.parent / "blobs" for one in root.parents[:2] if one.name == "snapshots")]
     return not any(target.is_relative_to(parent) for parent in allowed)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
-from shardconv.checkpoint.split.rank_files import auxiliary_differences
+from shardconv.checkpoint.split.rank_files import file_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.distributed.agreement import gather, is_first_rank
 from shardconv.distributed.devices import device_module
@@ -254,7 +254,7 @@ def _notes(checkpoint: Loadable, run: ModelRun, outputs: Outputs, *, is_default:
     if run.options.adapter is None and checkpoint.adapter_note:
         yield checkpoint.adapter_note
     if is_verified:
-        yield from auxiliary_differences(manifest, checkpoint.path)
+        yield from file_differences(manifest.auxiliary_files, checkpoint.path)
     if is_default:
         yield "no tokenizer and no prompt: the models are compared on token ids over the whole vocabulary"
     if is_verified and manifest.checksums is None:

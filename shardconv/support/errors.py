@@ -26,7 +26,9 @@ from collections.abc import Callable
 #: An option in the text of an exception, between two control characters: the JSON of its argument and value.
 _OPTION = re.compile("\x1e([^\x1e\x1f]*)\x1f")
 #: Arguments whose options have another name.
-_FLAGS = {"dst": "-o", "adapters": "--adapter", "engine": "--for", "source_layout": "--from"}
+_FLAGS = {
+    "dst": "-o", "adapters": "--adapter", "components": "--component", "engine": "--for", "source_layout": "--from",
+}  # fmt: skip
 
 
 def option(name: str = "", /, **values: object) -> str:

@@ -43,8 +43,7 @@ from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.faults import failing
 from tests.support.matrix import MATRIX, cases
-from tests.support.megatron import megatron_tensors, write_megatron
-from tests.support.models import Tensors, change_config, read
+from tests.support.models import change_config, read
 from tests.support.pages import Parsed
 from tools.model_matrix.trial import LAYOUTS, check, worst
 
@@ -314,18 +313,6 @@ def plan_file(text: str) -> Change:
     return lambda source: source.with_name("plan.toml").write_text(text) and None
 
 
-def as_megatron(change: Callable[[Tensors], object]) -> Change:
-    """Write a checkpoint of Megatron-Core in place of the checkpoint, with changed tensors."""
-
-    def write(source: Path) -> None:
-        found = megatron_tensors(read(source), json.loads((source / "config.json").read_text()))
-        (source / "model.safetensors").unlink()
-        change(found)
-        write_megatron(source, found)
-
-    return write
-
-
 def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int = 2) -> Change:
     """Write Meta's files in place of the checkpoint, with changed tensors of its ranks; safetensors for tp 1."""
 
@@ -356,6 +343,10 @@ def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int =
             save_file(ranks[0], source / "consolidated.safetensors")
 
     return apply
+
+
+def copied(name: str, to: str) -> Change:
+    return lambda source: shutil.copyfile(source / name, source / to) and None
 
 
 def vocabulary(size: int) -> Change:
@@ -403,10 +394,18 @@ def other_split(source: Path, *, tp: int = TP) -> Path:
     other, place = source.with_name("other"), source.with_name(f"other-tp{tp}")
     if not other.exists():
         shutil.copytree(source, other)
-        tensors(lambda found: found.update({name: tensor + 1 for name, tensor in found.items()}))(other)
+        add_one = tensors(lambda found: found.update({name: tensor + 1 for name, tensor in found.items()}))
+        for path in other.rglob("model.safetensors"):
+            add_one(path.parent)
     if not place.exists():
         shardconv.split(other, place, tp=tp)
     return place
+
+
+def replace_component(split: Path, other: Path) -> None:
+    """Replace the transformer of a split pipeline."""
+    shutil.rmtree(split / "transformer")
+    shutil.copytree(other / "transformer", split / "transformer")
 
 
 def from_other(name: str, *, tp: int = TP, to: str | None = None) -> Damage:
@@ -485,6 +484,16 @@ class Case:
     page: str | None = None
 
 
+def of_pipeline(outcome: Outcome, change: Change) -> Case:
+    """The row of a pipeline that cannot be split."""
+    return Case(refused(outcome) | {"plan --prove": na("a proof is of one model")}, change, base="pipeline")
+
+
+def damaged_pipeline(outcome: Outcome, damage: Damage) -> Case:
+    """The row of a split pipeline that is damaged."""
+    return Case(damaged(outcome) | every(MODEL, na("test_diffusion loads pipelines")), damage=damage, base="pipeline")
+
+
 def unsupported(*texts: str, **settings: Any) -> Case:
     """The row of a quantization method."""
     outcome = error(*texts, "split the unquantized checkpoint")
@@ -501,11 +510,6 @@ def in_meta_layout(change: Change, *texts: str) -> Case:
     """The row of a source that is split in Meta's layout."""
     expected = every(COMMANDS, na("test_external compares the tensors")) | {"split": error(*texts)}
     return Case(expected, change, options=("--layout", "meta"))
-
-
-def of_megatron(change: Change, *texts: str) -> Case:
-    """The row of a checkpoint of Megatron-Core that is read."""
-    return Case(refused(error(*texts)), change)
 
 
 Q, UP, DOWN, NORM = (
@@ -625,37 +629,6 @@ CASES: Mapping[str, Case] = {
     ),
     "layout of Megatron-Core, replicated tensors": in_megatron_layout(
         error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
-    ),
-    "checkpoint of Megatron-Core, a tensor that the model type does not have": of_megatron(
-        as_megatron(lambda found: found.update({"vision_model.weight": torch.ones(2)})),
-        "tensor vision_model.weight is not one of a 'llama' model",
-    ),
-    "checkpoint of Megatron-Core, a tensor is missing": of_megatron(
-        as_megatron(lambda found: found.pop("decoder.layers.0.input_layernorm.weight")),
-        "decoder.layers.0.input_layernorm.weight is missing",
-    ),
-    "checkpoint of Megatron-Core, two names of a tensor with different values": of_megatron(
-        as_megatron(
-            lambda found: found.update(
-                {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": torch.full((64,), 2.0)}
-            )
-        ),
-        "are one tensor with two names, but have different bytes",
-    ),
-    "checkpoint of Megatron-Core, other heads in the config": of_megatron(
-        both(as_megatron(lambda _: None), config(num_key_value_heads=8)),
-        "linear_qkv.weight: has 256 rows (expected a multiple of 24", "--config",
-    ),
-    "checkpoint of Megatron-Core without a config": of_megatron(
-        both(as_megatron(lambda _: None), lambda source: (source / "config.json").unlink()),
-        "does not have a config.json", "--config",
-    ),
-    "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
-        both(
-            as_megatron(lambda _: None),
-            lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
-        ),
-        "names '600', whose folder is not there",
     ),
     "rank files of Meta, an unknown tensor": Case(
         refused(error("extra.weight is unknown in Meta's layout")),
@@ -997,6 +970,53 @@ CASES: Mapping[str, Case] = {
                 verify__against=error("rank-1-of-4.safetensors.index.json")),
         damage=other_index, max_file_size=SEVERAL,
     ),
+    # pipelines
+    "component that is missing": of_pipeline(
+        error("component transformer (FluxTransformer2DModel) is missing"),
+        lambda source: shutil.rmtree(source / "transformer"),
+    ),
+    "component without weights": of_pipeline(
+        error("component transformer (FluxTransformer2DModel) has config.json and no weights"),
+        lambda source: (source / "transformer" / "model.safetensors").unlink(),
+    ),
+    "component of an unknown class": of_pipeline(
+        error("component transformer (FluxTransformer2DModel)", "no family is known", "--component text_encoder"),
+        lambda source: both(put("proj_mlp.weight", lambda _: torch.zeros(8, 8)), config(model_type=None))(
+            source / "transformer"
+        ),
+    ),
+    "component with two variants": of_pipeline(
+        error("component transformer", "2 variants", "--ignore"),
+        copied("transformer/model.safetensors", "transformer/model.fp16.safetensors"),
+    ),
+    "single-file checkpoint beside the components": of_pipeline(
+        error("flux1-dev.safetensors", "--ignore"),
+        copied("transformer/model.safetensors", "flux1-dev.safetensors"),
+    ),
+    "component of another pipeline": damaged_pipeline(
+        error("component transformer (FluxTransformer2DModel) is of another split"),
+        lambda source, split: replace_component(split, other_split(source)),
+    ),
+    "component for another tp": damaged_pipeline(
+        error("component transformer (FluxTransformer2DModel) is for 2 ranks (expected 4)"),
+        lambda source, split: replace_component(split, other_split(source, tp=2)),
+    ),
+    "split component that is missing": damaged_pipeline(
+        error("component transformer (FluxTransformer2DModel) is missing"),
+        lambda _, split: shutil.rmtree(split / "transformer"),
+    ),
+    "model_index.json edited after the split": damaged_pipeline(
+        error("model_index.json: differs from its checksum"),
+        lambda _, split: (split / "model_index.json").write_text('{"transformer": ["diffusers", "Other"]}') and None,
+    ),
+    "config.json of a component edited after the split": damaged_pipeline(
+        error("transformer", "config.json", "differs from its checksum"),
+        lambda _, split: change_config(split / "transformer", {"num_attention_heads": 4}),
+    ),
+    "single-file checkpoint with original names": Case(
+        refused(error("double_blocks.0.img_attn.qkv.weight", "FluxTransformer2DModel.from_single_file(")),
+        tensors(lambda found: found.update({"double_blocks.0.img_attn.qkv.weight": found.pop(UP)})),
+    ),
     # pages
     "name that is markup, in a page": Case(
         every(COMMANDS, na("test_html and test_browser have other pages")) | {"plan": RIGHT},
@@ -1025,7 +1045,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 370, "warning": 10, "na": 741}
+COUNTS = {"right": 249, "error": 385, "warning": 10, "na": 776}
 
 
 def counts() -> Counter[str]:
@@ -1077,7 +1097,13 @@ FEW = {
 
 
 def write_base(folder: Path, base: str) -> Path:
-    """A model with the demo model's tokenizer."""
+    """A model with the demo model's tokenizer; or a pipeline with two of them."""
+    if base == "pipeline":
+        for name in ("text_encoder", "transformer"):
+            write_base(folder / name, "llama")
+        index = {"text_encoder": ["transformers", "LlamaModel"], "transformer": ["diffusers", "FluxTransformer2DModel"]}
+        (folder / "model_index.json").write_text(json.dumps(index))
+        return folder
     torch.manual_seed(0)
     others = {"odd": ("llama", ODD), "minimax": (base, FEW), "narrow": ("mixtral", {"intermediate_size": 90})}
     model_type, odd = others.get(base, (base, {}))

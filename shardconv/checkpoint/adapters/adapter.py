@@ -26,7 +26,7 @@ from shardconv.checkpoint.sources.planning import (
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.rank_files import auxiliary_differences
+from shardconv.checkpoint.split.rank_files import file_differences
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
@@ -226,6 +226,6 @@ class SplitAdapter:
                 f"{folder}: is for {manifest.tp} ranks (expected {tp}, as the base model): shardconv reshard {folder} "
                 f"--tp {tp}"
             )
-        if differences := auxiliary_differences(manifest, folder):
+        if differences := file_differences(manifest.auxiliary_files, folder):
             raise SplitCheckpointError(f"{folder}: {differences[0]}: restore it, or split the adapter again")
         return cls(folder, manifest, read_settings(folder / ADAPTER_CONFIG))

@@ -21,8 +21,8 @@ from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError, option
 
-#: Names of the manifests of split and of padded checkpoints.
-MANIFEST_NAME, PADDING_NAME = "shardconv.json", "shardconv-padding.json"
+#: Names of the manifests of split and of padded checkpoints, and of split pipelines.
+MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME = "shardconv.json", "shardconv-padding.json", "shardconv-pipeline.json"
 #: Folder of the adapters in a split base model, each of which is a split checkpoint of its own.
 ADAPTERS = "adapters"
 #: Key of the identity of a split checkpoint in the metadata of its rank files.

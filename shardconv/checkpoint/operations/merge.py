@@ -9,6 +9,8 @@ from types import MappingProxyType
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, lay_out_source
+from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_split_folders
+from shardconv.checkpoint.operations.verify import is_source_of
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
@@ -45,6 +47,7 @@ class MergeReport(WriteReport):
     adapters: tuple[str, ...] = ()
 
 
+@on_pipelines(Written("merge", open_split_folders, "{name}-merged", is_split=False, is_finished=is_source_of))
 def merge(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Sequence[SourcePath],
     dst: StrPath | Destination | None = None,

@@ -16,6 +16,12 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.merge import write_full
+from shardconv.checkpoint.operations.pipeline import (
+    Written,
+    on_pipelines,
+    open_padded_pipeline,
+    open_source_pipeline,
+)
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
@@ -37,7 +43,7 @@ from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.tp_sizes import PaddingReport, padding_report
-from shardconv.support.errors import PlanError, SourceError, UsageError
+from shardconv.support.errors import PlanError, SourceError, UsageError, option
 
 #: Checks that a model of a config has these tensors; raises if not.
 Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
@@ -83,6 +89,7 @@ class _Planned:
         return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
 
 
+@on_pipelines(Written("pad", open_source_pipeline, "{name}-pad{tp}"))
 def pad(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath,
     dst: StrPath | None = None,
@@ -97,6 +104,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     check: Check | None = None,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
+    components: tuple[str, ...] = (),
 ) -> PadReport:
     """Pad a Hugging Face checkpoint with zeros, so that engines which read its config.json can shard it.
 
@@ -109,6 +117,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
         check: called with the new config and the padded tensors before anything is written; raises to refuse them.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out.
+        components: names of the components of a pipeline that are padded; empty for all that are sharded.
         overwrite, dry_run, resume, threads, progress: how it is written, see
             :class:`~shardconv.WriteOptions`.
 
@@ -122,6 +131,8 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
+    if components:
+        raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
     source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check)
     destination = given or Destination(Path(f"{source.name}-pad{tp}"))
@@ -230,6 +241,7 @@ class UnpadReport(WriteReport):
     derived: tuple[str, ...] = ()
 
 
+@on_pipelines(Written("unpad", open_padded_pipeline, "{name}-unpadded"))
 def unpad(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath,
     dst: StrPath | None = None,

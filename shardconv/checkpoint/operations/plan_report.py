@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from msgspec import Struct
 
+from shardconv.checkpoint.operations.pipeline import on_pipelines, report_each
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.sources.source import config_with_quantization
@@ -73,6 +74,8 @@ class PlanReport:
         quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
         adapters: names of the adapters of a split checkpoint.
         engine: the engine at whose boundaries tensors are sharded; None for shardconv.
+        components: name to class of the components of a pipeline that are sharded; empty for a model.
+        copied: name to class of the other components, with the reason why they are copied.
     """
 
     source: str
@@ -97,8 +100,11 @@ class PlanReport:
     quantization: str = ""
     adapters: tuple[str, ...] = ()
     engine: str | None = None
+    components: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
 
 
+@on_pipelines(report_each)
 def report_plan(
     src: SourcePath,
     *,

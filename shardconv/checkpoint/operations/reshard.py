@@ -10,8 +10,10 @@ from msgspec import structs
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
+from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.split import SplitReport, split
 from shardconv.checkpoint.operations.split_writing import write_ranks
+from shardconv.checkpoint.operations.verify import is_right
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
@@ -59,6 +61,7 @@ class ReshardReport(WriteReport):
     files_per_rank: int = 1
 
 
+@on_pipelines(Written("reshard", open_split_folders, "{name}-tp{tp}", is_split=True, is_finished=is_right))
 def reshard(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Sequence[SourcePath],
     dst: StrPath | Destination | None = None,

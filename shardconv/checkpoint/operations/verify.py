@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from shardconv.checkpoint.engine.copy import Progress, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -13,24 +13,26 @@ from shardconv.checkpoint.operations.differences import (
     is_other_model,
     tensor_differences,
 )
+from shardconv.checkpoint.operations.pipeline import on_pipelines, verify_each
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.opening import open_source
+from shardconv.checkpoint.sources.opening import open_files, open_source
 from shardconv.checkpoint.sources.planning import as_names
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_differences, is_regular_file
+from shardconv.checkpoint.split.rank_files import SplitFolder, file_differences, is_regular_file
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.text_files import read_text
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
-from shardconv.support.errors import IntegrityError, SplitCheckpointError, UsageError, option
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class VerifyReport:
         ranks: the ranks that the folders have, which were checked.
         is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
             from each other, and not only from ``against``.
+        components: name to class of the components of a pipeline that are split; empty for a model.
+        copied: name to class of the other components, with the reason why they are copied.
     """
 
     paths: tuple[str, ...]
@@ -74,8 +78,11 @@ class VerifyReport:
     saved_by: str | None = None
     ranks: tuple[int, ...] = ()
     is_damaged: bool = False
+    components: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
 
 
+@on_pipelines(verify_each)
 def verify(
     src: SourcePath | Sequence[SourcePath],
     *,
@@ -148,6 +155,34 @@ def verify(
     )
 
 
+def is_right(made_of: Sequence[AnyPath], folder: AnyPath) -> bool:
+    """Whether no file of a split checkpoint differs from its checksum, whatever it was made of."""
+    del made_of
+    try:
+        return not verify(folder).differences
+    except SplitCheckpointError:
+        return False
+
+
+def is_source_of(folders: Sequence[AnyPath], folder: AnyPath) -> bool:
+    """Whether a folder has the files that a merge of the split checkpoint in other folders writes, and no adapters."""
+    split = open_folders(folders, None)
+    manifest = split.manifest
+    try:
+        source = open_files(
+            folder,
+            tuple(name for name, _ in manifest.source_files),
+            tuple(manifest.auxiliary_files),
+            follow_links=False,
+        )
+        if manifest.index is not None:
+            source = replace(source, index=(manifest.index[0], read_text(folder / manifest.index[0])))
+        differences = _file_differences(manifest, source) or _compare_data(split, source).found
+    except (SourceError, OSError):
+        return False
+    return not (differences or manifest.adapters)
+
+
 def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follow_links: bool) -> None:
     """Refuse options of ``against`` without it."""
     given = option("ignore") if ignore else option(follow_links=True) if follow_links else ""
@@ -205,7 +240,7 @@ def _adapter_differences(name: str, split: SplitFolders, threads: int | None) ->
 
 
 def _compare_data(
-    split: SplitFolders, source: Source | None, *, threads: int | None, progress: Progress | None
+    split: SplitFolders, source: Source | None, *, threads: int | None = None, progress: Progress | None = None
 ) -> Differences:
     """Compare the rank files with their checksums, and with the tensors of a source that have the same shapes."""
     manifest, specs = split.manifest, {} if source is None else source.specs
@@ -231,7 +266,9 @@ def _compare_data(
 
 def _folder_differences(folder: SplitFolder, count: int) -> list[str]:
     """The differences of files other than rank files in one of ``count`` folders."""
-    found = auxiliary_differences(folder.manifest, folder.path) + _index_differences(folder.manifest, folder.path)
+    found = file_differences(folder.manifest.auxiliary_files, folder.path) + _index_differences(
+        folder.manifest, folder.path
+    )
     return [str(folder.path / text) if count > 1 else text for text in found]
 
 

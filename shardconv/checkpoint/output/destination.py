@@ -6,11 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, check_replaceable, is_occupied
 from shardconv.checkpoint.output.journal import Journal
-from shardconv.checkpoint.output.staging import as_output_errors, staged_folder, staging
+from shardconv.checkpoint.output.staging import as_output_errors, nested_staging, staged_folder, staging
 from shardconv.checkpoint.sources.megatron_source import LATEST_NAME
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME
 from shardconv.files import storage
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles
@@ -52,10 +53,12 @@ class Destination:
         is_remote: whether files are written from the beginning to the end, and cannot be changed or continued. Their
             headers come before the checksums are known, so they do not have the identity of a split checkpoint.
         keeps_journal: whether an interrupted run can be continued.
+        is_nested: whether it is in a checkpoint that is being written.
     """
 
     is_remote = False
     keeps_journal = True
+    is_nested = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,14 +146,15 @@ class RemoteDestination(Destination):
 
 
 class InnerDestination(Destination):
-    """A folder of a checkpoint that is being written, such as that of an adapter."""
+    """A folder of a checkpoint that is being written, such as that of an adapter or of a component of a pipeline."""
 
-    keeps_journal = False
+    is_nested = True
 
     def __init__(self, outer: NewFolder, name: str) -> None:
         super().__init__(outer.path / name)
         self._folder = outer._replace(path=self.path)
         self.is_remote = outer.create is not LocalOutputFiles
+        self.keeps_journal = not self.is_remote
 
     def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
         """Do nothing: the outer folder is new."""
@@ -160,9 +164,12 @@ class InnerDestination(Destination):
     @contextmanager
     def writing(self, new: NewCheckpoint, journal: Journal | None) -> Iterator[NewFolder]:
         """See the base."""
-        del journal
-        self.path.mkdir(new.mode | 0o700, parents=True)
-        yield self._folder
+        if self.is_remote:
+            self.path.mkdir(new.mode | 0o700, parents=True)
+            yield self._folder
+            return
+        with nested_staging(self.path, new, journal) as folder:
+            yield NewFolder(folder)
 
 
 @contextmanager
@@ -200,6 +207,8 @@ def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> D
 def _completion_order(name: str) -> int:
     """The place of a file among those that make a folder a checkpoint; 0 for all others."""
     file = PurePosixPath(name).name
-    if file in {MANIFEST_NAME, PADDING_NAME, LATEST_NAME}:
+    if file == PIPELINE_NAME:
+        return 3
+    if file in {MANIFEST_NAME, PADDING_NAME, LATEST_NAME, INDEX_NAME}:
         return 2
     return int(file == CONFIG_NAME or SAFETENSORS.lists(file))

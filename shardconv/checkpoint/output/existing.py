@@ -6,11 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
+from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
+from shardconv.checkpoint.split.split_pipeline import PipelineManifest, is_split_pipeline, read_pipeline_manifest
 from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.weight_formats import RANK_FILE
 from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError, option
@@ -18,6 +21,10 @@ from shardconv.support.errors import OutputError, SplitCheckpointError, UsageErr
 _IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
 _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
 _IN_MEGATRON = re.compile(rf"{re.escape(LATEST_NAME)}|{FOLDER}/(\.metadata|common\.pt|metadata\.json|__\d+_0\.distcp)")
+_IN_PIPELINE = re.compile(
+    rf"{re.escape(PIPELINE_NAME)}|{re.escape(INDEX_NAME)}"
+    rf"|[^/]+/({re.escape(PADDING_NAME)}|[^/]+\.safetensors(\.index.*\.json)?)"
+)
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
@@ -72,12 +79,20 @@ def check_replaceable(path: AnyPath, new: NewCheckpoint) -> None:
 def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
     """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
     with suppress(SplitCheckpointError):
-        if is_split(path) and not (manifest := read_manifest(path)).is_complete and manifest.ranks != ranks:
+        held = _held_ranks(path)
+        if held is not None and len(held.ranks) < held.tp and held.ranks != ranks:
             raise OutputError(
-                f"{path}: exists (with {name_ranks(manifest.ranks)} of {manifest.tp}, which {option(overwrite=True)} "
+                f"{path}: exists (with {name_ranks(held.ranks)} of {held.tp}, which {option(overwrite=True)} "
                 f"would remove): choose another folder with {option('dst')}, as merge, reshard and verify take several "
                 "folders with some ranks each"
             )
+
+
+def _held_ranks(path: AnyPath) -> Manifest | PipelineManifest | None:
+    """The manifest of a split checkpoint or pipeline; None for other folders."""
+    if is_split_pipeline(path):
+        return read_pipeline_manifest(path)
+    return read_manifest(path) if is_split(path) else None
 
 
 def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
@@ -86,14 +101,22 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     is_merged = any(child.suffix == ".safetensors" for child in folder.iterdir())
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
     is_megatron = (folder / LATEST_NAME).is_file()
-    kinds = {_IN_SPLIT: is_split, _IN_MERGED: is_merged, _IN_META: is_meta, _IN_MEGATRON: is_megatron}
+    kinds = {
+        _IN_PIPELINE: is_pipeline(folder),
+        _IN_SPLIT: is_split,
+        _IN_MERGED: is_merged,
+        _IN_META: is_meta,
+        _IN_MEGATRON: is_megatron,
+    }
     weights = next((pattern for pattern, is_kind in kinds.items() if is_kind), None)
     if weights is None:
         raise OutputError(
             f"{folder}: does not hold a checkpoint, so it is not overwritten: choose another path with {option('dst')}"
         )
-    if is_split:
-        with suppress(SplitCheckpointError):
+    with suppress(SplitCheckpointError):
+        if is_split_pipeline(folder):
+            other_files = _pipeline_files(folder)
+        elif is_split:
             other_files = _split_files(folder)
     for name in _files(folder):
         if name not in other_files and not weights.fullmatch(name):
@@ -101,6 +124,18 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
                 f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path "
                 f"with {option('dst')}"
             )
+
+
+def _pipeline_files(folder: AnyPath) -> list[str]:
+    """All files of a split pipeline, except for its manifest."""
+    manifest = read_pipeline_manifest(folder)
+    return [*manifest.files, *(f"{one}/{name}" for one in manifest.components for name in _all_files(folder / one))]
+
+
+def _all_files(folder: AnyPath) -> list[str]:
+    """All files of a split checkpoint."""
+    manifest = read_manifest(folder)
+    return [MANIFEST_NAME, *manifest.rank_files, *manifest.rank_indexes, *_split_files(folder)]
 
 
 def _split_files(folder: AnyPath) -> list[str]:

@@ -18,6 +18,8 @@ from shardconv.checkpoint.sources.stored_tensors import checksum_of_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.folder import AnyPath, RemotePath, file_state
 from shardconv.files.input_files import InputFiles
+from shardconv.layouts.choice import with_max_file_size
+from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import UsageError, option
 from shardconv.support.formatting import exact_size
 
@@ -33,7 +35,7 @@ _ARGUMENTS = {
     "tp": "tp", "ranks": "ranks", "layout": "layout", "dtype": "dtype", "maximum file size": "max_file_size",
     "rules": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
     "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
-    "vocabulary multiple": "make_vocab_size_divisible_by",
+    "vocabulary multiple": "make_vocab_size_divisible_by", "components": "components",
 }  # fmt: skip
 #: Command to the settings that are from its options; its other settings are those of its source.
 _CHOSEN = {
@@ -65,6 +67,14 @@ def settings_of(command: str, manifest: Manifest) -> Job:
         **options,
         "plan": _digest([manifest.plan, manifest.layout, manifest.stripe_bytes, manifest.derived]),
     }
+
+
+def options_of(command: str, options: Mapping[str, Any]) -> Job:
+    """A command on a pipeline, and its options as the settings of a job."""
+    values = {setting: options.get(argument) for setting, argument in _ARGUMENTS.items()}
+    chosen = {name: one if isinstance(one, int | tuple | list | None) else str(one) for name, one in values.items()}
+    size = with_max_file_size(NATIVE, options.get("max_file_size")).max_file_bytes
+    return {"version of shardconv": __version__, "command": command, **chosen, "maximum file size": size}
 
 
 def job_of(

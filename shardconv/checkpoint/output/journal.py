@@ -18,6 +18,7 @@ from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.job import Job, difference
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles
+from shardconv.files.paths import staging_folder
 from shardconv.support.errors import OutputError, option
 
 JOURNAL_NAME = "journal"
@@ -41,16 +42,29 @@ class Journal:
         job: the copy.
         names: the names of the new weight files.
         resume: whether to continue an interrupted run, and to keep finished stripes if this run fails.
+        nested: the names of new checkpoints in the folder, whose finished files are kept, too.
+        is_nested: whether it is the journal of such a checkpoint: the outer one reports what is kept.
 
     Attributes:
         names: the names of the new weight files.
+        nested: the names under which new checkpoints in the folder are written, and those that they get at the end.
+        is_nested: see above.
         resume: whether the run continues an interrupted run, or can be continued.
         finished: number of each finished stripe to the checksums of its bytes, by rank.
         resumed_bytes: bytes of full tensors in stripes that were on the disk when the run began.
     """
 
-    def __init__(self, job: Job, names: Sequence[str], *, resume: bool) -> None:
-        self.names, self.resume = names, resume
+    def __init__(
+        self,
+        job: Job,
+        names: Sequence[str],
+        *,
+        resume: bool,
+        nested: Sequence[str] = (),
+        is_nested: bool = False,
+    ) -> None:
+        self.names, self.resume, self.is_nested = names, resume, is_nested
+        self.nested = [str(path) for name in nested for path in (Path(name), staging_folder(Path(name)))]
         self.finished: dict[int, dict[int, str]] = {}
         self.resumed_bytes = 0
         self._job: Job = json.decode(json.encode(job))
@@ -104,6 +118,14 @@ class Journal:
         os.ftruncate(self._descriptor, self._num_bytes)
         if not self.is_continued:
             self._append(_FORMAT.encode() + b"\n" + json.encode(self._job))
+
+    def is_worth_keeping(self, folder: Path) -> bool:
+        """Whether a folder has files of this run that another run can continue with, until they get their final names.
+
+        A checkpoint in the folder that is interrupted leaves something only if it is worth keeping.
+        """
+        found = [*self.nested, *(self.names if self.finished else ())]
+        return any((folder / name).exists() for name in found)
 
     def record(self, stripe: int, checksums: dict[int, str]) -> None:
         """Record a finished stripe, with the checksum of its bytes on each rank."""

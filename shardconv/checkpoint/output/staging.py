@@ -44,15 +44,22 @@ def staging(path: Path, new: NewCheckpoint, journal: Journal | None = None) -> I
         OutputError: if ``path`` exists, another run writes to it, there is too little free space, or it cannot be
             written.
     """
+    with as_output_errors(str(absolute_path(path))), nested_staging(path, new, journal) as folder:
+        yield folder
+
+
+@contextmanager
+def nested_staging(path: Path, new: NewCheckpoint, journal: Journal | None) -> Iterator[Path]:
+    """As :func:`staging`, in a checkpoint that is being written, which reports errors of the operating system."""
     path = absolute_path(path)  # resolve() would follow a link that has to be replaced
-    with as_output_errors(str(path)), parent_folders(path):
+    with parent_folders(path):
         partial = staging_folder(path)
         result = partial / (_RESULT if new.is_folder else path.name)
         folder = result if new.is_folder else partial
-        weights = [folder / name for name in ([] if journal is None else journal.names)]
-        with _locked(partial, path, journal, weights) as descriptor:
+        kept = [folder / name for name in ([] if journal is None else [*journal.names, *journal.nested])]
+        with _locked(partial, path, journal, folder, kept) as descriptor:
             check_replaceable(path, new)
-            check_room(path, new.num_bytes - _allocated_bytes(weights))
+            check_room(path, new.num_bytes - _allocated_bytes(kept))
             if new.is_folder:
                 result.mkdir(new.mode | 0o700, exist_ok=True)
             yield folder
@@ -108,10 +115,17 @@ def as_output_errors(target: str) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collection[Path]) -> Iterator[int]:
+def _locked(partial: Path, path: Path, journal: Journal | None, folder: Path, kept: Collection[Path]) -> Iterator[int]:
     """Create and lock the staging folder, and remove it on exit, unless the journal is for another run to continue.
 
-    It is empty except for the marker and, if the journal continues another run, the journal and the weight files.
+    It is empty except for the marker and, if the journal continues another run, the journal and what is kept with it.
+
+    Args:
+        partial: the staging folder.
+        path: the destination.
+        journal: the journal, if there is one.
+        folder: the folder in the staging folder that is written.
+        kept: the files and folders that the journal is about.
     """
     descriptor = _lock(partial, path, is_resumable=journal is not None and journal.resume)
     try:
@@ -120,17 +134,19 @@ def _locked(partial: Path, path: Path, journal: Journal | None, weights: Collect
         is_kept = False
         try:
             _recover(partial, path)
-            _clear(partial, {partial / JOURNAL_NAME, *weights} if journal is not None and journal.is_continued else ())
+            _clear(partial, {partial / JOURNAL_NAME, *kept} if journal is not None and journal.is_continued else ())
             (partial / _MARKER).touch()
             if journal is not None:
                 journal.start(partial)
             yield descriptor
         except BaseException as error:
             if journal is not None and journal.resume:
-                is_staged = any(path.exists() for path in weights)  # until they get their final names
-                if is_kept := bool(journal.finished) and is_staged:
+                is_kept = journal.is_worth_keeping(folder)
+                if is_kept and not journal.is_nested:
                     error.add_note(f"finished stripes are kept in {partial}: run the same command again to continue")
-                elif not journal.finished and isinstance(error, (KeyboardInterrupt, Terminated)):
+                elif not (is_kept or journal.is_nested or journal.finished) and isinstance(
+                    error, (KeyboardInterrupt, Terminated)
+                ):
                     error.add_note("no stripe was finished, and nothing was left behind")
             raise
         finally:
@@ -224,8 +240,9 @@ def _clear(folder: Path, kept: Collection[Path] = ()) -> None:
 
 
 def _allocated_bytes(paths: Collection[Path]) -> int:
-    """Bytes that these files, if they exist, have on the disk."""
-    found = [path.stat() for path in paths if path.is_file()]
+    """Bytes that these files and folders, if they exist, have on the disk."""
+    files = [one for path in paths for one in (path.rglob("*") if path.is_dir() else [path])]
+    found = [path.stat() for path in files if path.is_file()]
     return sum(min(status.st_blocks * _BLOCK_BYTES, status.st_size) for status in found)
 
 

@@ -5,7 +5,7 @@ the checkpoint becomes visible as a whole, or not at all.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,6 +78,8 @@ class WriteReport:
         dry_run: whether nothing was written.
         destination_exists: whether ``path`` held a checkpoint before, which only ``overwrite`` replaces.
         resumed_bytes: bytes of full tensors that an interrupted run had written and that were not copied again.
+        components: name to class of the components of a pipeline that are checkpoints of their own; empty for a model.
+        copied: name to class of the other components, with the reason why they are copied.
     """
 
     path: str
@@ -86,6 +88,8 @@ class WriteReport:
     dry_run: bool
     destination_exists: bool
     resumed_bytes: int = 0
+    components: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[str, str] = field(default_factory=dict)
 
 
 class Outcome(TypedDict):
@@ -169,6 +173,7 @@ class CheckpointWriter:
         like: the folder whose permissions the new folder gets; None for the usual ones.
         added_files: names of the files that the caller adds.
         added_bytes: their bytes.
+        nested: names of the checkpoints in folders of this one that an interrupted run may have finished.
         is_folder: whether it is a folder; a single file does not have auxiliary files.
         ranks: its ranks; None if it is not of some ranks.
         team: the processes that write it together.
@@ -180,6 +185,7 @@ class CheckpointWriter:
     like: AnyPath | None = None
     added_files: tuple[str, ...] = ()
     added_bytes: int = 0
+    nested: tuple[str, ...] = ()
     is_folder: bool = True
     ranks: tuple[int, ...] | None = None
     team: Team = field(default_factory=Team)
@@ -265,7 +271,9 @@ class CheckpointWriter:
             check_versions([*inputs.paths, *read])
         new_files = zip(weights.names, weights.sizes, weights.prefixes, strict=True)
         job = job_of(settings, reader, inputs, new_files, read)
-        return Journal(job, weights.names, resume=self.options.resume)
+        return Journal(
+            job, weights.names, resume=self.options.resume, nested=self.nested, is_nested=self.destination.is_nested
+        )
 
     def _copy(
         self, reader: Reader, inputs: InputFiles, folder: NewFolder, weights: Weights, journal: Journal | None

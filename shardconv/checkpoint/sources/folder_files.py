@@ -4,7 +4,7 @@ Weights are left out only if the model is known not to need them: the user exclu
 they are proven to be duplicates. All other weights are an error.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -85,7 +85,15 @@ class SourceFolder:
         Raises:
             SourceError: if one is not a regular file, or a link out of the folder.
         """
-        found = {name: path for name, path in self.kept.items() if name not in others and not is_weights(name)}
+        return self.regular_files(name for name in self.kept if name not in others and not is_weights(name))
+
+    def regular_files(self, names: Iterable[str]) -> dict[str, AnyPath]:
+        """Name to path of kept files.
+
+        Raises:
+            SourceError: if one is not a regular file, or a link out of the folder.
+        """
+        found = {name: self.kept[name] for name in names}
         for name, path in found.items():
             self.check_link(name)
             if not path.is_file():

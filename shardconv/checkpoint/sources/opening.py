@@ -10,7 +10,7 @@ from shardconv.checkpoint.sources.layout_files import refuse_rank_file
 from shardconv.checkpoint.sources.layout_source import find_layout, open_layout
 from shardconv.checkpoint.sources.megatron_source import with_iteration
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_files import WeightFiles, find_weight_files, is_portable_name, read_weights
+from shardconv.checkpoint.sources.source_files import WeightFiles, check_portable, find_weight_files, read_weights
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import check_link, missing_hint, unfinished
 from shardconv.files.text_files import read_json
@@ -147,9 +147,7 @@ def _read_config(path: Path) -> dict[str, object]:
 def _checked(source: Source) -> Source:
     """The source, unless it has file names that would be refused when they are read from a manifest."""
     index = [] if source.index is None else [source.index[0]]
-    for name in (*(file.name for file in source.files), *index, *source.auxiliary_files):
-        if not all(map(is_portable_name, name.split("/"))):
-            raise SourceError(f"{source.path}: the name of file {name!r:.100} is not valid on every system: rename it")
+    check_portable(source.path, (*(file.name for file in source.files), *index, *source.auxiliary_files))
     return source
 
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source, standalone_config
+from shardconv.checkpoint.sources.single_file import refuse_original_names
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
@@ -41,6 +42,7 @@ class PlanOptions(TypedDict, total=False):
         ignore: glob patterns, relative to the folder, of weights and auxiliary files to leave out.
         source_layout: "deepseek", "deepspeed", "meta", "megatron", "dcp" or "vllm" for files of other tools; None to
             detect them.
+        components: names of the components of a pipeline of diffusers that are sharded; empty for all that can be.
     """
 
     rules: Rules
@@ -53,12 +55,13 @@ class PlanOptions(TypedDict, total=False):
     follow_links: bool
     ignore: tuple[str, ...]
     source_layout: str | None
+    components: tuple[str, ...]
 
 
 #: Defaults of :class:`PlanOptions`.
-_DEFAULTS: PlanOptions = {
+PLAN_DEFAULTS: PlanOptions = {
     "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
-    "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None,
+    "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None, "components": (),
 }  # fmt: skip
 
 
@@ -72,16 +75,16 @@ def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
     Raises:
         UsageError: if an option does not have its default value.
     """
-    if named := _given(options, options):
+    if named := given_options(options, options):
         raise UsageError(
             f"{folder}: is a split checkpoint, which stores its plan: remove {named}, or pass the source that was split"
         )
 
 
-def _given(options: Mapping[str, object], names: Collection[str]) -> str:
-    """Those of the named options that do not have their default values, for a message."""
-    defaults: Mapping[str, object] = _DEFAULTS
-    given = (name for name, value in options.items() if name in names and (value or None) != (defaults[name] or None))
+def given_options(options: Mapping[str, object], names: Collection[str]) -> str:
+    """Those of the named options that do not have their default values, for a message; "" for none."""
+    defaults: Mapping[str, object] = PLAN_DEFAULTS
+    given = (one for one, value in options.items() if one in names and (value or None) != (defaults.get(one) or None))
     return ", ".join(map(option, given))
 
 
@@ -102,7 +105,7 @@ def read_config_alone(path: AnyPath, options: PlanOptions) -> tuple[dict[str, ob
     config = standalone_config(path, follow_links=options.get("follow_links", False))
     if config is None:
         return None, options
-    if named := _given(options, ("ignore", "source_layout")):
+    if named := given_options(options, ("ignore", "source_layout")):
         raise UsageError(f"{named}: only applies to folders with weights (got the config {path}): remove it")
     if (other := options.get("config")) is not None:
         config = read_json(local_path(other))
@@ -150,13 +153,19 @@ def plan_source(
     :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``allow_unmatched_rules``, rules of
     the user may match nothing.
     """
-    given: PlanOptions = {**_DEFAULTS, **options}
-    if isinstance(src, Source) and (late := _given(given, _OPENING)):
+    given: PlanOptions = {**PLAN_DEFAULTS, **options}
+    if isinstance(src, Source) and (late := given_options(given, _OPENING)):
         raise UsageError(
             f"{late}: only applies when a source is opened (got {src.path}, which is open): remove it, or pass the path"
         )
+    if given["components"]:
+        raise UsageError(
+            f"{option(components=[*given['components']])}: only applies to pipelines (got "
+            f"{src.path if isinstance(src, Source) else src}): remove it"
+        )
     source = src if isinstance(src, Source) else _open(src, given)
     refuse_adapter(source)
+    refuse_original_names(source)
     source = source if dtype is None else with_dtype(source, dtype)
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = config_with_quantization(source)

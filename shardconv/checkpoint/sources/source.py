@@ -9,11 +9,21 @@ from shardconv.checkpoint.engine.layout import lay_out_source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import Header
 from shardconv.files.folder import AnyPath
-from shardconv.files.paths import absolute_path
+from shardconv.files.paths import absolute_path, folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
+
+
+def is_snapshot(folder: AnyPath) -> bool:
+    """Whether a folder is that of a model in a Hugging Face cache."""
+    return folder.parent.name == "snapshots"
+
+
+def model_name(folder: AnyPath) -> str:
+    """The name of the folder of a model; in a Hugging Face cache that of the model."""
+    return folder.parent.parent.name.rpartition("--")[2] if is_snapshot(folder) else folder_name(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +110,8 @@ class Source:
         """The name of the file without its suffix, or of the folder; in a Hugging Face cache that of the model."""
         path = absolute_path(self.path) if isinstance(self.path, Path) else self.path  # resolve() would leave a cache
         folder = path if path.is_dir() else path.parent
-        if folder.parent.name == "snapshots":
-            return folder.parent.parent.name.rpartition("--")[2]
         is_weights = path != folder and path.name.endswith((*SAFETENSORS.suffixes, *PYTORCH.suffixes))
-        return path.stem if is_weights else folder.name
+        return path.stem if is_weights and not is_snapshot(folder) else model_name(folder)
 
     @property
     def folder(self) -> AnyPath:

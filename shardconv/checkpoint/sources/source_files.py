@@ -243,6 +243,16 @@ def is_portable_name(name: str) -> bool:
     return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
 
 
+def check_portable(path: AnyPath, names: Iterable[str]) -> None:
+    """Check the names of files in a folder, with / as separator, as they are checked when a manifest has them.
+
+    Raises:
+        SourceError: if one is not valid on every system.
+    """
+    if name := next((name for name in names if not all(map(is_portable_name, name.split("/")))), None):
+        raise SourceError(f"{path}: the name of file {name!r:.100} is not valid on every system: rename it")
+
+
 def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     """The file of each tensor, which is in no other."""
     found: dict[str, str] = {}

@@ -1,43 +1,30 @@
-"""Read and write manifests: their JSON form with its checksum, and the checks of untrusted ones.
+"""Read and write manifests, and check untrusted ones.
 
-:class:`~shardconv.checkpoint.split.manifest.Manifest` defines the fields. A file is written in one form only: in the
-order of the fields, without those that have their default, without spaces, and with the checksum of all others last.
+:class:`~shardconv.checkpoint.split.manifest.Manifest` defines the fields, ``sealed_file`` their form in a file.
 """
 
+from functools import partial
 from pathlib import Path
 
-import xxhash
-from msgspec import DecodeError, Struct, ValidationError, json
 from msgspec.structs import replace
 
-from shardconv import __version__
 from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.files.containers.safetensors import Header, parse_header
-from shardconv.files.fileio import create
-from shardconv.files.folder import AnyPath, RemotePath, file_bytes
+from shardconv.checkpoint.split.sealed_file import encode, read_sealed, write_sealed
+from shardconv.files.folder import AnyPath
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
 from shardconv.plan.tp_sizes import MAX_TP
-from shardconv.support.errors import ShardconvError, SourceError, SplitCheckpointError
-from shardconv.support.structs import located
+from shardconv.support.errors import SourceError, SplitCheckpointError
 
-_MAX_BYTES = 2**30
 _MIN_STRIPE_BYTES = 2**12
-_FORMAT_VERSION = int(Manifest.__struct_config__.tag or 0)
 #: What to do about a manifest that cannot be used, by its name.
 _REMEDIES = {
     MANIFEST_NAME: "copy it again, or split the source again",
     PADDING_NAME: "copy it again, or run shardconv pad again",
 }
-
-
-class _Version(Struct):
-    """The key that every version has."""
-
-    format_version: int
 
 
 def is_split(path: AnyPath) -> bool:
@@ -56,20 +43,12 @@ def read_manifest(folder: AnyPath, *, name: str = MANIFEST_NAME, remedy: str = "
     Raises:
         SplitCheckpointError: if the folder is not such a checkpoint, or its manifest is not valid.
     """
-    path = folder / name
     if not folder.exists():
         raise SplitCheckpointError(f"{folder}: does not exist{missing_hint(folder)}")
     try:
-        manifest = _unseal(_read(path))
-        _check_manifest(manifest, name)
+        return read_sealed(folder / name, Manifest, partial(_check_manifest, name=name), _REMEDIES[name])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise SplitCheckpointError(f"{folder}: {_missing(folder, name, remedy)}") from error
-    except OSError as error:
-        raise SplitCheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ShardconvError, ValueError, RecursionError) as error:
-        reason, *own = error.args if isinstance(error, ShardconvError) else (error,)
-        raise SplitCheckpointError(f"{path}: cannot be used: {reason}: {(own or [_REMEDIES[name]])[0]}") from error
-    return manifest
 
 
 def _missing(folder: AnyPath, name: str, remedy: str) -> str:
@@ -94,19 +73,6 @@ def _missing(folder: AnyPath, name: str, remedy: str) -> str:
     )
 
 
-def _read(path: AnyPath) -> bytes:
-    """The contents of a manifest.
-
-    Raises:
-        ValueError: if the file cannot hold one.
-    """
-    if not path.is_file() and path.exists():
-        raise ValueError("it is not a regular file")  # reading a pipe could block forever
-    if file_bytes(path) > _MAX_BYTES:
-        raise ValueError("it is too large")
-    return path.read_bytes() if not isinstance(path, RemotePath) else path.file.read_all(_MAX_BYTES)
-
-
 def _refuse_without_manifest(path: AnyPath) -> None:
     """Refuse rank files whose manifest is missing."""
     folder = path.parent if path.is_file() else path
@@ -120,77 +86,12 @@ def _refuse_without_manifest(path: AnyPath) -> None:
 
 def write_manifest(manifest: Manifest, folder: Path, *, mode: int) -> None:
     """Write a manifest into a folder, with the permissions ``mode`` before the umask."""
-    body = encode(replace(manifest, created_by=f"shardconv {__version__}"))
-    with create(folder / manifest.file_name, mode) as file:
-        file.write(body[:-1] + _end(body))
-
-
-def encode(data: Struct) -> bytes:
-    """Encode a manifest without its checksum; equal manifests have equal bytes."""
-    return json.encode(data, enc_hook=_header_text)
+    write_sealed(manifest, folder / manifest.file_name, mode=mode)
 
 
 def comparable(manifest: Manifest) -> str:
     """The text of a manifest, without the name of the program that wrote it."""
     return encode(replace(manifest, created_by="")).decode()
-
-
-def _unseal(text: bytes) -> Manifest:
-    """Decode the contents of a file, which are untrusted.
-
-    Raises:
-        ValueError: if it is not a manifest of this version, or was changed after it was written.
-        SplitCheckpointError: if it is one of a later version.
-        SourceError: if the header of a source file is not valid.
-        PlanError: if the options of a plan contradict each other.
-    """
-    _check_version(text)
-    end = text[-len(_end(b"")) :]
-    body = bytearray(text)
-    del text  # it may have many megabytes
-    body[-len(end) :] = b"}"
-    if end != _end(body):
-        raise ValueError("it was changed after it was written (its checksum differs)")
-    try:
-        data = json.decode(body, type=Manifest, dec_hook=_header)
-    except ValidationError as error:
-        raise ValueError(located(error)) from error
-    del body
-    if end != _end(encode(data)):  # the decoder keeps the last of duplicated keys
-        raise ValueError("it is not in the form that shardconv writes, for example because a key is duplicated")
-    return data
-
-
-def _end(body: bytes | bytearray) -> bytes:
-    """The end of a file: the key of the checksum, which ``body`` does not have."""
-    return b',"manifest_checksum":"%s"}' % xxhash.xxh3_128_hexdigest(body).encode()
-
-
-def _check_version(text: bytes) -> None:
-    try:
-        version = json.decode(text, type=_Version).format_version
-    except ValidationError as error:
-        raise ValueError("it is not a manifest of shardconv") from error
-    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"it is truncated or damaged ({error})") from error
-    if version > _FORMAT_VERSION:
-        raise SplitCheckpointError(
-            f"its format version is too new (got {version}, expected at most {_FORMAT_VERSION})", "update shardconv"
-        )
-    if version != _FORMAT_VERSION:
-        raise ValueError(f"its format version is not supported (got {version}, expected {_FORMAT_VERSION})")
-
-
-def _header_text(header: object) -> str:
-    """A header as it is stored."""
-    assert isinstance(header, Header)
-    return header.raw.decode()
-
-
-def _header(kind: type, text: object) -> Header:
-    if kind is not Header or not isinstance(text, str):
-        raise ValueError(f"is {text!r:.60} (expected the text of a header)")
-    return parse_header(text.encode(), None, Path("header"))
 
 
 def _check_manifest(manifest: Manifest, name: str) -> None:

@@ -1,6 +1,6 @@
 """The files of a split checkpoint: open rank files with their headers checked, and check auxiliary files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.shards import ShardReader
@@ -127,10 +127,10 @@ def is_regular_file(path: AnyPath, folder: AnyPath) -> bool:
     return path.is_file() and not leads_out(path, folder)
 
 
-def auxiliary_differences(manifest: Manifest, folder: AnyPath) -> list[str]:
-    """Messages for the missing or changed auxiliary files of a split checkpoint."""
+def file_differences(checksums: Mapping[str, str], folder: AnyPath) -> list[str]:
+    """Messages for files in a folder that are missing, or differ from their checksums."""
     differences = []
-    for name, expected in manifest.auxiliary_files.items():
+    for name, expected in checksums.items():
         path = folder / name
         if not is_regular_file(path, folder):
             differences.append(f"{name}: is missing, not a regular file, or a link out of its folder")

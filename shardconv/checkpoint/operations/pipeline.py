@@ -1,0 +1,398 @@
+"""Operations on pipelines: the same operation on each component, and a copy of all other files.
+
+The result is a folder of the same shape, which becomes visible as a whole. A function that is decorated takes pipelines
+wherever it takes checkpoints.
+"""
+
+import inspect
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
+from shardconv.checkpoint.engine.shards import ShardReader
+from shardconv.checkpoint.operations.combined import combine
+from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder, find_destination
+from shardconv.checkpoint.output.job import Job, options_of
+from shardconv.checkpoint.output.team import Team
+from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions, WriteReport
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME, Pipeline, is_pipeline, open_pipeline
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options
+from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.sealed_file import write_sealed
+from shardconv.checkpoint.split.split_pipeline import (
+    PipelineManifest,
+    SplitComponent,
+    component_differences,
+    is_split_pipeline,
+    open_split_pipeline,
+    read_pipeline_manifest,
+)
+from shardconv.files.checksums import checksum_file
+from shardconv.files.folder import AnyPath, permissions, walk
+from shardconv.files.input_files import InputFiles
+from shardconv.files.paths import SourcePath, open_path
+from shardconv.layouts import FOREIGN
+from shardconv.support.errors import (
+    PlanError,
+    ShardconvError,
+    SourceError,
+    SplitCheckpointError,
+    UsageError,
+    option,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+#: The arguments of an operation by their names, those of ``**options`` too.
+Options = dict[str, Any]
+#: Applies an operation to a pipeline in some folders.
+Apply = Callable[[Callable[..., R], list[AnyPath], Options], R]
+#: Arguments that are about one model, and are refused if they would apply to several.
+_OF_ONE_MODEL = (
+    "rules", "replicate", "head_dim", "config", "source_layout", "base", "adapters", "merge_adapter",
+)  # fmt: skip
+
+
+def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate an operation on ``src`` so that ``apply`` is called where that is a pipeline."""
+
+    def decorate(operation: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(operation)
+
+        @wraps(operation)
+        def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
+            bound = signature.bind(*args, **kwargs)
+            src = bound.arguments["src"]
+            if isinstance(src, Source):
+                return operation(*args, **kwargs)
+            paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+            if any(map(is_pipeline, paths)):
+                return apply(operation, paths, _all_options(bound))
+            bound.arguments["src"] = paths[0] if isinstance(src, SourcePath) else paths
+            return operation(*bound.args, **bound.kwargs)
+
+        return dispatch
+
+    return decorate
+
+
+def _all_options(bound: inspect.BoundArguments) -> Options:
+    """All arguments of an operation by their names, with their defaults."""
+    bound.apply_defaults()
+    named = dict(bound.arguments)
+    planned = {**PLAN_DEFAULTS, **named.pop("options")} if "options" in named else {}
+    return {**planned, **named}
+
+
+# --- pipelines that are read ----------------------------------------------------------------------------------------
+
+
+def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline:
+    """Open the pipeline of an operation on a source, and take what applies to it from the options.
+
+    Raises:
+        SourceError: if it cannot be read.
+        UsageError: if an option does not apply to it.
+    """
+    (path,) = paths
+    pipeline = open_pipeline(
+        path,
+        components=as_names(options.pop("components", ())),
+        follow_links=options.get("follow_links", False),
+        ignore=as_names(options.pop("ignore", ())),
+    )
+    if len(pipeline.components) > 1 and (given := given_options(options, _OF_ONE_MODEL)):
+        raise UsageError(
+            f"{path}: {given} is for one model, and the pipeline has {', '.join(pipeline.components)}: choose one with "
+            f"{option(components=['NAME'])}, or remove it"
+        )
+    if (layout := options.get("layout")) in FOREIGN:
+        component = path / next(iter(pipeline.components))
+        raise UsageError(
+            f"{path}: layout {layout} has one model, not a pipeline: pass a component, such as {component}"
+        )
+    return pipeline
+
+
+def open_split_folders(paths: Sequence[AnyPath], options: Options) -> Pipeline:
+    """Open the pipeline of an operation on a split one.
+
+    Raises:
+        SplitCheckpointError: if it cannot be read.
+        UsageError: if an option does not apply to it.
+    """
+    if given := given_options(options, ("source_layout", "config", "components")):
+        raise UsageError(f"{paths[0]}: is a split pipeline, to which {given} does not apply: remove it")
+    return open_split_pipeline(paths)
+
+
+def open_padded_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline:
+    """Open a pipeline with padded components.
+
+    Raises:
+        SplitCheckpointError: if no component is padded.
+        SourceError: if it cannot be read.
+    """
+    del options
+    (path,) = paths
+    padded = [child.name for child in path.iterdir() if (child / PADDING_NAME).exists()]
+    if not padded:
+        raise SplitCheckpointError(
+            f"{path}: does not have a padded component: pass the folder that shardconv pad wrote; shardconv merge "
+            "restores the source of a split pipeline"
+        )
+    return open_pipeline(path, components=sorted(padded))
+
+
+def report_each(operation: Callable[..., R], paths: list[AnyPath], options: Options) -> R:
+    """Report on all components of a pipeline, split or not."""
+    is_split = is_split_pipeline(paths[0])
+    pipeline = (open_split_folders if is_split else open_source_pipeline)(paths, options)
+    reports = {name: _call(operation, pipeline, name, options) for name in pipeline.components}
+    return combine(
+        reports, source=str(paths[0]), components=pipeline.components, copied=pipeline.copied,
+        left_out={**pipeline.left_out, **_left_out(reports)},
+    )  # fmt: skip
+
+
+def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Options) -> R:
+    """Verify all components of a split pipeline, its other files, and that the components are of this split."""
+    began, progress = time.perf_counter(), options["progress"]
+    if given := given_options(options, ("source_layout",)):
+        raise UsageError(f"{paths[0]}: is a split pipeline, to which {given} does not apply: remove it")
+    pipeline = open_split_pipeline(paths, for_report=True)
+    source = None if options["against"] is None else _open_against(pipeline, options)
+    total, done, reports = sum(pipeline.num_bytes.values()), 0, dict[str, Any]()
+    for name, size in pipeline.num_bytes.items():
+        own = {**options, "progress": _part(progress, done, size, total)}
+        if source is not None:
+            own |= {"against": source.first / name, "ignore": source.ignored[name]}
+        reports[name] = _call(operation, pipeline, name, own)
+        done += size
+    manifests = {path: read_pipeline_manifest(path) for path in paths}
+    damages = [text for path, manifest in manifests.items() for text in _damages(manifest, path, len(paths))]
+    ranks = {rank for manifest in manifests.values() for rank in manifest.ranks}
+    other = [] if source is None else _other_files(pipeline, source)
+    left_out = {} if source is None else source.left_out
+    report: Any = combine(
+        reports, paths=tuple(map(str, paths)), against=None if source is None else str(source.first), tp=pipeline.tp,
+        layout=next(iter(reports.values())).layout, ranks=tuple(sorted(ranks)),
+        seconds=time.perf_counter() - began, components=pipeline.components, copied=pipeline.copied,
+        left_out={**left_out, **_left_out(reports)},
+    )  # fmt: skip
+    verified: R = replace(
+        report,
+        checked=("components", "other files", *report.checked),
+        differences=(*damages, *other, *report.differences),
+        is_damaged=bool(damages) or report.is_damaged,
+    )
+    return verified
+
+
+def _open_against(pipeline: Pipeline, options: Options) -> Pipeline:
+    """Open the source that a split pipeline is compared with."""
+    path = open_path(options["against"])
+    if not is_pipeline(path):
+        raise SourceError(
+            f"{path}: is not a pipeline (no {INDEX_NAME}), but {pipeline.first} is: pass the pipeline that was split"
+        )
+    return open_pipeline(
+        path,
+        components=[*pipeline.components],
+        follow_links=options["follow_links"],
+        ignore=as_names(options["ignore"]),
+        optional_ignore=pipeline.ignore,
+    )
+
+
+def _damages(manifest: PipelineManifest, folder: AnyPath, count: int) -> list[str]:
+    """The differences of one of ``count`` folders, other than those in its components."""
+    found = [*component_differences(manifest, folder), *file_differences(manifest.files, folder)]
+    return [f"{folder}: {text}" for text in found] if count > 1 else found
+
+
+def _other_files(pipeline: Pipeline, source: Pipeline) -> list[str]:
+    """The files of a split pipeline, other than those of its components, that differ from a source."""
+    checksums, expected = {name: checksum_file(path) for name, path in source.files.items()}, pipeline.expected or {}
+    names = sorted(checksums.keys() | expected.keys())
+    return [f"{name}: differs from {source.first}" for name in names if checksums.get(name) != expected.get(name)]
+
+
+def _left_out(reports: Mapping[str, Any]) -> dict[str, str]:
+    return {f"{one}/{name}": why for one, report in reports.items() for name, why in report.left_out.items()}
+
+
+def _call(operation: Callable[..., R], pipeline: Pipeline, name: str, options: Options) -> R:
+    """Apply an operation to a component; its errors name the component."""
+    folders = [path / name for path in pipeline.paths]
+    own = {**options, "src": folders if len(folders) > 1 else folders[0]}
+    if ignored := pipeline.ignored.get(name):
+        own["ignore"] = ignored
+    with _named(pipeline, name):
+        return operation(**own)
+
+
+@contextmanager
+def _named(pipeline: Pipeline, name: str) -> Iterator[None]:
+    """Errors that name a component, and how to leave it unsharded."""
+    try:
+        yield
+    except ShardconvError as error:
+        problem, *remedy = error.args
+        error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
+        others = [one for one in pipeline.components if one != name]
+        if isinstance(error, PlanError) and others and pipeline.expected is None:
+            only = option(components=others)
+            error.args = (*error.args[:-1], f"{error.args[-1]}. To copy this component unsharded, pass {only}")
+        raise
+
+
+# --- pipelines that are written -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Written:
+    """The way in which an operation writes a pipeline: ``on_pipelines(Written(...))``.
+
+    Attributes:
+        command: its name.
+        open: opens the pipeline that is read.
+        name: the default name of the destination, with ``{name}`` for that of the pipeline, and options.
+        is_split: whether the result is a split pipeline.
+        is_finished: whether a component that an interrupted run has written is right, by the folders it was made from;
+            if that is unknown, it is written again.
+    """
+
+    command: str
+    open: Callable[[Sequence[AnyPath], Options], Pipeline]
+    name: str
+    is_split: bool = False
+    is_finished: Callable[[Sequence[AnyPath], AnyPath], bool] = lambda _made_of, _folder: False
+
+    def __call__(self, operation: Callable[..., R], paths: list[AnyPath], options: Options) -> R:
+        """Apply an operation to all components of a pipeline."""
+        began = time.perf_counter()
+        settings = options_of(self.command, options)
+        how = WriteOptions(**{one.name: options[one.name] for one in fields(WriteOptions) if one.name in options})
+        given = find_destination(options.pop("dst", None), resume=how.resume)
+        pipeline = self.open(paths, options)
+        destination = given or Destination(Path(self.name.format(name=pipeline.name, **options)))
+        if destination.path.suffix == ".safetensors":
+            raise UsageError(f"{destination}: is one file (expected a folder, for a pipeline): change {option('dst')}")
+        report: R = _Run(self, operation, pipeline, options, how, destination, settings).run(began)
+        return report
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of an operation that writes a pipeline."""
+
+    written: Written
+    operation: Callable[..., Any]
+    pipeline: Pipeline
+    options: Options
+    how: WriteOptions
+    destination: Destination
+    settings: Job
+
+    @property
+    def team(self) -> Team:
+        return self.options.get("team") or Team()
+
+    def run(self, began: float) -> Any:  # noqa: ANN401 - the report of any operation
+        """Plan all components, then write them."""
+        pipeline = self.pipeline
+        planned = {name: self._plan(name) for name in pipeline.components}
+        first: Any = next(iter(planned.values()))
+        writer = CheckpointWriter(
+            self.destination, self.how, AuxiliaryFiles(pipeline.files, expected=pipeline.expected), like=pipeline.first,
+            added_files=pipeline.inner_files, added_bytes=sum(map(_new_bytes, planned.values())),
+            nested=tuple(pipeline.components), ranks=getattr(first, "ranks", None), team=self.team,
+        )  # fmt: skip
+        reports = dict(planned)
+
+        def write(writer: CheckpointWriter) -> int:
+            return self._write(writer, reports)
+
+        outcome = writer.run(pipeline.paths, write, began=began)
+        left_out = {"left_out": {**pipeline.left_out, **_left_out(reports)}} if hasattr(first, "left_out") else {}
+        return combine(reports, **outcome, **left_out, components=pipeline.components, copied=pipeline.copied)
+
+    def _plan(self, name: str) -> WriteReport:
+        """The report of a dry run of a component, which checks what does not require reading the data."""
+        inner = InnerDestination(NewFolder(self.destination.path), name)
+        inner.is_remote = self.destination.is_remote
+        report: WriteReport = self._call(name, inner, dry_run=True, resume=False, overwrite=False, progress=None)
+        return report
+
+    def _call(self, name: str, inner: Destination, **changed: object) -> Any:  # noqa: ANN401 - see run
+        return _call(self.operation, self.pipeline, name, {**self.options, "dst": inner, **changed})
+
+    def _write(self, writer: CheckpointWriter, reports: dict[str, Any]) -> int:
+        """Write all components, and replace their reports; returns the bytes that an interrupted run had written."""
+        team, pipeline, planned = self.team, self.pipeline, dict(reports)
+        team.meet(self.destination.path, lambda: {"pipelines": writer.auxiliary.checksums()})
+        inputs = InputFiles([], [], [])
+        reader, nothing = ShardReader([], inputs, labels=[], names=[]), Weights([], [], [], [], [])
+        read = [one for path in pipeline.paths for one in walk(path) if one.is_file()]
+        with writer.writing(reader, inputs, nothing, self.settings, read) as staged:
+            total, done = sum(map(_full_bytes, planned.values())), 0
+            for name, report in planned.items():
+                size = _full_bytes(report)
+                reports[name] = self._finished(name, report, staged) or self._call(
+                    name, staged.inner(name), overwrite=False, progress=_part(self.how.progress, done, size, total)
+                )
+                done += size
+            if self.written.is_split and team.is_leader:
+                manifest = self._manifest(staged, reports)
+                write_sealed(manifest, staged.path / PIPELINE_NAME, mode=permissions([pipeline.first / INDEX_NAME]))
+        return sum(report.resumed_bytes for report in reports.values())
+
+    def _finished(self, name: str, planned: WriteReport, staged: Staged) -> WriteReport | None:
+        """The report on a component that an interrupted run has finished; None if it has to be written."""
+        folder = staged.path / name
+        if not folder.exists():
+            return None
+        if self.written.is_finished([path / name for path in self.pipeline.paths], folder):
+            return replace(planned, dry_run=False, resumed_bytes=_full_bytes(planned))
+        shutil.rmtree(folder)
+        return None
+
+    def _manifest(self, staged: Staged, reports: Mapping[str, Any]) -> PipelineManifest:
+        components = {
+            name: SplitComponent(kind, checksum_file(staged.path / name / MANIFEST_NAME))
+            for name, kind in self.pipeline.components.items()
+        }
+        first = next(iter(reports.values()))
+        return PipelineManifest(
+            tp=first.tp, ranks=getattr(first, "ranks", None) or tuple(range(first.tp)), components=components,
+            copied=self.pipeline.copied, files=staged.auxiliary_files, ignore=self.pipeline.ignore,
+        )  # fmt: skip
+
+
+def _full_bytes(report: Any) -> int:  # noqa: ANN401 - a report of any operation
+    """Bytes of the full tensors that an operation copies."""
+    size: int = getattr(report, "source_bytes", None) or report.num_bytes
+    return size
+
+
+def _new_bytes(report: Any) -> int:  # noqa: ANN401 - a report of any operation
+    """Bytes of the tensors that an operation writes."""
+    size: int = sum(getattr(report, "rank_bytes", ())) or report.num_bytes
+    return size
+
+
+def _part(progress: Progress | None, start: int, size: int, total: int) -> Progress | None:
+    """A callback for the progress of a component of ``size`` bytes, after ``start`` of the ``total`` bytes of all."""
+    if progress is None:
+        return None
+    return lambda done, of_component: progress(start + (done * size // of_component if of_component else size), total)

@@ -1,0 +1,448 @@
+"""Pipelines: each component is a split checkpoint of its own, a merge gives every byte back, and nothing gets mixed."""
+
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+import shardconv
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.engine.layout import PIPELINE_NAME
+from shardconv.support.errors import (
+    OutputError,
+    PlanError,
+    SourceError,
+    SplitCheckpointError,
+    UsageError,
+)
+from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.command import call
+from tests.support.damage import flip
+from tests.support.faults import beside, failing
+from tests.support.manifests import change_manifest
+from tests.support.pipelines import COMPONENTS, SHARDED, write_index, write_pipeline
+
+TP = 2
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return write_pipeline(tmp_path_factory.mktemp("pipeline") / "source")
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory) -> Path:
+    """The split pipeline."""
+    folder = tmp_path_factory.mktemp("pipeline") / "split"
+    shardconv.split(source, folder, tp=TP)
+    return folder
+
+
+@pytest.fixture
+def split(whole, tmp_path) -> Path:
+    """A copy of the split pipeline, to be changed."""
+    return shutil.copytree(whole, tmp_path / "split")
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def test_components_are_split_checkpoints_and_other_files_are_copied(source, whole, tmp_path):
+    expected = {name: data for name, data in contents(source).items() if name.partition("/")[0] not in SHARDED}
+    for name in SHARDED:
+        shardconv.split(source / name, tmp_path / name, tp=TP)
+    expected |= contents(tmp_path)
+    found = contents(whole)
+    assert PIPELINE_NAME in found
+    del found[PIPELINE_NAME]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp": 2},
+        {"tp": 4, "layout": "dcp", "replicate": ()},
+        {"tp": 3, "pad": True},
+        {"tp": 2, "max_file_size": 20_000},
+    ],
+)
+def test_merge_restores_the_source(tmp_path, options):
+    source = tmp_path / "source"
+    write_pipeline(source)
+    if options.get("layout") == "dcp":  # which does not support padding
+        for name in SHARDED:
+            write_checkpoint(source / name, config=llama_config(layers=1, vocab=128))
+        for path in (source / "text_encoder").glob("model*0000*"):
+            path.unlink()
+        (source / "text_encoder" / "model.safetensors.index.json").unlink()
+    shardconv.split(source, tmp_path / "split", **options)
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    assert report.is_identical
+
+
+def test_reshard_equals_a_split(source, whole, tmp_path):
+    shardconv.reshard(whole, tmp_path / "resharded", tp=4)
+    shardconv.split(source, tmp_path / "expected", tp=4)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "expected")
+
+
+def test_a_component_is_merged_by_its_path(source, whole, tmp_path):
+    for name in SHARDED:
+        shardconv.merge(whole / name, tmp_path / name)
+        assert contents(tmp_path / name) == contents(source / name)
+
+
+def test_chosen_components_are_split_and_others_are_copied(source, tmp_path):
+    report = shardconv.split(source, tmp_path / "split", tp=TP, components=("transformer",))
+    assert report.copied["text_encoder"] == "LlamaModel, not chosen"
+    assert contents(tmp_path / "split" / "text_encoder") == contents(source / "text_encoder")
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+def test_dtype_converts_what_is_split(source, tmp_path):
+    shardconv.split(source, tmp_path / "split", tp=TP, dtype="fp32")
+    for name in SHARDED:
+        shardconv.split(source / name, tmp_path / name, tp=TP, dtype="fp32")
+        assert contents(tmp_path / "split" / name) == contents(tmp_path / name)
+    assert contents(tmp_path / "split" / "vae") == contents(source / "vae")
+
+
+def test_ranks_in_several_folders(source, whole, tmp_path):
+    folders = [tmp_path / "host0", tmp_path / "host1"]
+    for rank, folder in enumerate(folders):
+        shardconv.split(source, folder, tp=TP, ranks=rank)
+    assert shardconv.verify(folders).ranks == (0, 1)
+    shardconv.merge(folders, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    with pytest.raises(SplitCheckpointError, match=r"component text_encoder .*rank 1 of 2 is missing"):
+        shardconv.merge(folders[0], tmp_path / "again")
+    with pytest.raises(OutputError, match=r"exists \(with rank 0 of 2"):
+        shardconv.split(source, folders[0], tp=TP, ranks=1)
+
+
+def test_folders_of_two_splits(source, tmp_path):
+    for rank in range(TP):
+        shardconv.split(source, tmp_path / f"{rank}", tp=TP, ranks=rank)
+    shardconv.split(source, tmp_path / "other", tp=TP, ranks=1, components=("transformer",))
+    with pytest.raises(SplitCheckpointError, match="is not of the same split as"):
+        shardconv.merge([tmp_path / "0", tmp_path / "other"], tmp_path / "merged")
+
+
+def test_a_pipeline_in_a_cache(source, tmp_path):
+    """Its files are links to blobs beside the snapshots."""
+    snapshot = tmp_path / "models--org--tiny" / "snapshots" / "0123"
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    for number, (name, data) in enumerate(contents(source).items()):
+        (blobs / str(number)).write_bytes(data)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blobs / str(number))
+    report = shardconv.split(snapshot, tmp_path / "split", tp=TP)
+    assert report.components == {name: COMPONENTS[name][1] for name in SHARDED}
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+    (blobs.parent / "secret").write_text("outside")
+    (snapshot / "vae" / "link.txt").symlink_to(blobs.parent / "secret")
+    with pytest.raises(SourceError, match="is a link out of its folder"):
+        shardconv.split(snapshot, tmp_path / "again", tp=TP)
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+def test_reports_count_all_components(source, whole, tmp_path):
+    report = shardconv.split(source, tmp_path / "split", tp=4, dry_run=True)
+    alone = [shardconv.split(source / name, tmp_path / name, tp=4) for name in SHARDED]
+    assert report.rank_bytes == tuple(map(sum, zip(*(one.rank_bytes for one in alone), strict=True)))
+    assert report.source_bytes == sum(one.source_bytes for one in alone)
+    assert report.num_tensors == sum(one.num_tensors for one in alone)
+    assert report.components == {"text_encoder": "LlamaModel", "transformer": "FluxTransformer2DModel"}
+    assert report.copied == {
+        "scheduler": "FlowMatchEulerDiscreteScheduler, without weights",
+        "tokenizer": "LlamaTokenizer, without weights",
+        "vae": "AutoencoderKL, not sharded",
+    }
+    assert not (tmp_path / "split").exists()
+
+
+def test_plan_of_a_pipeline(source, whole):
+    alone = {name: shardconv.report_plan(source / name, tp=TP) for name in SHARDED}
+    for path in (source, whole):
+        report = shardconv.report_plan(path, tp=TP)
+        assert report.rank_bytes == tuple(map(sum, zip(*(one.rank_bytes for one in alone.values()), strict=True)))
+        assert [one.name for one in report.tensors] == [
+            f"{name}/{one.name}" for name, of in alone.items() for one in of.tensors
+        ]
+
+
+def test_supported_sizes_are_those_of_all_components(source, tmp_path):
+    shutil.copytree(source, tmp_path / "source")
+    shutil.rmtree(tmp_path / "source" / "transformer")
+    write_checkpoint(tmp_path / "source" / "transformer", config=llama_config(heads=6, kv_heads=6, hidden=96))
+    report = shardconv.report_plan(tmp_path / "source")
+    alone = [shardconv.report_plan(tmp_path / "source" / name) for name in SHARDED]
+    assert report.supported_tp == tuple(sorted(set(alone[0].supported_tp) & set(alone[1].supported_tp))) == (1, 2)
+    assert report.supported_bytes == tuple(sum(one.supported_bytes[at] for one in alone) for at in (0, 1))
+    by_tp = {one.tp: one.tensor.partition("/")[0] for one in report.blocked_tp}
+    assert (by_tp[3], by_tp[4], by_tp[8]) == ("text_encoder", "transformer", "transformer")
+
+
+def test_commands_list_the_components(source, tmp_path):
+    out = call("split", source, "--tp", TP, "-o", tmp_path / "split").out
+    assert "components: text_encoder (LlamaModel), transformer (FluxTransformer2DModel)\n" in out
+    assert "vae (AutoencoderKL, not sharded)\n" in out
+    for command in (["plan", source], ["verify", tmp_path / "split"]):
+        assert "components: text_encoder (LlamaModel)" in call(*command).out
+
+
+def test_progress_counts_all_components(source, tmp_path):
+    calls: list[tuple[int, int]] = []
+    report = shardconv.split(source, tmp_path / "split", tp=TP, progress=lambda *call: calls.append(call))
+    assert {total for _, total in calls} == {report.source_bytes}
+    assert all(before[0] <= after[0] for before, after in pairwise(calls))
+    assert calls[-1][0] == report.source_bytes
+
+
+# --- verification ---------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_byte_in_any_file_is_found(whole, split):
+    for name in contents(whole):
+        flip(split / name)
+        assert any(name.rpartition("/")[2] in text for text in problems(split)), name
+        shutil.copy(whole / name, split / name)
+    assert problems(split) == []
+
+
+def problems(folder: Path) -> list[str]:
+    """Differences, or the error about a manifest that cannot be read."""
+    try:
+        return [*shardconv.verify(folder).differences]
+    except SplitCheckpointError as error:
+        return [str(error)]
+
+
+def test_another_source_is_found(source, whole, tmp_path):
+    other = write_pipeline(tmp_path / "other", seed=1)
+    (other / "scheduler" / "scheduler_config.json").write_text("{}")
+    found = shardconv.verify(whole, against=other)
+    assert not found.is_damaged
+    for expected in ("scheduler/scheduler_config.json: differs", "text_encoder: ", "transformer: "):
+        assert any(text.startswith(expected) for text in found.differences), expected
+    with pytest.raises(SourceError, match=r"is not a pipeline \(no model_index.json\)"):
+        shardconv.verify(whole, against=source / "transformer")
+
+
+MIXED = {
+    "another tp": ({"tp": 4}, "component transformer (FluxTransformer2DModel) is for 4 ranks (expected 2)"),
+    "another split": (
+        {"tp": 2, "replicate": ("lm_head",)}, "component transformer (FluxTransformer2DModel) is of another split"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_a_component_of_another_split(source, split, tmp_path, case):
+    options, message = MIXED[case]
+    shutil.rmtree(split / "transformer")
+    shardconv.split(source / "transformer", split / "transformer", **options)
+    report = shardconv.verify(split)
+    assert (report.differences, report.is_damaged) == ((message,), True)
+    for run in (shardconv.merge, lambda *paths: shardconv.reshard(*paths, tp=4)):
+        with pytest.raises(SplitCheckpointError, match=re.escape(message)):
+            run(split, tmp_path / "result")
+    assert not (tmp_path / "result").exists()
+
+
+def test_a_component_of_another_pipeline(split, tmp_path):
+    """Its names and shapes are the same."""
+    shardconv.split(write_pipeline(tmp_path / "other", seed=1), tmp_path / "split2", tp=TP)
+    shutil.rmtree(split / "text_encoder")
+    shutil.copytree(tmp_path / "split2" / "text_encoder", split / "text_encoder")
+    assert shardconv.verify(split).differences == ("component text_encoder (LlamaModel) is of another split",)
+
+
+@pytest.mark.parametrize("name", ["model_index.json", "transformer/config.json", "vae/config.json"])
+def test_a_file_that_was_edited(split, tmp_path, name):
+    (split / name).write_text((split / name).read_text().replace("{", "{ ", 1))
+    assert any(
+        f"{name.rpartition('/')[2]}: differs from its checksum" in one for one in shardconv.verify(split).differences
+    )
+    with pytest.raises(SplitCheckpointError, match=rf"{name}: differs from its checksum"):
+        shardconv.merge(split, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("operation", [shardconv.verify, shardconv.merge, shardconv.report_plan])
+def test_a_component_that_is_missing(split, operation):
+    shutil.rmtree(split / "transformer")
+    with pytest.raises(SplitCheckpointError, match=r"component transformer .* is missing \(no transformer/shardconv"):
+        operation(split)
+
+
+@pytest.mark.parametrize("name", ["../outside", "transformer/config.json", "/etc/passwd", "a/../b"])
+def test_names_in_the_manifest_do_not_lead_out(split, name):
+    """They are untrusted; also where the checksum of the manifest is right."""
+    change_manifest(split, lambda manifest: manifest["files"].update({name: "0" * 32}), name=PIPELINE_NAME)
+    with pytest.raises(SplitCheckpointError, match="is not a valid file name"):
+        shardconv.verify(split)
+
+
+# --- pipelines that are refused -------------------------------------------------------------------------------------
+
+
+def remove(name: str):
+    return lambda folder: shutil.rmtree(folder / name)
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "transformer" / "model.safetensors").unlink()
+
+
+def unknown_model(folder: Path) -> None:
+    write_weights(folder / "transformer" / "model.safetensors", {"a.b.weight": ("F16", (8, 8))})
+    (folder / "transformer" / "config.json").write_text('{"_class_name": "MyTransformer"}')
+
+
+def two_variants(folder: Path) -> None:
+    shutil.copy(folder / "transformer" / "model.safetensors", folder / "transformer" / "model.fp16.safetensors")
+
+
+def single_file(folder: Path) -> None:
+    write_weights(folder / "flux1-dev.safetensors", {"double_blocks.0.img_attn.qkv.weight": ("F16", (8, 8))})
+
+
+def index(**components: object):
+    return lambda folder: write_index(folder, {**COMPONENTS, **components})
+
+
+REFUSED = {
+    "a component is missing": (remove("transformer"), SourceError, "component transformer .* is missing"),
+    "no weights": (remove_weights, SourceError, "has config.json and no weights"),
+    "unknown class": (
+        unknown_model, PlanError,
+        "component transformer .*To copy this component unsharded, pass "
+        "components=..text_encoder",
+    ),
+    "two variants": (two_variants, SourceError, "component transformer .*2 variants of a checkpoint"),
+    "weights beside the components": (single_file, SourceError, "not of a component: flux1-dev.safetensors.*ignore"),
+    "component in another folder": (index(**{"../x": ["a", "B"]}), SourceError, "'../x': is not a name of a folder"),
+    "malformed component": (index(unet=["diffusers"]), SourceError, "unet: is not .library, class."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_pipelines(source, tmp_path, case):
+    change, error, message = REFUSED[case]
+    shutil.copytree(source, tmp_path / "source")
+    change(tmp_path / "source")
+    for run in (shardconv.report_plan, lambda path, **options: shardconv.split(path, tmp_path / "out", **options)):
+        with pytest.raises(error, match=message):
+            run(tmp_path / "source", tp=TP)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_component_of_an_unknown_class_can_be_copied(source, tmp_path):
+    shutil.copytree(source, tmp_path / "source")
+    unknown_model(tmp_path / "source")
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=TP, components=("text_encoder",))
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "source")
+
+
+@pytest.mark.parametrize("change", [single_file, two_variants])
+def test_files_that_are_ignored(source, tmp_path, change):
+    shutil.copytree(source, tmp_path / "source")
+    change(tmp_path / "source")
+    pattern = "flux1-dev.safetensors" if change is single_file else "transformer/*.fp16.safetensors"
+    report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=TP, ignore=(pattern,))
+    assert [*report.left_out] == [pattern.replace("*", "model")]
+    assert shardconv.verify(tmp_path / "split", against=tmp_path / "source").differences == ()
+    shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(source)
+
+
+OPTIONS = {
+    "--component vae": "--component vae is copied (AutoencoderKL, not sharded) (expected one of text_encoder",
+    "--component x": "--component x is not a component (expected one of text_encoder, transformer)",
+    "--layout megatron": "layout megatron has one model, not a pipeline",
+    "--head-dim 8": "--head-dim is for one model",
+    "--rules llama": "--rules is for one model, and the pipeline has text_encoder, transformer",
+    "-o x.safetensors": "x.safetensors: is one file (expected a folder, for a pipeline)",
+    "--ignore none": "matches no file",
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_refused_options(source, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    result = call("split", source, "--tp", TP, *options.split())
+    assert result.code == 2
+    assert OPTIONS[options] in result.err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_options_of_one_model_apply_to_one_component(source, tmp_path):
+    options = {"replicate": ("lm_head",), "tp": TP}
+    shardconv.split(source, tmp_path / "split", components=("transformer",), **options)
+    shardconv.split(source / "transformer", tmp_path / "expected", **options)
+    assert contents(tmp_path / "split" / "transformer") == contents(tmp_path / "expected")
+
+
+def test_the_option_for_components_needs_a_pipeline(source, tmp_path):
+    with pytest.raises(UsageError, match="only applies to pipelines"):
+        shardconv.split(source / "transformer", tmp_path / "split", tp=TP, components=("transformer",))
+
+
+def test_a_split_pipeline_is_not_split_again(whole, tmp_path):
+    with pytest.raises(SourceError, match="is a split pipeline: pass the source that was split"):
+        shardconv.split(whole, tmp_path / "again", tp=TP)
+
+
+def test_a_source_is_not_merged(source, tmp_path):
+    with pytest.raises(SplitCheckpointError, match="is not a split pipeline: make one with shardconv split"):
+        shardconv.merge(source, tmp_path / "merged")
+
+
+# --- all or nothing -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_last_component_leaves_nothing(source, tmp_path):
+    """It is found before the first one is copied, where it does not depend on the data."""
+    shutil.copytree(source, tmp_path / "source")
+    unknown_model(tmp_path / "source")
+    calls: list[object] = []
+    with pytest.raises(PlanError):
+        shardconv.split(tmp_path / "source", tmp_path / "out" / "split", tp=TP, progress=lambda *one: calls.append(one))
+    assert calls == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_resume_keeps_finished_components(source, whole, tmp_path, monkeypatch, number):
+    """The run fails at stripe ``number`` of the last component, which has one stripe, or before."""
+    target = tmp_path / "out" / "split"
+    target.parent.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 65536)
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, number))
+        result = call("split", source, "--tp", TP, "-o", target, "--resume", "--threads", 1)
+        assert result.code == 1
+        assert beside(target) == ([".split.partial"] if number else [])
+        assert ("finished stripes are kept in" in result.err) == bool(number)
+        patch.setattr(CopyJob, "copy_stripe", CopyJob.copy_stripe)
+        assert result.err.count("\n") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 65536)
+        report = shardconv.split(source, target, tp=TP, resume=True)
+        shardconv.split(source, tmp_path / "expected", tp=TP)
+    assert (report.resumed_bytes > 0) == bool(number)
+    assert contents(target) == contents(tmp_path / "expected")
+    assert beside(target) == ["split"]
