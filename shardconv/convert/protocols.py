@@ -60,6 +60,7 @@ class PretrainedModel(nn.Module):
     input_modalities: str | Sequence[str]
     base_model_prefix: str
     from_pretrained: ClassVar[Callable[..., Any]]
+    from_config: ClassVar[Callable[..., "PretrainedModel"]]  # of diffusers
     _from_config: ClassVar[Callable[..., "PretrainedModel"]]
     _load_pretrained_model: ClassVar[Callable[..., tuple[Any, object]]]
     can_generate: Callable[[], bool]

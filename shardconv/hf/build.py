@@ -9,6 +9,7 @@ from torch import nn
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.classes import model_class
+from shardconv.hf.diffusion import DiffusersConfig, small_config
 from shardconv.hf.package import isolated
 from shardconv.hf.small import HEADS, SAME, fields_of_type, matching_line, small_fields, small_value, submodels
 from shardconv.support.errors import RunError
@@ -17,7 +18,10 @@ from shardconv.support.errors import RunError
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 #: Fields with the number of features of an attention head, with the number of heads, and with the width of the model.
-_HEAD_FIELDS = ("head_dim", "qk_head_dim", "v_head_dim", "d_kv", "d_head", "kv_channels", "attention_head_size")
+_HEAD_FIELDS = (
+    "head_dim", "qk_head_dim", "v_head_dim", "d_kv", "d_head", "kv_channels", "attention_head_size",
+    "attention_head_dim",
+)  # fmt: skip
 _COUNTS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads")
 _WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
@@ -115,19 +119,28 @@ MAX_NUMEL = 20_000_000
 _DECODERS = ("CausalLM", "LMHeadModel", "WithLMHead")
 
 
-def build_on_meta(
+def from_config(
     kind: type[PretrainedModel], config: ModelConfig, *, dtype: torch.dtype | None = None
 ) -> PretrainedModel:
-    """Build a model on the meta device, in eval mode, from a copy of the config.
+    """Build a model from a copy of its config.
 
     Args:
-        kind: a model class of transformers.
+        kind: a model class of transformers or diffusers.
         config: its config, which the model may change.
         dtype: of the parameters; by default that of the config.
     """
+    if isinstance(config, DiffusersConfig):
+        model = kind.from_config(config.to_dict())
+        return model if dtype is None else nn.Module.to(model, dtype)
+    return kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - transformers does not have a public way
+
+
+def build_on_meta(
+    kind: type[PretrainedModel], config: ModelConfig, *, dtype: torch.dtype | None = None
+) -> PretrainedModel:
+    """Build a model on the meta device, in eval mode; see :func:`from_config`."""
     with torch.device("meta"):
-        model = kind._from_config(copy.deepcopy(config), dtype=dtype)  # noqa: SLF001 - transformers does not have a public way
-    return model.eval()
+        return from_config(kind, config, dtype=dtype).eval()
 
 
 def small_model(
@@ -146,6 +159,8 @@ def small_model(
     """
     kind, full = model_class(config)
     try:
+        if isinstance(full, DiffusersConfig):
+            return build_small(kind, _small_diffuser(full, has_real_heads=has_real_heads, heads=heads))
         fields = full.to_dict()
         more = real_heads(fields, has_sizes=has_real_heads, has_counts=heads == SAME)
         small = {**fields, **small_fields(fields, more)}
@@ -154,12 +169,19 @@ def small_model(
         raise RunError(f"a small {kind.__name__} cannot be built: {type(error).__name__}: {error}") from error
 
 
+def _small_diffuser(config: DiffusersConfig, *, has_real_heads: bool, heads: int | None) -> DiffusersConfig:
+    """The config of a small model of diffusers, with the arguments of :func:`small_model`."""
+    numbers = {name: value for name, value in config.items() if type(value) is int}
+    count = numbers.get(_first(numbers, _COUNTS), HEADS) if heads == SAME else heads or HEADS
+    return small_config(config, heads=count, head_dim=_head_size(config) if has_real_heads else 0)
+
+
 @isolated()
 def build_small(kind: type[PretrainedModel], config: ModelConfig) -> PretrainedModel:
     """Build a randomly initialized model in float32.
 
     Args:
-        kind: a model class of transformers.
+        kind: a model class of transformers or diffusers.
         config: its config, with the fields of a small model.
 
     Raises:
@@ -168,11 +190,11 @@ def build_small(kind: type[PretrainedModel], config: ModelConfig) -> PretrainedM
     if getattr(config, "is_decoder", None) is False and kind.__name__.endswith(_DECODERS):
         config.is_decoder = not config.is_encoder_decoder
     with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in kind(config).parameters())
+        numel = sum(parameter.numel() for parameter in from_config(kind, config).parameters())
     if numel > MAX_NUMEL:
         raise ValueError(f"a small {kind.__name__} has {numel / 1e6:.0f} million parameters: it is not small")
     torch.manual_seed(0)
-    model = kind._from_config(config).eval().float()  # noqa: SLF001 - transformers does not have a public way
+    model = from_config(kind, config).eval().float()
     initialize(model)
     return model
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import CONFIG_NAME
-from shardconv.hf.package import import_transformers
+from shardconv.hf.diffusion import DiffusersConfig
+from shardconv.hf.package import diffusers_name, import_diffusers, import_transformers
 from shardconv.support.errors import RunError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
@@ -24,7 +25,7 @@ class ModelClass(NamedTuple):
 
     Attributes:
         kind: the class.
-        config: a ``PreTrainedConfig``, without the settings of quantization.
+        config: a ``PreTrainedConfig`` without the settings of quantization, or a ``DiffusersConfig``.
     """
 
     kind: "type[PretrainedModel]"
@@ -43,6 +44,8 @@ def model_class(config: Mapping[str, object], folder: AnyPath | None = None, *, 
         RunError: if transformers is not installed, does not have the class or refuses the config, or if the class is
             code in the folder and not trusted.
     """
+    if (class_name := diffusers_name(config)) is not None:
+        return ModelClass(diffusers_class(class_name), DiffusersConfig(config))
     transformers, name = import_transformers(), _architecture(config)
     code = [] if folder is None else _code(config)
     trusts, is_known = bool(code) and is_trusted, config.get("model_type") in transformers.CONFIG_MAPPING
@@ -57,6 +60,23 @@ def model_class(config: Mapping[str, object], folder: AnyPath | None = None, *, 
         raise _unknown(config, folder)
     made = _read_config(config, folder, is_trusted=trusts)
     return ModelClass(kind if own is None or folder is None else _class_in_folder(own, folder), made)
+
+
+def diffusers_class(name: str) -> "type[PretrainedModel]":
+    """The model class of diffusers with this name.
+
+    Raises:
+        RunError: if diffusers is not installed, or does not have it.
+    """
+    diffusers = import_diffusers()
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        raise RunError(
+            f"config.json does not name a model class of diffusers {diffusers.__version__} (got _class_name {name!r}, "
+            f'expected for example "FluxTransformer2DModel"): correct it, or install the version that has the class'
+        )
+    found: type[PretrainedModel] = kind
+    return found
 
 
 def _unknown(config: Mapping[str, object], folder: AnyPath | None) -> RunError:

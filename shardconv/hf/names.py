@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.hf.build import build_on_meta
+from shardconv.hf.diffusion import DiffusersConfig
 from shardconv.hf.package import import_transformers, isolated
 from shardconv.layers.runtime_classes import new_class
 from shardconv.plan.unused import known_unused
@@ -81,6 +83,8 @@ class DiskTensors(NamedTuple):
 def disk_tensors(model: PretrainedModel) -> DiskTensors:
     """The tensors that ``save_pretrained`` writes for an unquantized model, which may be on the meta device."""
     state = model.state_dict(keep_vars=True)
+    if isinstance(model.config, Mapping):  # of diffusers
+        return DiskTensors(state, frozenset())
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     skipped = set(import_transformers("quantizers.base").get_keys_to_not_convert(model))
     others, matrices = dict[str, Tensor](), dict[str, Tensor]()
@@ -100,6 +104,26 @@ def _is_matrix(model: PretrainedModel, name: str, tensor: Tensor, skipped: Colle
     return path.endswith(".experts") and tensor.dim() > 2
 
 
+def _match_equal_names(
+    kind: type[PretrainedModel], config: DiffusersConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> ModelCheck:
+    """:func:`match_names` for a model of diffusers, whose tensors have the same names on disk and in memory."""
+    with isolated():
+        in_model = {name: tuple(value.shape) for name, value in build_on_meta(kind, config).state_dict().items()}
+    return ModelCheck(
+        model=kind.__name__,
+        unused=tuple(sorted(shapes.keys() - in_model.keys())),
+        missing=tuple(sorted(in_model.keys() - shapes.keys())),
+        mismatched=tuple(
+            (name, shapes[name], in_model[name])
+            for name in sorted(shapes.keys() & in_model.keys())
+            if shapes[name] != in_model[name]
+        ),
+        failed=(),
+        ignored=(),
+    )
+
+
 def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelCheck:
     """Load tensors without values into a model class, and report the names and shapes that do not match.
 
@@ -111,6 +135,8 @@ def match_names(kind: type[PretrainedModel], config: ModelConfig, shapes: Mappin
     Raises:
         Exception: if transformers cannot build or load the model; of any class.
     """
+    if isinstance(config, DiffusersConfig):
+        return _match_equal_names(kind, config, shapes)
     with torch.device("meta"):
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     loaded = _Loaded()

@@ -1,9 +1,10 @@
-"""Import transformers, which is optional, and control its log output."""
+"""Import transformers and diffusers, which are optional, and control their log output."""
 
 import random
+import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -29,6 +30,24 @@ def import_transformers(submodule: str = "") -> Any:
     return import_module(f"transformers.{submodule}") if submodule else package
 
 
+def import_diffusers() -> Any:
+    """The package diffusers.
+
+    Raises:
+        RunError: if diffusers is not installed.
+    """
+    try:
+        return import_module("diffusers")
+    except ImportError as error:
+        raise RunError("diffusers is needed to build the model: pip install 'shardconv[diffusers]'") from error
+
+
+def diffusers_name(config: Mapping[str, object]) -> str | None:
+    """The class of diffusers that a config names; None for configs of transformers."""
+    name = config.get("_class_name")
+    return name if isinstance(name, str) and "model_type" not in config else None
+
+
 def hide_progress() -> None:
     """Turn off the progress bars of transformers in this process."""
     import_transformers().logging.disable_progress_bar()
@@ -41,17 +60,16 @@ def hide_warnings() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turn off the progress bars and warnings of transformers within a block."""
-    logging = import_transformers().utils.logging
-    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    hide_warnings()
-    hide_progress()
-    try:
+    """Turn off the progress bars and warnings of transformers, and of diffusers if it is imported, within a block."""
+    packages = [import_transformers(), *filter(None, [sys.modules.get("diffusers")])]
+    with ExitStack() as stack:
+        for logging in (package.utils.logging for package in packages):
+            stack.callback(logging.set_verbosity, logging.get_verbosity())
+            if logging.is_progress_bar_enabled():
+                stack.callback(logging.enable_progress_bar)
+            logging.set_verbosity_error()
+            logging.disable_progress_bar()
         yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_progress:
-            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -121,6 +121,31 @@ def load_unsharded(
     return model
 
 
+def known_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor], folder: AnyPath, unused: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """The tensors that a converted model of diffusers has, if they are those of the checkpoint.
+
+    Args:
+        model: the model.
+        tensors: name to shard.
+        folder: the checkpoint, for messages.
+        unused: patterns of tensors that the model need not use.
+
+    Raises:
+        RunError: if its parameters do not match the tensors.
+    """
+    state = model.state_dict()
+    known = {name: tensor for name, tensor in tensors.items() if name in state}
+    report = {
+        "unexpected_keys": tensors.keys() - state.keys(),
+        "missing_keys": state.keys() - tensors.keys(),
+        "mismatched_keys": [(name,) for name, tensor in known.items() if tensor.shape != state[name].shape],
+    }
+    check_report(report, type(model).__name__, folder, unused)
+    return known
+
+
 def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Sequence[str] = ()) -> None:
     """Refuse a model if its parameters are not exactly the tensors of the checkpoint.
 

@@ -15,7 +15,7 @@ from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import with_defaults
 from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
-from shardconv.plan.families.loading import expand_family, family_for, load_family, parse_plan_file
+from shardconv.plan.families.loading import expand_family, family_for, load_family, model_type_of, parse_plan_file
 from shardconv.plan.families.matcher import Matcher
 from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.families.transformers_plan import transformers_family
@@ -130,6 +130,8 @@ def planner_for(
     if user is not None:
         _check_families(user)
     base = family_of(config or {}, request.family or (user.inherits if user else ""))
+    if base.name == NAMES_FAMILY and user is None and request.family is None:
+        _refuse_diffusers(config or {})
     family = _with_user_rules(base, user, request)
     by_names = _without_user_rule(tensors, family) if base.name == NAMES_FAMILY else frozenset()
     is_by_name = base.name == NAMES_FAMILY
@@ -153,6 +155,15 @@ def planner_for(
         if changed and not is_by_name:
             assumed.append(_replacements(user.name, changed))
     return planner.assuming(*assumed).padded(request.pad)
+
+
+def _refuse_diffusers(config: Mapping[str, object]) -> None:
+    """Refuse a model of diffusers without a family: the names of its tensors do not determine how to shard it."""
+    if "model_type" not in config and (name := model_type_of(config)) is not None:
+        raise PlanError(
+            f"no family is known for class {name!r} of diffusers: transformers have families, and VAEs, UNets and "
+            f"ControlNets do not: use its folder as it is, or pass {option(rules='FILE')} with a plan file"
+        )
 
 
 def _replaced_rules(planner: Planner, base: RuleSet) -> Iterator[tuple[str, Rule, Rule]]:
@@ -214,7 +225,8 @@ def _assumptions(
     if by_names and NAMES_FAMILY in (request.family, user and user.inherits):
         yield f"{counted(len(by_names), 'tensor')} planned by name, as requested"
     elif by_names:
-        model = f"model type {config['model_type']!r}" if config.get("model_type") else "a checkpoint without a config"
+        model_type = model_type_of(config)
+        model = f"model type {model_type!r}" if model_type else "a checkpoint without a config"
         yield f"{model} does not have a family: planned by the names of its tensors"
     if base.name == TRANSFORMERS:
         yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
@@ -229,9 +241,9 @@ def _assumptions(
 
 def _how_to_compare(config: Mapping[str, object]) -> str:
     """The instruction for comparing outputs with the unsharded model. A proof needs a class of transformers."""
-    model_type = config.get("model_type")
+    model_type = model_type_of(config)
     own = "the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
-    if not isinstance(model_type, str):
+    if model_type is None:
         return f"compare {own}"
     if family_for(model_type) is not None:
         return "shardconv plan --prove compares outputs"
@@ -286,8 +298,7 @@ def family_of(config: Mapping[str, object], name: str = "") -> Family:
     """The family of this name, or without a name the family of the ``model_type`` of a config."""
     if name and name != TRANSFORMERS:
         return load_family(name)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
+    if (model_type := model_type_of(config)) is None:
         return load_family(name or NAMES_FAMILY)
     known = None if name else family_for(model_type)
     return known or transformers_family(model_type) or load_family(name or NAMES_FAMILY)

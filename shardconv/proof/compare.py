@@ -5,16 +5,16 @@ loads its shards.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardconv.convert.converted_model import RANDOM_FIELDS, extend_model_class
-from shardconv.convert.model import convert_with_request
+from shardconv.convert.model import config_fields, convert_with_request
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.distributed import Axis
 from shardconv.hf.inputs import can_generate_text, example_inputs
@@ -32,14 +32,25 @@ NEW_TOKENS = 5
 _CACHES = ("past_key_values", "cache_params", "past_buckets_states", "mems", "state")
 
 
-def copy_inputs(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of inputs for one call, as some models write into their inputs."""
-    return {name: value.clone() for name, value in inputs.items()}
+    return {name: _mapped(Tensor.clone, value) for name, value in inputs.items()}
+
+
+def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value with a change of its tensors, also in lists and tuples."""
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(change, one) for one in value)
+    return change(value) if isinstance(value, Tensor) else value
 
 
 def float_tensors(output: Mapping[str, object]) -> dict[str, Tensor]:
-    """The floating-point tensors of a model's output, except for those in the cache."""
-    return {key: value for key, value in output.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    """The floating-point tensors of a model's output, also in lists, except for those in the cache."""
+    listed = {
+        f"{key}.{at}": one for key, value in output.items() if isinstance(value, list) for at, one in enumerate(value)
+    }
+    values = {**output, **listed}
+    return {key: value for key, value in values.items() if isinstance(value, Tensor) and value.is_floating_point()}
 
 
 def cache_bytes(output: Mapping[str, object]) -> int:
@@ -238,7 +249,7 @@ def compare(
         device: device of the sharded model.
     """
     expected = Reference(*torch.load(reference, weights_only=True))
-    inputs = {name: value.to(device) for name, value in expected.inputs.items()}
+    inputs = {name: _mapped(lambda tensor: tensor.to(device), value) for name, value in expected.inputs.items()}
     output, tokens, cache = _compare_outputs(load(split, device=device, group=axis), inputs, expected)
     if expected.gradients is None:
         return OutputDifferences(output, tokens, None, expected.note, cache)
@@ -247,7 +258,7 @@ def compare(
         set_training(model)
     if device != "cpu":
         move(model, torch.device(device))
-    converted = convert_with_request(model, model.config.to_dict(), request, axis)
+    converted = convert_with_request(model, config_fields(model), request, axis)
     extend_model_class(converted, axis)
     backward_step(converted, inputs)
     return OutputDifferences(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.hf.build import head_sizes, small_model
 from shardconv.hf.classes import model_class
@@ -81,8 +82,7 @@ def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
 
 
 def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
-    found = head_sizes(model.config.to_dict())
-    real = head_sizes(model_class(config).config.to_dict())
+    found, real = head_sizes(config_fields(model)), head_sizes(model_class(config).config.to_dict())
     smaller = [
         f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
         for place, size in real.items()

@@ -5,6 +5,7 @@ Owns the values of buffers that are not stored, which the constructor of the mod
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,15 @@ def check_builder(model: object) -> None:
 def build_by_caller(
     make: Callable[[], nn.Module],
     convert: Callable[[nn.Module], nn.Module],
-    tensors: dict[str, Tensor],
+    tensors_of: Callable[[nn.Module], dict[str, Tensor]],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """Build, convert and fill the caller's module.
+    """Build, convert and fill a module that transformers does not load.
 
     Args:
         make: builds the module.
         convert: converts it in place, and returns it.
-        tensors: the stored tensors, by name.
+        tensors_of: returns the tensors of the converted module, by name.
         dtype: dtype of floating-point values; None as they are stored.
 
     Raises:
@@ -48,12 +49,13 @@ def build_by_caller(
     """
     with torch.device("meta"):
         model = convert(make())
+    tensors = tensors_of(model)
     if dtype is not None:
         tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     model.load_state_dict(tensors, assign=True)
-    if any(tensor.is_meta for _, _, tensor in _computed(model)):
+    if any(one.tensor.is_meta for one in _computed(model)):
         _fill(model, make)
-    values = (*model.named_parameters(), *((name, tensor) for name, _, tensor in _computed(model)))
+    values = (*model.named_parameters(), *((one.name, one.tensor) for one in _computed(model)))
     if missing := [name for name, tensor in values if tensor.is_meta]:
         raise RunError(
             f"{', '.join(missing[:3])}: is not in any file, and __init__ does not compute the same values each time: "
@@ -67,14 +69,13 @@ def _fill(model: nn.Module, make: Callable[[], nn.Module]) -> None:
 
     A value that depends on the state of a random generator stays on the meta device: the checkpoint had another one.
     """
-    first, second = ({name: tensor for name, _, tensor in _computed(_build_on_cpu(make, seed))} for seed in (0, 1))
-    modules = dict(model.named_modules())
-    for name, key, tensor in list(_computed(model)):
+    first, second = ({one.name: one.tensor for one in _computed(_build_on_cpu(make, seed))} for seed in (0, 1))
+    for name, holder, key, tensor in list(_computed(model)):
         value, other = first.get(name), second.get(name)
         if not tensor.is_meta or value is None or other is None or value.is_meta or value.shape != tensor.shape:
             continue
         if torch.equal(value, other):
-            setattr(modules[name.removesuffix(key).removesuffix(".")], key, value)
+            holder[key] = value
 
 
 def _build_on_cpu(make: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -95,10 +96,29 @@ def _build_on_cpu(make: Callable[[], nn.Module], seed: int) -> nn.Module:
         hook.remove()
 
 
-def _computed(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Name, attribute and value of each buffer, and of each other tensor that is not a parameter, of all modules."""
+class _Computed(NamedTuple):
+    """A tensor that a constructor computes.
+
+    Attributes:
+        name: its name in the model.
+        holder: the buffers, attributes or list that hold it.
+        key: where it is in them.
+        tensor: the tensor.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    tensor: Tensor
+
+
+def _computed(model: nn.Module) -> Iterator[_Computed]:
+    """Each buffer, and each other tensor that is not a parameter, also in a list, of all modules."""
     for path, module in model.named_modules():
-        own = {**dict(module.named_buffers(recurse=False, remove_duplicate=False)), **vars(module)}
-        for key, value in own.items():
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                yield (f"{path}.{key}" if path else key), key, value
+        start = f"{path}." if path else ""
+        for holder in (module._buffers, vars(module)):  # noqa: SLF001 - buffers of torch
+            for key, value in holder.items():
+                listed = [(value, at, one) for at, one in enumerate(value)] if isinstance(value, list) else []
+                for where, at, one in [(holder, key, value), *listed]:
+                    if isinstance(one, Tensor) and not isinstance(one, nn.Parameter):
+                        yield _Computed(f"{start}{key}" if where is holder else f"{start}{key}.{at}", where, at, one)

@@ -17,6 +17,7 @@ from shardconv.convert.model import convert_with_request
 from shardconv.convert.protocols import ModelOutput, PretrainedModel
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
+from shardconv.hf.diffusion import DiffusersConfig
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
@@ -61,6 +62,7 @@ class MetaModel:
         has_config_dtype: whether the config has the dtype.
         num_layers: the number of layers of its decoder, or of the model if it has none; 0 if unknown.
         max_length: the maximum number of tokens by the config; None if unknown.
+        reads_tokens: whether its inputs are tokens of text; models of diffusers have others.
         has_encoder: whether an encoder processes the prompts.
         other_inputs: its arguments for images, videos and audio, such as ``pixel_values``.
 
@@ -79,6 +81,7 @@ class MetaModel:
         self.dtype: torch.dtype = stored if named is None else named
         self.num_layers: int = getattr(text, "num_hidden_layers", None) or getattr(text, "num_layers", None) or 0
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)
+        self.reads_tokens = not isinstance(made, DiffusersConfig)
         self.has_encoder = bool(made.is_encoder_decoder)
         self.other_inputs = tuple(name for name in inspect.signature(kind.forward).parameters if name in _OTHER_INPUTS)
 
@@ -107,6 +110,8 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
     Raises:
         Exception: any error of building, converting or calling the model, as when its shapes depend on values.
     """
+    if not model.reads_tokens:
+        raise RunError(f"collectives and activations are not counted for {model.name}, whose inputs are not tokens")
     group = CountingGroup(tp)
     built = model.build_converted(request, group)
     layers = _layers(built, model.num_layers)

@@ -27,8 +27,10 @@ from shardconv.distributed.devices import Device
 from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 from shardconv.files.paths import SourcePath, local_path, open_path
+from shardconv.hf.build import from_config
 from shardconv.hf.classes import ModelClass
-from shardconv.hf.weights import load_shards
+from shardconv.hf.diffusion import DiffusersConfig
+from shardconv.hf.weights import known_tensors, load_shards
 from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
@@ -242,11 +244,14 @@ class _Loading:
 
     def build_from(self, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
         """Build the module of the caller, convert it, and load the tensors into it."""
-        return build_by_caller(make, self._convert, tensors, self.dtype)
+        return build_by_caller(make, self._convert, lambda _: tensors, self.dtype)
 
     def build_of(self, kind: ModelClass, unused: Sequence[str], tensors: dict[str, Tensor]) -> nn.Module:
-        """Build a model of a class of transformers, convert it, and load the tensors into it."""
+        """Build a model of a class of transformers or diffusers, convert it, and load the tensors into it."""
         folder = self.checkpoint.folder
+        if isinstance(kind.config, DiffusersConfig):
+            known = partial(known_tensors, tensors=tensors, folder=folder, unused=unused)
+            return build_by_caller(partial(from_config, *kind), self._convert, known, self.dtype)
         model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
         extend_model_class(model, self.axis)
         return model

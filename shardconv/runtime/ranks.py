@@ -24,7 +24,7 @@ from shardconv.runtime.device import rank_device
 from shardconv.support.errors import PlanError, RunError, SplitCheckpointError, WorldSizeError, option
 
 #: The packages that must have the same version on all ranks.
-_PACKAGES = ("shardconv", "torch", "transformers")
+_PACKAGES = ("shardconv", "torch", "transformers", "diffusers")
 
 
 def connect_ranks(

@@ -18,8 +18,10 @@ from transformers.models.auto import modeling_auto
 
 from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.convert.model import DTYPE_NAMES
-from shardconv.hf.build import build_small
+from shardconv.convert.model import DTYPE_NAMES, config_fields
+from shardconv.hf.build import build_small, from_config
+from shardconv.hf.diffusion import DiffusersConfig, default_fields, small_config
+from shardconv.hf.package import import_diffusers
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
@@ -134,14 +136,25 @@ class Row:
         return self.sharded >= LEAST_SHARDED
 
 
+#: The kind of the transformers of diffusers, whose types are their classes.
+DIFFUSION = "diffusion"
+
+
 def model_class(kind: str, model_type: str) -> Any:
     """The model class of a type; the first one if there are several."""
-    names = KINDS[kind][model_type]
-    return getattr(transformers, names if isinstance(names, str) else names[0])
+    names = model_type if kind == DIFFUSION else KINDS[kind][model_type]
+    return _class_named(names if isinstance(names, str) else names[0])
+
+
+def _class_named(name: str) -> Any:
+    """The class of transformers with this name, or else of diffusers."""
+    return getattr(transformers, name, None) or getattr(import_diffusers(), name)
 
 
 def small(architecture: Any) -> Any:
     """A small model of a class, built from its default config."""
+    if not hasattr(architecture, "config_class"):
+        return build_small(architecture, small_config(default_fields(architecture)))
     config = architecture.config_class
     return build_small(architecture, config(**small_fields(default_config(config))))
 
@@ -154,14 +167,17 @@ def specs_in_memory(model: Any) -> dict[str, TensorSpec]:
 
 def plan_in_memory(model: Any, tp: int) -> Plan:
     """The plan of a model in memory."""
-    return planner_for(specs_in_memory(model), model.config.to_dict(), PlanRequest()).plan(tp)
+    return planner_for(specs_in_memory(model), config_fields(model), PlanRequest()).plan(tp)
 
 
 def default_sharded(architecture: Any) -> float | None:
     """The sharded fraction at tp=2 of a model of default size; None if it cannot be built."""
     try:
         with torch.device("meta"):
-            model = architecture(architecture.config_class(**default_config(architecture.config_class)))
+            if hasattr(architecture, "config_class"):
+                model = architecture(architecture.config_class(**default_config(architecture.config_class)))
+            else:
+                model = from_config(architecture, DiffusersConfig(default_fields(architecture)))
         return sharded_fraction(specs_in_memory(model), plan_in_memory(model, 2))
     except Exception:  # noqa: BLE001 - whatever the error, the small model is measured instead
         return None
@@ -173,7 +189,7 @@ def check(axis: Any, kind: str, *arguments: Any) -> OutputDifferences | str:
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     try:
-        return compare(axis, getattr(transformers, kind), *arguments)
+        return compare(axis, _class_named(kind), *arguments)
     except Exception as error:  # noqa: BLE001 - the table reports it
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{type(error).__name__} in {where}: {error}".replace("\n", " ")[:200]
@@ -282,7 +298,8 @@ def try_padded(run: Any, home: Path) -> str:
         split(source, place, tp=3, pad=True)
     except PlanError:
         return "refused"
-    kind = json.loads((source / "config.json").read_text("utf-8"))["architectures"][0]
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    kind = config.get("_class_name") or config["architectures"][0]
     try:
         return verdict_of(worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE)))
     except AssertionError:

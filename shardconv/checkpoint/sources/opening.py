@@ -25,6 +25,7 @@ from shardconv.files.weight_formats import (
     refuse_rank_files,
     without_weights,
 )
+from shardconv.plan.families.loading import model_type_of
 from shardconv.support.errors import SourceError, UsageError, option
 
 
@@ -131,9 +132,9 @@ def standalone_config(path: AnyPath, *, follow_links: bool = False) -> dict[str,
         return None
     check_link(path, path.parent, follow_links=follow_links)
     config = read_json(path)
-    is_of_model = isinstance(config.get("model_type"), str)
+    is_of_model = model_type_of(config) is not None
     if path.name == CONFIG_NAME and not is_of_model:
-        raise SourceError(f"{path}: does not have a model_type or weights next to it: add one of them")
+        raise SourceError(f"{path}: does not have a model_type, a _class_name or weights next to it: add one of them")
     return config if is_of_model else None
 
 

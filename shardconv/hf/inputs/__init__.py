@@ -5,24 +5,28 @@ The number of placeholder tokens is the number of features that the model comput
 """
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardconv.convert.protocols import PretrainedModel
+from shardconv.hf.diffusion import diffusion_inputs
 from shardconv.hf.inputs.media import audio_inputs, image_inputs, is_type
 from shardconv.hf.inputs.special import special_inputs
 from shardconv.hf.inputs.text import text_inputs
 
 
-def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Tensor]:
+def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Any]:
     """Random inputs with which a model can be called, as ``model(**example_inputs(model))``.
 
     Args:
-        model: a small model of transformers.
+        model: a small model of transformers, whose inputs are tensors, or of diffusers.
         seed: of the random generator.
     """
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(model.config, Mapping):
+        return diffusion_inputs(model, generator)
     names = inspect.signature(model.forward).parameters
     kind = str(model.config.model_type)
     given = special_inputs(model, generator)

@@ -123,6 +123,8 @@ class Fields:
             raise ConfigError(
                 f"config field {name} {self._missing}", f"{_REMEDY}, or set it in [config] of a plan file"
             )
+        if type(value) is float and value.is_integer():  # such as the ratio of two widths
+            value = int(value)
         if type(value) is not int or value < 0:
             raise ConfigError(f"config field {name} is {value!r:.60} (expected a non-negative integer)", _REMEDY)
         self.read[name] = value

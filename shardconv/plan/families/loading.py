@@ -170,6 +170,12 @@ def family_for(model_type: str) -> Family | None:
     return None if name is None else load_family(name)
 
 
+def model_type_of(config: Mapping[str, object]) -> str | None:
+    """The type of a model by its config: the ``model_type`` of transformers, or the class name of diffusers."""
+    found = config.get("model_type", config.get("_class_name"))
+    return found if isinstance(found, str) else None
+
+
 class _Index(NamedTuple):
     """The families of some files.
 

@@ -1,0 +1,102 @@
+"""Models of diffusers: trials of some classes, proofs, and docs/diffusion-models.md."""
+
+import json
+
+import pytest
+
+pytest.importorskip("diffusers")
+
+from shardconv.checkpoint.operations.split import split
+from shardconv.convert.model import config_fields
+from shardconv.hf.build import build_small
+from shardconv.hf.diffusion import default_fields, small_config
+from shardconv.plan.families.loading import family_for
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.proof.model_check import check_model
+from shardconv.proof.prove import prove
+from shardconv.runtime.estimate import estimate_cost
+from shardconv.runtime.load import load
+from shardconv.support.errors import PlanError, RunError
+from tests.support.matrix import cases
+from tools.model_matrix import diffusion
+from tools.model_matrix.trial import DIFFUSION, model_class, specs_in_memory, try_type
+
+ROWS = diffusion.written()
+RIGHT = [row.model_type for row in ROWS if row.is_right]
+#: One stream beside an MLP, norms over all heads, and two streams.
+DEFAULT = ("FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel")
+
+
+def small_model(name):
+    kind = model_class(DIFFUSION, name)
+    return build_small(kind, small_config(default_fields(kind)))
+
+
+@pytest.mark.parametrize("name", cases(RIGHT, lambda name: name in DEFAULT))
+def test_classes_are_right(ranks, tmp_path, name):
+    row = try_type(ranks, tmp_path, DIFFUSION, name, [2], at_default_size=False)
+    assert row.verdicts == ("right",), row
+
+
+def test_page_has_all_classes():
+    assert [row.model_type for row in ROWS] == diffusion.classes()
+    assert [row.model_type for row in ROWS if row.verdicts] == [
+        name for name in diffusion.classes() if family_for(name) is not None
+    ]
+    assert diffusion.page(ROWS) == diffusion.PAGE.read_text("utf-8")
+    assert not diffusion.unexplained(ROWS)
+
+
+def test_a_config_is_proven(tmp_path):
+    small_model("FluxTransformer2DModel").save_pretrained(tmp_path / "flux")
+    report = prove(tmp_path / "flux", tps=[2])
+    assert (report.model, report.family, report.is_proven) == ("FluxTransformer2DModel", "flux", True), report
+
+
+def test_wrong_rules_are_detected(tmp_path):
+    """A head count that is not overridden."""
+    small_model("SD3Transformer2DModel").save_pretrained(tmp_path / "sd3")
+    plan = tmp_path / "wrong.toml"
+    plan.write_text('[modules]\n"**.attn" = { attributes = { heads = "num_attention_heads" } }\n')
+    report = prove(tmp_path / "sd3", tps=[2], rules=plan)
+    assert not report.is_proven, report
+
+
+def test_tensors_of_another_model_are_refused():
+    model = small_model("WanTransformer3DModel")
+    config, specs = config_fields(model), specs_in_memory(model)
+    assert check_model(config, specs).is_right
+    other = small_model("WanVACETransformer3DModel")
+    found = check_model(config, specs_in_memory(other))
+    assert (found.missing, bool(found.unused), found.is_right) == ((), True, False)
+
+
+def test_a_config_alone_is_planned(tmp_path):
+    """Weights per rank follow from the class; what depends on its inputs is not counted."""
+    config = config_fields(small_model("WanTransformer3DModel"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = estimate_cost(tmp_path / "config.json", tps=[1, 2])
+    assert report.model == "WanTransformer3DModel"
+    assert report.costs[1].weight_bytes < 0.6 * report.costs[0].weight_bytes
+    assert "whose inputs are not tokens" in report.costs[1].not_counted
+
+
+def test_classes_without_a_family_are_refused():
+    """Also if rules by names would match all tensors."""
+    with pytest.raises(PlanError, match="no family is known for class 'AutoencoderKL' of diffusers"):
+        planner_for({}, {"_class_name": "AutoencoderKL"}, PlanRequest())
+
+
+def test_unknown_classes_are_refused(tmp_path):
+    with pytest.raises(RunError, match="does not name a model class of diffusers"):
+        check_model({"_class_name": "FluxPipeline"}, {})
+
+
+def test_a_changed_config_is_refused(tmp_path):
+    """Other layers than those of the checkpoint."""
+    small_model("WanTransformer3DModel").save_pretrained(tmp_path / "wan")
+    config = json.loads((tmp_path / "wan" / "config.json").read_text())
+    (tmp_path / "wan" / "config.json").write_text(json.dumps({**config, "num_layers": 1}))
+    split(tmp_path / "wan", tmp_path / "split", tp=1)
+    with pytest.raises(RunError, match="tensors that WanTransformer3DModel does not use"):
+        load(tmp_path / "split", device="cpu")
