@@ -124,9 +124,9 @@ dist: $(VENV)/.installed
 	$(EMPTY)/bin/python -m pip install --quiet --constraint constraints.txt "$$(echo dist/*.whl)[transformers]"
 	PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH" sh examples/demo.sh
 
-bench: $(VENV)/.installed $(VLLM)/.installed
+bench: $(VENV)/.installed $(VENV)/megatron $(VLLM)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
-	$(BIN)/python -m benchmarks
+	PYTHONPATH="$(CURDIR)/$(VENV)/megatron" $(BIN)/python -m benchmarks
 
 vllm-names: $(VENV)/.installed $(VENV)/vision $(VLLM)/.installed
 	PYTHONPATH="$(CURDIR)/$(VENV)/vision" $(BIN)/python -m tools.vllm_names --vllm $(VLLM)/bin/python

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -230,9 +231,10 @@ def meta_files(place: Place) -> Iterator[Row]:
 
 
 def megatron_files(place: Place) -> Iterator[Row]:
-    """A checkpoint of Megatron-Core of a model of 3 GB, and back, compared with ``cp`` and with torch's own writer.
+    """A checkpoint of Megatron-Core of a model of 3 GB, and back, compared with ``cp`` and with other writers.
 
-    torch's writer saves the tensors of the model under their names, which takes less than to build a model first.
+    torch's writer saves the tensors of the source under their names. Megatron-Core builds its model, without copying
+    values into it, and saves it, which is less than what its converters do; it runs where it can be imported.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     plain, megatron, saved, out, other = (folder / name for name in ("plain", "megatron", "saved", "out", "other"))
@@ -242,11 +244,15 @@ def megatron_files(place: Place) -> Iterator[Row]:
         copy = ("cp", "-r", plain, other)
         pairs = run_pairs(split, copy, outputs=(megatron, other), rounds=ROUNDS)
         yield _pair_row("split --layout megatron / cp", "1.0 or less", pairs, "cp")
-        save = (sys.executable, "-c", models.TO_DCP, plain / "model.safetensors", saved)
-        pairs = run_pairs(save, split, outputs=(saved, megatron), rounds=ROUNDS)
-        peak = max(usage.peak_mb for usage in pairs.theirs)
-        detail = f"{_fastest(pairs, 'split')}, peak {pairs.peak_mb:.0f} MB, split {peak:.0f} MB"
-        yield Row("torch.distributed.checkpoint.save / split --layout megatron", "(none)", f"{pairs.ratio:.1f}", detail)
+        writers = {"torch.distributed.checkpoint.save": (models.TO_DCP, plain / "model.safetensors", saved)}
+        if find_spec("megatron") is not None:
+            writers["GPTModel and dist_checkpointing.save"] = (models.TO_MEGATRON, plain, saved)
+        for name, script in writers.items():
+            outputs = (saved, megatron, folder / "rendezvous")
+            pairs = run_pairs((sys.executable, "-c", *script), split, outputs=outputs, rounds=ROUNDS)
+            peak = max(usage.peak_mb for usage in pairs.theirs)
+            detail = f"{_fastest(pairs, 'split')}, peak {pairs.peak_mb:.0f} MB, split {peak:.0f} MB"
+            yield Row(f"{name} / split --layout megatron", "(none)", f"{pairs.ratio:.1f}", detail)
         run(split)
         pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
         yield _pair_row("merge of a checkpoint of Megatron-Core / cp", "1.0 or less", pairs, "cp")

@@ -47,6 +47,28 @@ import sys, torch.distributed.checkpoint
 from safetensors.torch import load_file
 torch.distributed.checkpoint.save(load_file(sys.argv[1]), checkpoint_id=sys.argv[2], no_dist=True)
 """
+#: Builds Megatron-Core's model of a folder's config on the CPU, without values, and saves it in another folder.
+TO_MEGATRON = """
+import json, sys
+from pathlib import Path
+import torch
+from megatron.core import dist_checkpointing
+from tests.megatron import gpt
+source, target = map(Path, sys.argv[1:])
+gpt.replace_cuda()
+target.mkdir()
+rendezvous = f"file://{target.with_name('rendezvous')}"
+torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+made = gpt.transformer_config
+def in_bfloat16(*args, **options):
+    config = made(*args, **options)
+    config.params_dtype, config.perform_initialization = torch.bfloat16, False
+    return config
+gpt.transformer_config = in_bfloat16
+model = gpt.build(json.loads((source / "config.json").read_text()), gpt.Work(gpt.Sizes(), source, source, target))
+content = {"non_homogeneous_layers": True, "singleton_local_shards": False}
+dist_checkpointing.save(model.sharded_state_dict(metadata=content), str(target), content_metadata=content)
+"""
 
 
 def write_quantized(folder: Path, form: str) -> int:

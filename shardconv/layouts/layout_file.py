@@ -47,6 +47,9 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         copies: source tensors that have the values of another one, and are not in the files, to the name of that one.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
+        args: arguments of the system's programs, which describe models with the group.
+        absent: config fields that must not be set.
+        implied: source tensors of ``hidden_size`` elements that no checkpoint has, to the value of all elements.
     """
 
     tensors: dict[str, RuleTable | tuple[str, ...]] = {}
@@ -59,6 +62,9 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     copies: dict[str, str] = {}
     padded_to: dict[str, int] = {}
     defaults: dict[str, object] = {}
+    args: dict[str, object] = {}
+    absent: tuple[str, ...] = ()
+    implied: dict[str, float] = {}
 
     @cached_property
     def rules(self) -> tuple[LayoutRule, ...]:
@@ -188,6 +194,11 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
                     f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected "
                     f"{value!r}): {self._remedy}"
                 )
+        for field in (field for group in groups for field in group.absent if config.get(field) is not None):
+            raise PlanError(
+                f"layout {self.key} does not support {field} {config[field]!r:.40} of the config (expected none): "
+                f"{self._remedy}"
+            )
         config = {field: value for group in groups for field, value in group.defaults.items()} | dict(config)
         rules = [rule for group in groups for rule in group.rules]
         applied = tuple(rule for rule in rules if rule.applies(config))

@@ -23,6 +23,19 @@ _WILDCARD = re.compile(r"[*#]")
 WEIGHT = "weight"
 
 
+class PermutedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A source tensor with all experts, whose elements the file has in another order.
+
+    Attributes:
+        shape: config fields with the sizes of the source's dims, the number of experts first. A number divides the dim
+            before it.
+        order: the order of these dims in the file, where a number divides the dim after it, into segments.
+    """
+
+    shape: tuple[str | int, ...]
+    order: tuple[int, ...]
+
+
 class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rule in a layout file.
 
@@ -47,6 +60,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups: the config field with the number of groups that the rows of each segment have: the first groups of all
             segments are followed by their second groups, and so on.
         rows: the config field with the number of rows, of which the file may have more as padding.
+        permuted: the order of elements of the only source, if it has all experts.
     """
 
     sources: tuple[str, ...]
@@ -65,6 +79,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     unit: str | None = None
     groups: str | None = None
     rows: str | None = None
+    permuted: PermutedTable | None = None
 
 
 class ConstantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -132,8 +147,13 @@ class LayoutRule:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the file tensor has a dim of experts."""
+        """Whether the file tensor has a dim of experts that source tensors do not have."""
         return "#" in self.sources[0].text
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the file tensor has a dim of experts."""
+        return self.is_stacked or self.options.permuted is not None
 
     def applies(self, config: Mapping[str, object]) -> bool:
         """Whether the rule applies to checkpoints with this config."""

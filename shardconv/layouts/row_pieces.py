@@ -9,8 +9,17 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from shardconv.layouts.full_shapes import positive
+from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules
-from shardconv.layouts.relation import LayoutRule, Match, Pattern, find_target, members_of, parse_patterns
+from shardconv.layouts.permutation import permutation
+from shardconv.layouts.relation import (
+    LayoutRule,
+    Match,
+    Pattern,
+    find_target,
+    members_of,
+    parse_patterns,
+)
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError
 
@@ -36,7 +45,7 @@ class RowTensor(NamedTuple):
         also: further names in the file.
         spec: dtype and shape, without padding.
         pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
-        is_stacked: whether there is a dim of experts that source tensors do not have.
+        is_stacked: whether there is a dim of experts.
         is_interleaved: whether a segment is not contiguous in the rows.
         is_padded: whether there may be rows behind these in a file.
     """
@@ -77,9 +86,13 @@ def row_tensors_of_sources(
             continue
         names, count = rule.members(texts, experts, config, "correct the source")
         specs = [tensors[name] for name in names]
-        per_expert = len(rule.sources)
-        rows = sum(spec.shape[0] for spec in specs[:per_expert])
-        found.append(row_tensor(rule, Match(texts), specs[0].dtype, (count, rows, *specs[0].shape[1:]), config))
+        shape: tuple[int, ...] = (count, sum(spec.shape[0] for spec in specs[: len(rule.sources)]), *specs[0].shape[1:])
+        if rule.options.permuted is not None:
+            shape = permutation(rule.options.permuted, config).shape
+        try:
+            found.append(row_tensor(rule, Match(texts), specs[0].dtype, shape, config))
+        except PlanError as error:
+            raise PlanError(f"{error.message}: correct the config") from error
         for name, spec in found[-1].sources.items():
             if spec != tensors[name]:
                 raise PlanError(
@@ -112,19 +125,19 @@ def row_tensor(
     """
     name = rule.target.name(match)
     count, rows, *rest = shape
-    full = (*([count] if rule.is_stacked else []), rows, *rest)
+    full = (*([count] if rule.has_experts else []), rows, *rest)
     try:
         pieces = [[*_pieces(rule, match._replace(expert=expert), rows, config)] for expert in range(count)]
     except PlanError as error:
-        raise PlanError(f"{name}: {error.message}: correct the config") from error
-    is_interleaved = len(pieces[0]) > max(len(rule.options.shares), len(rule.sources))
+        raise PlanError(f"{name}: {error.message}") from error
+    is_interleaved = len(pieces[0]) > len(_shares(rule, config))
     also = tuple(pattern.name(match) for pattern in rule.also)
     return RowTensor(
         name,
         also,
         TensorSpec(dtype, full),
         tuple(map(tuple, pieces)),
-        rule.is_stacked,
+        rule.has_experts,
         is_interleaved,
         rule.options.rows is not None,
     )
@@ -133,7 +146,7 @@ def row_tensor(
 def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, object]) -> Iterator[Piece]:
     """Yield the pieces of the rows of one expert, or of a tensor without experts."""
     options, names = rule.options, [source.name(match) for source in rule.sources]
-    shares = [positive(config, field) for field in options.shares] or [1] * len(names)
+    shares = _shares(rule, config)
     unit, rest = divmod(rows, sum(shares))
     if rest:
         fields = " + ".join(options.shares) or "its members"
@@ -141,7 +154,8 @@ def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, obje
     if options.unit is not None and unit != positive(config, options.unit):
         raise PlanError(f"has {unit} rows per head (expected {config[options.unit]}, which is {options.unit})")
     sizes = [unit * share for share in shares]
-    starts = [0] * len(names) if len(names) > 1 else [0, *accumulate(sizes)]
+    first = 0 if options.permuted is None else match.expert * rows
+    starts = [0] * len(names) if len(names) > 1 else [*accumulate(sizes, initial=first)]
     groups = 1 if options.groups is None else positive(config, options.groups)
     if wrong := next((size for size in sizes if size % groups), None):
         raise PlanError(f"has {wrong} rows in a segment (expected a multiple of {groups}, which is {options.groups})")
@@ -149,6 +163,13 @@ def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, obje
         for at, (start, size) in enumerate(zip(starts, sizes, strict=False)):
             step = size // groups
             yield Piece(names[at % len(names)], start + group * step, start + (group + 1) * step)
+
+
+def _shares(rule: LayoutRule, config: Mapping[str, object]) -> list[int]:
+    """The shares of the segments of a file tensor in its rows."""
+    if rule.options.permuted is not None:
+        return [1] * permutation(rule.options.permuted, config).segments
+    return [positive(config, field) for field in rule.options.shares] or [1] * len(rule.sources)
 
 
 class FoundTensors(NamedTuple):
@@ -188,8 +209,13 @@ def row_tensors_of_files(
 
 def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mapping[str, object]) -> tuple[int, ...]:
     """The number of experts or 1, the rows without padding, and the shape of a row of a file tensor."""
-    if len(spec.shape) <= rule.is_stacked:
-        raise PlanError(f"{name}: has shape {list(spec.shape)} (expected at least {1 + rule.is_stacked} dims)")
+    if len(spec.shape) <= rule.has_experts:
+        raise PlanError(f"{name}: has shape {list(spec.shape)} (expected at least {1 + rule.has_experts} dims)")
+    if rule.options.permuted is not None:
+        shape = permutation(rule.options.permuted, config).shape
+        if spec.shape != shape:
+            raise PlanError(f"{name}: has shape {list(spec.shape)} (expected {list(shape)} by the config)")
+        return shape
     expected = {dim: field for dim, field in rule.options.shape.items() if config.get(field) is not None}
     if count_field := next((field for field in rule.options.count if config.get(field) is not None), None):
         expected[0] = count_field
@@ -198,7 +224,7 @@ def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mappin
             raise PlanError(
                 f"{name}: has shape {list(spec.shape)} (expected {config[field]} in dim {dim}, which is {field})"
             )
-    count, rows, *rest = spec.shape if rule.is_stacked else (1, *spec.shape)
+    count, rows, *rest = spec.shape if rule.has_experts else (1, *spec.shape)
     if rule.options.rows is not None:
         held, rows = rows, positive(config, rule.options.rows)
         if held < rows:
@@ -231,6 +257,26 @@ def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[i
         for match, pattern in product(matches, map(Pattern, others)):
             if pattern in targets and pattern.name(match) not in names:
                 raise PlanError(f"{pattern.name(match)} is missing (expected beside {Pattern(text).name(match)})")
+
+
+def implied_tensors(chosen: ChosenRules, dtype: str, config: Mapping[str, object]) -> dict[str, Constant]:
+    """The source tensors that a checkpoint does not have, as all their values are constant, by their names.
+
+    Args:
+        chosen: the rules.
+        dtype: of the tensors.
+        config: completed contents of config.json.
+    """
+    layers, size = range(positive(config, "num_hidden_layers")), positive(config, "hidden_size")
+    values = {
+        one: value for group in chosen.groups for text, value in group.implied.items() for one in parse_patterns([text])
+    }
+    names = {
+        pattern.name(Match((str(layer),))): value
+        for pattern, value in values.items()
+        for layer in (layers if "*" in pattern.text else layers[:1])
+    }
+    return {name: Constant(name, dtype, (size,), value) for name, value in names.items()}
 
 
 def find_copies(chosen: ChosenRules, names: Collection[str]) -> dict[str, str]:

@@ -118,7 +118,10 @@ def test_files_beside_the_chunks(written):
         "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2,
         "group_query_attention": True, "kv_channels": 16, "max_position_embeddings": 32, "vocab_size": VOCAB,
         "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
+        "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True, "norm_epsilon": 1e-6,
+        "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": True, "add_qkv_bias": True,
+        "qk_layernorm": False, "position_embedding_type": "rope", "num_experts": None, "rotary_base": 10000.0,
+        "rotary_percent": 1.0,
     }  # fmt: skip
     assert found == {
         "checkpoint_version": 3.0,
@@ -129,6 +132,20 @@ def test_files_beside_the_chunks(written):
         "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
         "common_backend_version": 1,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("olmo", {"normalization": "LayerNorm", "add_bias_linear": False}),
+        ("qwen2", {"add_qkv_bias": True, "add_bias_linear": False}),
+        ("qwen3_moe", {"qk_layernorm": True, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}),
+        ("gemma2", {"apply_layernorm_1p": True, "swiglu": False}),
+        ("glm4_moe", {"rotary_percent": 0.5, "qk_layernorm": True}),
+    ],
+)
+def test_arguments_of_the_training_script(written, kind, arguments):
+    assert arguments.items() <= vars(common(written(kind))["args"]).items()
 
 
 def test_extra_states_are_empty(written):
@@ -357,7 +374,7 @@ def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
     ("kind", "tp", "pp"),
     [
         ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1),
-        ("deepseek_v2", 2, 2),
+        ("gpt_oss", 1, 1), ("deepseek_v2", 2, 2),
     ],
 )  # fmt: skip
 def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
@@ -479,6 +496,14 @@ def test_sources_that_the_layout_does_not_have(source_of, tmp_path, change, text
         ("deepseek_v3", {"rope_interleave": False}, "none", "does not support rope_interleave False"),
         ("glm4_moe", {"num_hidden_layers": 3}, "none", "model.layers.2 is an MTP layer, as it has eh_proj"),
         ("llama", {"mlp_bias": False}, "mlp.", "o_proj.bias: layout megatron does not have this tensor"),
+        ("olmo", {"clip_qkv": 8.0}, "none", "does not support clip_qkv 8.0 of the config (expected none)"),
+        ("gpt_oss", {}, "sinks", "core_attention.softmax_offset is missing"),
+        (
+            "gpt_oss",
+            {"num_local_experts": 2},
+            "none",
+            "down_proj: has shape [4, 96, 64] (expected [2, 96, 64] by config.json)",
+        ),
     ],
 )
 def test_sources_that_a_model_type_does_not_have(source_of, tmp_path, kind, fields, missing, text):
@@ -524,6 +549,28 @@ def test_rows_that_are_removed_are_reported(source_of, trained, tmp_path):
     change_config(trained, {"vocab_size": 100})
     report = shardconv.merge(trained, tmp_path / "merged")
     assert report.derived == ("converted from 1 file of Megatron-Core, without 150 rows of padding of the vocabulary",)
+
+
+def test_a_weight_of_a_norm_that_the_model_does_not_have(source_of, tmp_path):
+    source = copy_with(source_of("olmo"), tmp_path / "source", lambda t: t | {"model.norm.weight": torch.ones(64)})
+    with pytest.raises(PlanError, match=r"model\.norm\.weight: a 'olmo' model does not have this tensor"):
+        shardconv.split(source, tmp_path / "megatron", layout="megatron")
+
+
+@pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.1.input_layernorm.bias"])
+def test_a_trained_norm_that_the_model_does_not_have(source_of, tmp_path, name):
+    tensors = expected(source_of("olmo"))
+    tensors[name] = tensors[name] + 0.5
+    folder = write_megatron(tmp_path / "run", tensors, source_of("olmo") / "config.json")
+    with pytest.raises(IntegrityError, match=r"was trained, and the model of config\.json has a constant"):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_a_shape_that_contradicts_the_order_of_elements(source_of, tmp_path):
+    folder = write_megatron(tmp_path / "run", expected(source_of("gpt_oss")), source_of("gpt_oss") / "config.json")
+    change_config(folder, {"num_local_experts": 2})
+    with pytest.raises(SourceError, match=r"has shape \[4, 192, 64\] \(expected \[2, 192, 64\] by the config\)"):
+        shardconv.merge(folder, tmp_path / "merged")
 
 
 def copy_with(source: Path, target: Path, change) -> Path:

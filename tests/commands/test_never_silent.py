@@ -43,7 +43,8 @@ from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.faults import failing
 from tests.support.matrix import MATRIX, cases
-from tests.support.models import change_config, read
+from tests.support.megatron import megatron_tensors, write_megatron
+from tests.support.models import Tensors, change_config, read
 from tests.support.pages import Parsed
 from tools.model_matrix.trial import LAYOUTS, check, worst
 
@@ -313,6 +314,18 @@ def plan_file(text: str) -> Change:
     return lambda source: source.with_name("plan.toml").write_text(text) and None
 
 
+def as_megatron(change: Callable[[Tensors], object]) -> Change:
+    """Write a checkpoint of Megatron-Core in place of the checkpoint, with changed tensors."""
+
+    def write(source: Path) -> None:
+        found = megatron_tensors(read(source), json.loads((source / "config.json").read_text()))
+        (source / "model.safetensors").unlink()
+        change(found)
+        write_megatron(source, found)
+
+    return write
+
+
 def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int = 2) -> Change:
     """Write Meta's files in place of the checkpoint, with changed tensors of its ranks; safetensors for tp 1."""
 
@@ -512,6 +525,11 @@ def in_meta_layout(change: Change, *texts: str) -> Case:
     return Case(expected, change, options=("--layout", "meta"))
 
 
+def of_megatron(change: Change, *texts: str) -> Case:
+    """The row of a checkpoint of Megatron-Core that is read."""
+    return Case(refused(error(*texts)), change)
+
+
 Q, UP, DOWN, NORM = (
     f"{LAYER}.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
 )
@@ -629,6 +647,37 @@ CASES: Mapping[str, Case] = {
     ),
     "layout of Megatron-Core, replicated tensors": in_megatron_layout(
         error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
+    ),
+    "checkpoint of Megatron-Core, a tensor that the model type does not have": of_megatron(
+        as_megatron(lambda found: found.update({"vision_model.weight": torch.ones(2)})),
+        "tensor vision_model.weight is not one of a 'llama' model",
+    ),
+    "checkpoint of Megatron-Core, a tensor is missing": of_megatron(
+        as_megatron(lambda found: found.pop("decoder.layers.0.input_layernorm.weight")),
+        "decoder.layers.0.input_layernorm.weight is missing",
+    ),
+    "checkpoint of Megatron-Core, two names of a tensor with different values": of_megatron(
+        as_megatron(
+            lambda found: found.update(
+                {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": torch.full((64,), 2.0)}
+            )
+        ),
+        "are one tensor with two names, but have different bytes",
+    ),
+    "checkpoint of Megatron-Core, other heads in the config": of_megatron(
+        both(as_megatron(lambda _: None), config(num_key_value_heads=8)),
+        "linear_qkv.weight: has 256 rows (expected a multiple of 24", "--config",
+    ),
+    "checkpoint of Megatron-Core without a config": of_megatron(
+        both(as_megatron(lambda _: None), lambda source: (source / "config.json").unlink()),
+        "does not have a config.json", "--config",
+    ),
+    "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
+        both(
+            as_megatron(lambda _: None),
+            lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
+        ),
+        "names '600', whose folder is not there",
     ),
     "rank files of Meta, an unknown tensor": Case(
         refused(error("extra.weight is unknown in Meta's layout")),
@@ -1045,7 +1094,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 385, "warning": 10, "na": 776}
+COUNTS = {"right": 249, "error": 403, "warning": 10, "na": 818}
 
 
 def counts() -> Counter[str]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.models import GQA, MLA, MOE, Model, Tensors
 
 #: A vocabulary that is not a multiple of what ranks need.
 VOCAB = 250
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 DENSE = {**GQA, "vocab_size": VOCAB}
 SPARSE = {**DENSE, **{name: value for name, value in MOE.items() if "shared" not in name}}
 LATENT = {**MLA, **MOE, "vocab_size": VOCAB}
@@ -42,8 +44,19 @@ KINDS = {
     "qwen2": Model("qwen2", {"num_key_value_heads": 2, "vocab_size": VOCAB}),
     "qwen3": Model("qwen3", DENSE),
     "gemma": Model("gemma", {**DENSE, "tie_word_embeddings": True}),
-    "gemma2": Model("gemma2", {**DENSE, "tie_word_embeddings": True}),
-    "gemma3": Model("gemma3_text", {**DENSE, "tie_word_embeddings": True}),
+    "gemma2": Model(
+        "gemma2",
+        {**DENSE, "tie_word_embeddings": True, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": Model(
+        "gemma3_text",
+        {**DENSE, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 2},
+    ),
+    "olmo": Model("olmo", {**DENSE, "tie_word_embeddings": False}),
+    "gpt_oss": Model(
+        "gpt_oss",
+        {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": ROPE},
+    ),
     "mixtral": Model("mixtral", SPARSE),
     "qwen2_moe": Model("qwen2_moe", {**DENSE, **MOE}),
     "qwen3_moe": Model("qwen3_moe", {**SPARSE, "norm_topk_prob": True}),
@@ -63,7 +76,8 @@ _RENAMED = {
     "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
     "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
     "self_attn.kv_a_layernorm": "self_attention.kv_layernorm", "mlp.down_proj": "mlp.linear_fc2",
-    "mlp.gate": "mlp.router", "block_sparse_moe.gate": "mlp.router", "input_layernorm": "input_layernorm",
+    "mlp.gate": "mlp.router", "mlp.router": "mlp.router", "block_sparse_moe.gate": "mlp.router",
+    "input_layernorm": "input_layernorm",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
     "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
     "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_layernorm",
@@ -88,6 +102,14 @@ def megatron_tensors(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             is_mtp, module = layer >= num_layers, name.partition(".")[0]
             inner = f"mtp.layers.{layer - num_layers}.{'' if module in _OF_MTP else 'transformer_layer.'}"
             found[f"{inner if is_mtp else f'decoder.layers.{layer}.'}{name}"] = tensor
+    if config["model_type"] == "olmo":  # its norms do not have weights
+        hidden = config["hidden_size"]
+        layers_norms = (
+            f"layers.{layer}.{norm}" for layer in layers for norm in ("input_layernorm", "pre_mlp_layernorm")
+        )
+        for norm in ("final_layernorm", *layers_norms):
+            found[f"decoder.{norm}.weight"] = torch.ones(hidden)
+            found[f"decoder.{norm}.bias"] = torch.zeros(hidden)
     return found
 
 
@@ -120,6 +142,8 @@ def _layer(held: Tensors, config: dict[str, Any]) -> Iterator[tuple[str, torch.T
                     f"{module.replace('expert', 'experts').replace('ss', 's')}.linear_fc1.{kind}",
                     torch.cat([gate, up]),
                 )
+    if "self_attn.sinks" in held:
+        yield "self_attention.core_attention.softmax_offset", held["self_attn.sinks"]
     if "mlp.shared_expert_gate.weight" in held:
         yield "mlp.shared_experts.gate_weight", held["mlp.shared_expert_gate.weight"]
     yield from _experts(held)
@@ -136,6 +160,12 @@ def _experts(held: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
             )
             yield "mlp.experts.experts.linear_fc1.weight", torch.cat([gate, up], 1)
             yield "mlp.experts.experts.linear_fc2.weight", down
+    if "mlp.experts.gate_up_proj" in held:  # gpt-oss: columns of gate and up alternate
+        gate_up, bias = held["mlp.experts.gate_up_proj"].mT, held["mlp.experts.gate_up_proj_bias"]
+        yield "mlp.experts.experts.linear_fc1.weight", torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1)
+        yield "mlp.experts.experts.linear_fc1.bias", torch.cat([bias[:, 0::2], bias[:, 1::2]], 1)
+        yield "mlp.experts.experts.linear_fc2.weight", held["mlp.experts.down_proj"].mT.contiguous()
+        yield "mlp.experts.experts.linear_fc2.bias", held["mlp.experts.down_proj_bias"]
 
 
 #: The other name of a tensor, that of specs with fused norms.
@@ -172,7 +202,8 @@ def load_dcp(folder: Path) -> Tensors:
 def write_megatron(folder: Path, tensors: Tensors, config: Path | None = None, others: Any = None) -> Path:
     """Write a checkpoint of the 500th iteration with torch.distributed.checkpoint."""
     inner = folder / "iter_0000500"
-    dcp.save({**tensors, **(others or {})}, checkpoint_id=inner, no_dist=True)
+    with warnings.catch_warnings(action="ignore"):  # of a single process
+        dcp.save({**tensors, **(others or {})}, checkpoint_id=inner, no_dist=True)
     write_frame(folder, config)
     return folder
 

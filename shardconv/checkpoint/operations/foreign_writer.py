@@ -6,18 +6,19 @@ its tensors, and the literal bytes between them, such as headers. So journal, re
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
+from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.row_order import Literal
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import Transform, open_tensors
+from shardconv.checkpoint.sources.stored_tensors import Transforms, open_tensors
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.weight_formats import CONFIG_NAME
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec
 
 
 class NewFile(NamedTuple):
@@ -36,7 +37,7 @@ class ForeignFiles:
         files: the files with tensors, one per rank.
         shards: name to the positions of the shards of each tensor in the files.
         tensors: name to dtype and full shape.
-        transforms: name to the transform of a tensor that is not stored in the source in this form.
+        layers: layers of transforms to tensors that are not stored in the source in this form.
         texts: name to contents of further files.
         others: further files that are not texts.
     """
@@ -44,7 +45,7 @@ class ForeignFiles:
     files: Sequence[NewFile]
     shards: Mapping[str, Shards]
     tensors: Mapping[str, TensorSpec]
-    transforms: Mapping[str, Transform]
+    layers: Sequence[Transforms]
     texts: Mapping[str, str]
     others: Sequence[NewFile] = ()
 
@@ -57,6 +58,36 @@ class ForeignFiles:
     def rank_bytes(self) -> list[int]:
         """For each rank the bytes of its file."""
         return [file.size for file in self.files]
+
+
+class ForeignLayout(Protocol):
+    """A layout of another tool, with the options of a split for it."""
+
+    @property
+    def name(self) -> str:
+        """The name of the layout."""
+
+    @property
+    def settings(self) -> Job:
+        """The options, by their names in a job."""
+
+    def plan_tp(self, tp: int) -> int:
+        """The number of ranks of the plan, for ``tp`` files."""
+
+    def check(self, planned: PlannedSource, tp: int) -> None:
+        """Check what is known before there is a plan.
+
+        Raises:
+            PlanError: if the layout does not support the model.
+            UsageError: if an option does not apply to it.
+        """
+
+    def lay_out(self, planned: PlannedSource, plan: Plan) -> ForeignFiles:
+        """Lay out the files of a source that :meth:`check` accepts.
+
+        Raises:
+            PlanError: if the layout cannot express a tensor, its placement, or the config.
+        """
 
 
 class _Copied(NamedTuple):
@@ -88,8 +119,10 @@ def write_foreign(
     """
     literals = dict(_literals(files))
     copied = sorted(_copied(files, literals), key=lambda one: (one.shards.offsets[0], one.shards.files[0]))
-    transforms = {**files.transforms, **literals}
-    source = replace(source, converted_from=source.stored.with_layer(transforms))
+    stored = source.stored
+    for layer in (*files.layers, literals):
+        stored = stored.with_layer(layer)
+    source = replace(source, converted_from=stored)
     reader, inputs = open_tensors(source, {name: spec for name, spec, _ in copied}, None)
     shards = [one.shards for one in copied]
     stripes = split_into_stripes([one.geometry.num_bytes for one in shards], STRIPE_BYTES)

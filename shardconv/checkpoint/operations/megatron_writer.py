@@ -6,17 +6,19 @@ whole chunks: each expert has its own, as have the gate and up projections.
 
 import json
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME, known_sizes
-from shardconv.checkpoint.sources.planning import PlannedSource
+from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.row_order import JoinedRows, Literal, Rows, WithCopies
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform
@@ -26,10 +28,18 @@ from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import mtp_layers, names_in_files, split_layer
-from shardconv.layouts.row_pieces import Piece, RowTensor, check_needed, find_copies, row_tensors_of_sources
+from shardconv.layouts.permutation import permutations
+from shardconv.layouts.row_pieces import (
+    Piece,
+    RowTensor,
+    check_needed,
+    find_copies,
+    implied_tensors,
+    row_tensors_of_sources,
+)
 from shardconv.plan.placement import round_up
-from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import PlanError, option
+from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.support.errors import PlanError, UsageError, option
 
 _METADATA = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
@@ -40,13 +50,22 @@ _SETTINGS = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
     "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim", "max_position_embeddings": "max_position_embeddings", "vocab_size": "vocab_size",
+    "norm_epsilon": "rms_norm_eps", "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
 }  # fmt: skip
+#: Arguments that are true if a layer has a tensor whose name ends with this.
+_BY_TENSOR = {
+    "add_bias_linear": "linear_proj.bias", "add_qkv_bias": "linear_qkv.bias", "qk_layernorm": ".k_layernorm.weight",
+}  # fmt: skip
+_EXPERTS = "experts.experts.linear_fc1.weight"
+#: Arguments for rotary embeddings to fields of the config, and their defaults in transformers.
+_ROTARY = {"rotary_base": ("rope_theta", 10000.0), "rotary_percent": ("partial_rotary_factor", 1.0)}
 #: Version of the state dict in ``common.pt``.
 _CHECKPOINT_VERSION = 3.0
 
 
-class MegatronOptions(NamedTuple):
-    """How a checkpoint of Megatron-Core is written.
+class MegatronLayout(NamedTuple):
+    """The layout of checkpoints of Megatron-Core.
 
     Attributes:
         num_files: number of files with chunks.
@@ -65,12 +84,30 @@ class MegatronOptions(NamedTuple):
         return rows if multiple is None else round_up(rows, multiple * self.num_files)
 
     @property
+    def name(self) -> str:
+        """The name of the layout."""
+        return MEGATRON
+
+    @property
     def settings(self) -> Job:
-        """The options, by the names in a job."""
+        """The options, by their names in a job."""
         return {
             "tp": self.num_files, "stacked layers": self.is_stacked,
             "vocabulary multiple": self.vocabulary_multiple,
         }  # fmt: skip
+
+    def plan_tp(self, _tp: int) -> int:
+        """One rank, which has full tensors."""
+        return 1
+
+    def check(self, planned: PlannedSource, _tp: int) -> None:
+        """Check that no option changes placements, which full tensors do not have."""
+        if changed := changed_options(planned.request):
+            raise UsageError(f"{changed} does not apply to layout {MEGATRON}, which has full tensors: remove it")
+
+    def lay_out(self, planned: PlannedSource, _plan: Plan) -> ForeignFiles:
+        """Lay out the files; ``_plan`` has full tensors."""
+        return _lay_out(planned, self)
 
 
 class _Box(NamedTuple):
@@ -110,17 +147,13 @@ class _Box(NamedTuple):
         return JoinedRows(tuple(parts), unit)
 
 
-def lay_out_megatron(planned: PlannedSource, options: MegatronOptions) -> ForeignFiles:
-    """Lay out the checkpoint.
-
-    Raises:
-        PlanError: if the layout does not have a tensor of the source, or its shape contradicts the config.
-    """
+def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
     source = planned.source
     _check_unquantized(planned)
     rules = layout_file(MEGATRON).rules_for(source.config or {})
     config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
-    tensors = row_tensors_of_sources(rules.rules, source.specs, config)
+    specs, transforms = _as_rows(rules, source.specs, config)
+    tensors = row_tensors_of_sources(rules.rules, specs, config)
     _check_complete(source, tensors, copies)
     _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
     boxes = [*_boxes(tensors, config["num_hidden_layers"], options)]
@@ -129,17 +162,40 @@ def lay_out_megatron(planned: PlannedSource, options: MegatronOptions) -> Foreig
     states = dict.fromkeys(_extra_states(found, options), files[0].add_object([None]))
     others = {
         METADATA_NAME: b"".join(metadata_pickle(found, states)),
-        "common.pt": TorchArchive.of_object(_common(config, found, options)).data,
+        "common.pt": TorchArchive.of_object(_common(rules, found, options)).data,
         "metadata.json": json.dumps(_METADATA).encode(),
     }
     return ForeignFiles(
         files=[NewFile(f"{FOLDER}/{file.name}", file.size, file.literals) for file in files],
         shards=shards,
         tensors={box.name: box.spec for box in boxes},
-        transforms={box.name: _transform(box, copies) for box in boxes},
+        layers=[transforms, {box.name: _transform(box, copies) for box in boxes}],
         texts={LATEST_NAME: FOLDER},
         others=[NewFile(f"{FOLDER}/{name}", len(data), {0: data}) for name, data in others.items()],
     )
+
+
+def _as_rows(
+    rules: ChosenRules, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any]
+) -> tuple[dict[str, TensorSpec], dict[str, Transform]]:
+    """The source tensors of which file tensors have rows, and the transforms to those that the source does not have."""
+    specs, transforms = dict(tensors), dict[str, Transform]()
+    for name, order in permutations(rules.rules, tensors, config).items():
+        dtype, shape = tensors[name][:2]
+        if shape != order.source_shape:
+            raise PlanError(
+                f"{name}: has shape {list(shape)} (expected {list(order.source_shape)} by config.json): correct the "
+                f"config, or the tensor"
+            )
+        specs[name] = order.rows(dtype)
+        transforms[name] = arrays.strided.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_file)
+    ((dtype, _),) = Counter(spec.dtype for spec in tensors.values()).most_common(1)
+    for name, constant in implied_tensors(rules, dtype, config).items():
+        if name in tensors:
+            raise PlanError(f"{name}: a {config['model_type']!r:.40} model does not have this tensor")
+        specs[name] = TensorSpec(dtype, constant.shape)
+        transforms[name] = Literal(constant.data)
+    return specs, transforms
 
 
 def _add_chunks(files: Sequence[DcpFile], boxes: Sequence[_Box]) -> tuple[dict[str, Shards], dict[str, DcpTensor]]:
@@ -166,21 +222,39 @@ def _transform(box: _Box, copies: Mapping[str, str]) -> Transform:
     return box.transform()
 
 
-def _common(
-    config: Mapping[str, object], tensors: Mapping[str, DcpTensor], options: MegatronOptions
-) -> dict[str, object]:
+def _common(rules: ChosenRules, tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> dict[str, object]:
     """The contents of ``common.pt``: what loaders read before they ask for tensors."""
-    settings = {name: config[field] for name, field in _SETTINGS.items() if field in config}
-    settings |= {
+    content = {"non_homogeneous_layers": not options.is_stacked, "singleton_local_shards": False}
+    common = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": content}
+    arguments = _arguments(rules, tensors)
+    if options.vocabulary_multiple is not None:  # without it, Megatron-LM pads for its tensor parallel size
+        arguments["padded_vocab_size"] = tensors[EMBEDDING].spec.shape[0]
+    return {**common, "args": Namespace(**arguments)}
+
+
+def _arguments(rules: ChosenRules, tensors: Mapping[str, DcpTensor]) -> dict[str, object]:
+    """The arguments of Megatron-LM that follow from the config, the tensors and the kinds of modules."""
+    config = known_sizes(rules.config)
+    known = {name: config[field] for name, field in _SETTINGS.items() if field in config}
+    known |= {name: any(tensor.endswith(end) for tensor in tensors) for name, end in _BY_TENSOR.items()}
+    known |= {name: value for group in rules.groups for name, value in group.args.items()}
+    experts = next((one.spec.shape[-3] for name, one in tensors.items() if name.endswith(_EXPERTS)), None)
+    return known | {
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
         "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
+        "position_embedding_type": "rope", "num_experts": experts,
+        **_rotary(config),
     }  # fmt: skip
-    if options.vocabulary_multiple is not None:  # without it, Megatron-LM pads for its tensor parallel size
-        settings["padded_vocab_size"] = tensors[EMBEDDING].spec.shape[0]
-    content = {"non_homogeneous_layers": not options.is_stacked, "singleton_local_shards": False}
-    common = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": content}
-    return {**common, "args": Namespace(**settings)}
+
+
+def _rotary(config: Mapping[str, object]) -> dict[str, object]:
+    """The arguments for rotary embeddings; none if those of layers differ."""
+    held = config.get("rope_parameters")
+    stated = held if isinstance(held, dict) else {}
+    if any(isinstance(value, dict) for value in stated.values()):
+        return {}
+    return {name: stated.get(field, config.get(field, default)) for name, (field, default) in _ROTARY.items()}
 
 
 def _check_layers(rules: ChosenRules, names: Collection[str], num_layers: int) -> None:
@@ -222,7 +296,7 @@ class _Target(NamedTuple):
     layer: tuple[int, ...] = ()
 
 
-def _target(tensor: RowTensor, num_layers: int, options: MegatronOptions) -> _Target:
+def _target(tensor: RowTensor, num_layers: int, options: MegatronLayout) -> _Target:
     all_names = (tensor.name, *tensor.also)
     stacked = [found for name in all_names if options.is_stacked and (found := split_layer(name, num_layers))]
     if stacked:
@@ -230,7 +304,7 @@ def _target(tensor: RowTensor, num_layers: int, options: MegatronOptions) -> _Ta
     return _Target(tuple(name for one in all_names for name in names_in_files(one, num_layers)))
 
 
-def _boxes(tensors: Sequence[RowTensor], num_layers: int, options: MegatronOptions) -> Iterator[_Box]:
+def _boxes(tensors: Sequence[RowTensor], num_layers: int, options: MegatronLayout) -> Iterator[_Box]:
     """Yield the chunks, in the order of the tensors."""
     targets = [_target(tensor, num_layers, options) for tensor in tensors]
     stacked: dict[str, list[TensorSpec]] = {}
@@ -247,7 +321,7 @@ def _boxes(tensors: Sequence[RowTensor], num_layers: int, options: MegatronOptio
         yield from _boxes_of(tensor, target, num_layers, options)
 
 
-def _boxes_of(tensor: RowTensor, target: _Target, num_layers: int, options: MegatronOptions) -> Iterator[_Box]:
+def _boxes_of(tensor: RowTensor, target: _Target, num_layers: int, options: MegatronLayout) -> Iterator[_Box]:
     """Yield the chunks of a tensor: one for each segment of each expert, unless segments are interleaved."""
     dtype, shape = tensor.spec[:2]
     rows = shape[tensor.is_stacked]
@@ -271,7 +345,7 @@ def _boxes_of(tensor: RowTensor, target: _Target, num_layers: int, options: Mega
         yield box(0, rows, padded, ())
 
 
-def _extra_states(tensors: Mapping[str, DcpTensor], options: MegatronOptions) -> Iterator[str]:
+def _extra_states(tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> Iterator[str]:
     """Yield the keys of the extra states of modules, one of which a loader asks for with its specs: all are empty."""
     modules: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():

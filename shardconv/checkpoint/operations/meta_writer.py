@@ -10,7 +10,9 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
+from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
+from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.row_order import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform
@@ -28,12 +30,26 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _REMEDY = f"use {option(layout='native')}"
 
 
-def check_meta(source: Source, tp: int) -> None:
-    """Check that Meta's rank files can hold a model of this type, and its sizes on ``tp`` ranks.
+class MetaLayout:
+    """The layout of Meta's rank files, which does not have options."""
 
-    Raises:
-        PlanError: if they cannot; with the sizes that divide.
-    """
+    name = META
+    settings: Job = {}  # noqa: RUF012 - never changed
+
+    def plan_tp(self, tp: int) -> int:
+        """The number of rank files."""
+        return tp
+
+    def check(self, planned: PlannedSource, tp: int) -> None:
+        """Check that the files can hold a model of this type, and its sizes on ``tp`` ranks."""
+        _check(planned.source, tp)
+
+    def lay_out(self, planned: PlannedSource, plan: Plan) -> ForeignFiles:
+        """Lay out the files."""
+        return _lay_out(planned.source, plan)
+
+
+def _check(source: Source, tp: int) -> None:
     types, config = layout_file(META).types, source.config or {}
     if config.get("model_type") not in types:
         raise PlanError(
@@ -81,12 +97,7 @@ def _heads(config: Mapping[str, object], *, is_query: bool) -> int:
     return sizes.heads if is_query else sizes.kv_heads
 
 
-def lay_out_meta(source: Source, plan: Plan) -> ForeignFiles:
-    """Lay out Meta's rank files of a source that :func:`check_meta` accepts.
-
-    Raises:
-        PlanError: if the layout cannot express a tensor, its placement, or the config.
-    """
+def _lay_out(source: Source, plan: Plan) -> ForeignFiles:
     rules, config = layout_file(META).all_rules.rules, source.config or {}
     tensors, transforms = dict(source.specs), dict[str, Transform]()
     placements = {name: plan.placement(name) for name in tensors}
@@ -118,7 +129,7 @@ def lay_out_meta(source: Source, plan: Plan) -> ForeignFiles:
     params = params_of_config(config, intermediate, tp=plan.tp)
     files = [NewFile(f"{archive.root}.pth", archive.file_bytes, archive.pieces) for archive in archives]
     texts = {PARAMS_NAME: json.dumps(params, indent=2) + "\n"}
-    return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, transforms, texts)
+    return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, [transforms], texts)
 
 
 def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> RotaryRows:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Unpack
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.operations.foreign_writer import write_foreign
-from shardconv.checkpoint.operations.megatron_writer import MegatronOptions, lay_out_megatron
-from shardconv.checkpoint.operations.meta_writer import check_meta, lay_out_meta
+from shardconv.checkpoint.operations.foreign_writer import ForeignLayout, write_foreign
+from shardconv.checkpoint.operations.megatron_writer import MegatronLayout
+from shardconv.checkpoint.operations.meta_writer import MetaLayout
 from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
@@ -19,12 +19,12 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
-from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, changed_options
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath
-from shardconv.layouts import FOREIGN, MEGATRON, META
+from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
@@ -144,29 +144,23 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
     tp = tp or 1
     chosen = choose_ranks(ranks, tp)
-    megatron = MegatronOptions(tp, stacked_layers, make_vocab_size_divisible_by)
-    if layout != MEGATRON and megatron != MegatronOptions(tp):
-        raise UsageError(
-            f"{option(stacked_layers=True)} and {option('make_vocab_size_divisible_by')} are for "
-            f"{option(layout=MEGATRON)} (got {layout}): remove them"
-        )
+    foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
     destination = given or Destination(Path(f"{source.name}-tp{tp}"))
     _check_team(team, destination, resume=resume)
-    if layout in FOREIGN:
-        _check_foreign_options(layout, of_adapters, max_file_size, is_whole=len(chosen) == tp and team.size == 1)
-    if layout == META:
-        check_meta(source, tp)
-    if layout == MEGATRON and (changed := changed_options(planned.request)):
-        raise UsageError(f"{changed} does not apply to layout megatron, which has full tensors: remove it")
+    if foreign is not None:
+        is_whole = len(chosen) == tp and team.size == 1
+        _check_foreign_options(foreign.name, of_adapters, max_file_size, is_whole=is_whole)
+        foreign.check(planned, tp)
     is_identified = checksums and not destination.is_remote
-    plan_tp, plan_ranks = (1, (0,)) if layout == MEGATRON else (tp, chosen)
+    plan_tp = tp if foreign is None else foreign.plan_tp(tp)
     manifest, nested = _manifests(
-        planned, of_adapters, plan_tp, layout, max_file_size, checksums=is_identified, ranks=plan_ranks
-    )
-    rank_bytes, write = _ranks(planned, manifest, nested, layout, megatron)
+        planned, of_adapters, plan_tp, None if foreign else layout, max_file_size, checksums=is_identified,
+        ranks=chosen if plan_tp == tp else (0,),
+    )  # fmt: skip
+    rank_bytes, write = _ranks(planned, manifest, nested, foreign)
     writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=nested)
     read = [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)]
     outcome = writer.run(read, write, began=began)
@@ -187,6 +181,18 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         adapters=tuple(of_adapters),
         ranks=held,
     )
+
+
+def _foreign_layout(layout: str, megatron: MegatronLayout) -> ForeignLayout | None:
+    """A layout of another tool; None for one with a manifest."""
+    if layout == MEGATRON:
+        return megatron
+    if megatron != MegatronLayout(megatron.num_files):
+        raise UsageError(
+            f"{option(stacked_layers=True)} and {option('make_vocab_size_divisible_by')} are for "
+            f"{option(layout=MEGATRON)} (got {layout}): remove them"
+        )
+    return MetaLayout() if layout == META else None
 
 
 def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
@@ -223,16 +229,16 @@ def _manifests(
     planned: PlannedSource,
     adapters: Mapping[str, PlannedSource],
     tp: int,
-    layout: str,
+    layout: str | None,
     max_file_size: int | str | None,
     *,
     checksums: bool,
     ranks: tuple[int, ...],
 ) -> tuple[Manifest, Adapters]:
-    """The manifests of a split checkpoint, and of its adapters; those of foreign layouts are not written."""
+    """The manifests of a split checkpoint, and of its adapters; that of a foreign layout (None) is not written."""
     of_source = partial(Manifest.of_source, checksums=checksums, ranks=ranks)
     file_layout = NATIVE
-    if layout not in FOREIGN:
+    if layout is not None:
         chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
         file_layout = with_max_file_size(chosen, max_file_size)
     plan, names = planned.plan(tp), tuple(adapters)
@@ -242,17 +248,13 @@ def _manifests(
 
 
 def _ranks(
-    planned: PlannedSource, manifest: Manifest, adapters: Adapters, layout: str, megatron: MegatronOptions
+    planned: PlannedSource, manifest: Manifest, adapters: Adapters, foreign: ForeignLayout | None
 ) -> tuple[Sequence[int], Callable[[CheckpointWriter], int]]:
     """For each rank the bytes of its files, and the function that writes them."""
     source, read = planned.source, planned.paths
-    if layout not in FOREIGN:
+    if foreign is None:
         write = partial(write_split, source=source, manifest=manifest, adapters=adapters, read=read)
         return manifest.rank_layout.rank_bytes, write
-    settings = settings_of("split", manifest) | {"layout": layout}
-    if layout == META:
-        files = lay_out_meta(source, manifest.plan)
-    else:
-        files = lay_out_megatron(planned, megatron)
-        settings |= megatron.settings
+    files = foreign.lay_out(planned, manifest.plan)
+    settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
     return files.rank_bytes, partial(write_foreign, source=source, files=files, settings=settings, read=read)

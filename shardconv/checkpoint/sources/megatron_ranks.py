@@ -135,9 +135,9 @@ def _chunked(name: str, rule: LayoutRule, shards: Sequence[_Shard], tp: int) -> 
     if len(local) > 1:
         raise PlanError(f"{name}: ranks have different shapes or dtypes (got {sorted(local)})")
     ((dtype, shape, *_),) = local
-    if rule.is_stacked and any(shard.expert is None for shard in shards):
+    if rule.has_experts and any(shard.expert is None for shard in shards):
         raise PlanError(f"{name}: has all experts of a rank in one tensor, which this format is not read with")
-    experts = [max(shard.expert or 0 for shard in shards) + 1] if rule.is_stacked else []
+    experts = [max(shard.expert or 0 for shard in shards) + 1] if rule.has_experts else []
     dim = rule.options.dims[0] if rule.options.dims else None
     if len(shape) <= (dim or 0):
         raise PlanError(f"{name}: has shape {list(shape)} on a rank (expected at least {(dim or 0) + 1} dims)")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.sources.dcp_files import (
     TRAINING_STATE,
     ChunkedFiles,
@@ -14,7 +15,7 @@ from shardconv.checkpoint.sources.dcp_files import (
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
-from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithCopies
+from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithConstants, WithCopies
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
@@ -24,7 +25,15 @@ from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
-from shardconv.layouts.row_pieces import FoundTensors, RowTensor, check_needed, copies_of_layers, row_tensors_of_files
+from shardconv.layouts.permutation import permutations
+from shardconv.layouts.row_pieces import (
+    FoundTensors,
+    RowTensor,
+    check_needed,
+    copies_of_layers,
+    implied_tensors,
+    row_tensors_of_files,
+)
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
 
@@ -111,9 +120,17 @@ def read_megatron(
     transforms: dict[str, Transform] = {
         source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
     }
+    (embedding,) = held.tensors[EMBEDDING].sources
     if head is not None:
-        (embedding,) = held.tensors[EMBEDDING].sources
         transforms[embedding] = WithCopies(transforms[embedding], EMBEDDING, (HEAD,))
+    implied = implied_tensors(rules, found[embedding].dtype, sizes)
+    if constants := {name: (transforms.pop(name), one.data) for name, one in implied.items() if found.pop(name, None)}:
+        transforms[embedding] = WithConstants(transforms[embedding], constants)
+    reordered: dict[str, Transform] = {}
+    for name, order in permutations(rules.rules, found, sizes).items():
+        unit = num_bytes(found[name].dtype, (1,))
+        found[name] = TensorSpec(found[name].dtype, order.source_shape)
+        reordered[name] = arrays.strided.StridedTensor(name, unit, *order.to_source)
     for copy, original in copies_of_layers(rules, mtp_layers(views, num_layers)):
         if original in found:  # without a head where embeddings are tied
             found[copy], transforms[copy] = found[original], transforms[original]
@@ -121,7 +138,8 @@ def read_megatron(
         views[name].spec.shape[0] - tensor.spec.shape[0] for name, tensor in held.tensors.items() if tensor.is_padded
     }
     removed = [f"{rows} rows of padding of the vocabulary" for rows in sorted(padding) if rows]
-    return found, stored_tensors(folder.path, listed).with_layer(transforms), (*listed.left_out, *removed)
+    stored = stored_tensors(folder.path, listed).with_layer(transforms).with_layer(reordered)
+    return found, stored, (*listed.left_out, *removed)
 
 
 def _check(
