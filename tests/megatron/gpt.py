@@ -154,7 +154,7 @@ def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool) 
     }  # fmt: skip
     if kind not in DENSE:
         first = config["first_k_dense_replace"] if kind in DEEPSEEK else 0
-        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        width = config["intermediate_size" if kind in {"gpt_oss", "mixtral"} else "moe_intermediate_size"]
         shared = config["shared_expert_intermediate_size"] if kind == "qwen2_moe" else width * 2
         fields |= {
             "num_moe_experts": experts, "moe_router_topk": config["num_experts_per_tok"], "moe_ffn_hidden_size": width,
@@ -212,12 +212,21 @@ def build(config: dict[str, Any], work: Work) -> GPTModel:
         share_embeddings_and_output_weights=config.get("tie_word_embeddings", False),
         mtp_block_spec=mtp_spec(made, spec, use_transformer_engine=False) if work.with_mtp else None,
     )  # fmt: skip
+    adapt(model, config)
+    return model
+
+
+def adapt(model: GPTModel, config: dict[str, Any]) -> None:
+    """Change what the model of this type needs, and GPTModel does not have."""
     if config["model_type"] in GEMMA and model.pre_process:
         model.embedding.register_forward_hook(lambda _module, _inputs, output: output * config["hidden_size"] ** 0.5)
+    if config["model_type"] == "gpt_oss":  # biases are added in place to what the projection returns
+        for name, module in model.named_modules():
+            if name.endswith(".linear_fc2"):
+                module.register_forward_hook(lambda _module, _inputs, output: (output[0].clone(), output[1]))
     if config["model_type"] == "olmo":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layernorm" not in name)
-    return model
 
 
 def outputs(model: GPTModel, ids: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -262,10 +271,11 @@ def train(model: GPTModel, ids: torch.Tensor) -> None:
         dist.all_reduce(shared.grad, group=parallel_state.get_embedding_group())
     with torch.no_grad():
         for parameter in filter(lambda one: one.requires_grad, model.parameters()):
-            gradient = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for group in replicas(parameter):
                 dist.all_reduce(gradient, group=group)
-            parameter.sub_(gradient * (STEP / gradient.abs().max().clamp(min=1e-20)))  # a shard may have none
+            step = gradient if gradient.any() else torch.ones_like(gradient)  # of experts without tokens
+            parameter.sub_(step * (STEP / step.abs().max()))
 
 
 def replicas(parameter: torch.nn.Parameter) -> list[dist.ProcessGroup]:
