@@ -417,6 +417,45 @@ def loading_and_running(place: Place) -> Iterator[Row]:
         yield Row(f"{claim} / transformers'", goal, f"{ratio:.2f}", detail)
 
 
+def diffusion(place: Place) -> Iterator[Row]:
+    """A pipeline of 3 GB, compared with ``cp``; and a step of a FLUX-like transformer of 1.1 GB, with diffusers.
+
+    diffusers' tensor parallelism reads slices of the source. Two ranks with gloo, one thread each; warm page cache,
+    bf16; 512 tokens of an image and 64 of a text. The outputs of both are compared.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    worker = (sys.executable, "-m", "benchmarks.diffusion")
+    source, split, out, other = (folder / name for name in ("source", "split", "out", "other"))
+    try:
+        run((*worker, "write-pipeline", source))
+        copy = ("cp", "-r", source, other)
+        pairs = run_pairs(
+            shardconv("split", source, "--tp", "8", "-o", split), copy, outputs=(split, other), rounds=ROUNDS
+        )
+        yield _pair_row("split of a pipeline for tp=8 / cp", "(none)", pairs, "cp")
+        run(shardconv("split", source, "--tp", "8", "-o", split))
+        pairs = run_pairs(shardconv("merge", split, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
+        yield _pair_row("merge of a pipeline of 8 ranks / cp", "(none)", pairs, "cp")
+        remove(source)
+        remove(split)
+        run((*worker, "write-model", source))
+        run(shardconv("split", source, "--tp", str(running.RANKS), "-o", split))
+        claims = {
+            "load": ("load time", 1, "s"),
+            "bytes": ("bytes of the checkpoint that are mapped or read per rank", 1e6, "MB"),
+            "parameters": ("bytes of parameters per rank", 1e6, "MB"),
+            "memory": ("peak private memory per rank during load", 1e6, "MB"),
+            "step": ("time per step", 1, "s"),
+        }
+        found = running.compare(source, split, folder, ROUNDS, claims, module="benchmarks.diffusion")
+    finally:
+        remove(folder)
+    for name, (claim, unit, symbol) in claims.items():
+        ratio, ours, theirs = found[name]
+        shown = (f"{figure / unit:.{2 if symbol == 's' else 0}f} {symbol}" for figure in (ours, theirs))
+        yield Row(f"{claim} / diffusers'", "(none)", f"{ratio:.2f}", ", diffusers ".join(shown))
+
+
 def loading_a_source(place: Place) -> Iterator[Row]:
     """`shardconv.load(SRC, tp=2)`, compared with a split checkpoint and with transformers' tensor parallelism.
 
@@ -513,7 +552,7 @@ def main() -> None:
         (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
-        (loading_a_source, (disk,)), (remote, (tmpfs,)), (vllm_loading, (disk,)),
+        (diffusion, (tmpfs,)), (loading_a_source, (disk,)), (remote, (tmpfs,)), (vllm_loading, (disk,)),
     ]  # fmt: skip
     for benchmark, places in plan:
         if arguments.only in (None, benchmark.__name__):

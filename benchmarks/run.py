@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ CONFIG = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
 RANKS, PROMPT, TOKENS = 2, 128, 32
+#: Largest difference of outputs, in bf16: values of some units are rounded to multiples of 2^-7.
+_TOLERANCE = 0.05
 
 WRITE = """
 import json, sys, torch, transformers
@@ -33,14 +36,14 @@ def write_model(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", WRITE, str(folder), json.dumps(CONFIG)], check=True, capture_output=True)
 
 
-def run_ranks(kind: str, path: Path, work: Path) -> list[dict[str, Any]]:
-    """The reports of all ranks of one run; the kinds are those of :func:`benchmarks.runner.load`."""
+def run_ranks(kind: str, path: Path, work: Path, module: str = "benchmarks.runner") -> list[dict[str, Any]]:
+    """The reports of all ranks of one run; the kinds are those of the function ``load`` of the module."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.runner", kind, str(path), str(rank), str(RANKS), str(rendezvous)],
+            [sys.executable, "-m", module, kind, str(path), str(rank), str(RANKS), str(rendezvous)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
@@ -66,14 +69,30 @@ class Figure(NamedTuple):
     theirs: float
 
 
-def compare(source: Path, split: Path, work: Path, rounds: int) -> dict[str, Figure]:
-    """Measure loading and running in pairs of alternating order; returns figures of the slower rank."""
+def compare(
+    source: Path,
+    split: Path,
+    work: Path,
+    rounds: int,
+    names: Iterable[str] = ("load", "first", "prefill", "decode", "memory", "bytes"),
+    **options: str,
+) -> dict[str, Figure]:
+    """Measure loading and running in pairs of alternating order; returns the named figures of the slower rank.
+
+    The options are those of :func:`run_ranks`.
+
+    Raises:
+        RuntimeError: if outputs differ, of a module that reports them.
+    """
     runs: dict[str, list[list[dict[str, Any]]]] = {"ours": [], "theirs": []}
     for number in range(rounds):
         for kind in sorted(runs, reverse=bool(number % 2)):
-            runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work))
+            runs[kind].append(run_ranks(kind, split if kind == "ours" else source, work, **options))
+    outputs = [run[0].get("output", []) for kind in runs for run in runs[kind]]
+    if any(abs(one - other) > _TOLERANCE for output in outputs for one, other in zip(output, outputs[0], strict=True)):
+        raise RuntimeError("the outputs differ")
     figures = {}
-    for name in ("load", "first", "prefill", "decode", "memory", "bytes"):
+    for name in names:
         ours, theirs = ([max(rank[name] for rank in run) for run in runs[kind]] for kind in ("ours", "theirs"))
         each = [our / their for our, their in zip(ours, theirs, strict=True)]
         figures[name] = Figure(median(each), median(ours), median(theirs))
