@@ -154,6 +154,22 @@ def test_a_pipeline_in_a_cache(source, tmp_path):
         shardconv.split(snapshot, tmp_path / "again", tp=TP)
 
 
+def test_pad_and_unpad(source, tmp_path):
+    report = shardconv.pad(source, tmp_path / "padded", tp=3)
+    alone = {name: shardconv.pad(source / name, tmp_path / name, tp=3) for name in SHARDED}
+    for name in SHARDED:
+        assert contents(tmp_path / "padded" / name) == contents(tmp_path / name)
+    assert contents(tmp_path / "padded" / "vae") == contents(source / "vae")
+    fields = [f"{name}/{one.field}" for name, padded in alone.items() for one in padded.config]
+    assert [one.field for one in report.config] == fields
+    padding = sum(one.num_bytes - one.source_bytes for one in alone.values())
+    assert report.padding.memory == pytest.approx(padding / report.source_bytes)
+    shardconv.unpad(tmp_path / "padded", tmp_path / "unpadded")
+    assert contents(tmp_path / "unpadded") == contents(source)
+    with pytest.raises(SplitCheckpointError, match="does not have a padded component"):
+        shardconv.unpad(source, tmp_path / "again")
+
+
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +439,67 @@ def test_an_error_in_the_last_component_leaves_nothing(source, tmp_path):
         shardconv.split(tmp_path / "source", tmp_path / "out" / "split", tp=TP, progress=lambda *one: calls.append(one))
     assert calls == []
     assert not (tmp_path / "out").exists()
+
+
+PLACES = {
+    "split": lambda source, whole, place, **how: shardconv.split(source, place, tp=4, **how),
+    "reshard": lambda source, whole, place, **how: shardconv.reshard(whole, place, tp=4, **how),
+    "merge": lambda source, whole, place, **how: shardconv.merge(whole, place, **how),
+    "pad": lambda source, whole, place, **how: shardconv.pad(source, place, tp=3, **how),
+}
+
+
+@pytest.mark.parametrize("new", PLACES)
+@pytest.mark.parametrize("old", PLACES)
+def test_overwrite(source, whole, tmp_path, old, new):
+    """A pipeline replaces another one in any form, but nothing that holds other files."""
+    target = tmp_path / "out" / "place"
+    PLACES[old](source, whole, target)
+    (target / "vae" / "notes.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"holds vae/notes\.txt, which is not part of a checkpoint"):
+        PLACES[new](source, whole, target, overwrite=True)
+    (target / "vae" / "notes.txt").unlink()
+    before = contents(target)
+    with pytest.raises(OutputError, match="exists: choose another path"):
+        PLACES[new](source, whole, target)
+    assert contents(target) == before
+    PLACES[new](source, whole, target, overwrite=True)
+    PLACES[new](source, whole, tmp_path / "expected")
+    assert contents(target) == contents(tmp_path / "expected")
+    assert beside(target) == ["place"]
+
+
+@pytest.mark.parametrize("name", ["split", "merge", "reshard"])
+def test_resume_after_a_damage(source, whole, tmp_path, monkeypatch, name):
+    """A finished component that differs from what was written is written again."""
+    target = tmp_path / "out" / "place"
+    run = PLACES[name]
+    run(source, whole, tmp_path / "expected")
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 1))
+        with pytest.raises(OutputError, match="cannot be written"):
+            run(source, whole, target, resume=True, threads=1)
+    (staged,) = target.parent.glob(".place.partial/result/text_encoder")
+    flip(next(staged.glob("*.safetensors")))
+    assert run(source, whole, target, resume=True).resumed_bytes == 0
+    assert contents(target) == contents(tmp_path / "expected")
+
+
+def test_resume_with_other_options(source, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 1))
+        assert call("split", source, "--tp", 2, "-o", tmp_path / "out", "--resume", "--threads", 1).code == 1
+    for options, message in {
+        "--tp 4": "the interrupted run had --tp 2 (got --tp 4)",
+        "--tp 2 --component transformer": "did not have --component (got --component transformer)",
+        "--tp 2 --max-file-size 20kB": "did not have --max-file-size (got --max-file-size 20kB)",
+    }.items():
+        result = call("split", source, *options.split(), "-o", tmp_path / "out", "--resume")
+        assert message in result.err
+        assert "remove --resume to start over" in result.err
+    (source / "README.md").touch()
+    result = call("split", source, "--tp", 2, "-o", tmp_path / "out", "--resume")
+    assert f"{source / 'README.md'} is not as in the interrupted run" in result.err
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -24,6 +24,7 @@ from tests.support.faults import SLOW
 from tests.support.forked import Popen
 from tests.support.hub import serve_hub
 from tests.support.matrix import MATRIX, each_once
+from tests.support.pipelines import write_pipeline
 from tests.support.torchrun import free_port, on_one_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -93,6 +94,30 @@ def test_shared_disk(source, expected, tmp_path, size):
     assert (report["ranks"], len(report["rank_bytes"])) == ([0, 1, 2, 3], 4)
     assert contents(tmp_path / "out") == expected
     assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in expected)])
+
+
+def test_pipeline(tmp_path):
+    """On a shared disk, and on two hosts with a disk each."""
+    source = write_pipeline(tmp_path / "source")
+    shardconv.split(source, tmp_path / "expected", tp=4)
+    results = team(*[[source, "--tp", 4, "-o", tmp_path / "out", "--json"]] * 2)
+    assert [result.code for result in results] == [0, 0], results
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    folders = [tmp_path / name / "out" for name in "ab"]
+    results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
+    assert [result.code for result in results] == [0, 0], results
+    for folder, ranks in zip(folders, ("0-1", "2-3"), strict=True):
+        shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
+        assert contents(folder) == contents(folder.with_name("alone"))
+    shardconv.merge(folders, tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_pipelines_that_differ(tmp_path):
+    sources = [write_pipeline(tmp_path / name) for name in "ab"]
+    (sources[1] / "scheduler" / "scheduler_config.json").write_text("{}")
+    check_failed(team(*([one, "--tp", 2, "-o", tmp_path / "out"] for one in sources)), "files of pipelines")
+    assert not (tmp_path / "out").exists()
 
 
 def test_disk_of_each_host(source, expected, tmp_path):

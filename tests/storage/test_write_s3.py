@@ -12,6 +12,7 @@ from tests.storage.written import check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import cases
+from tests.support.pipelines import write_pipeline
 from tests.support.s3_server import upload as copy_to_s3
 
 
@@ -66,6 +67,21 @@ def test_pad_and_unpad(made, s3, tmp_path):
     assert s3.objects("out/padded/") == contents(tmp_path / "padded")
     shardconv.unpad("s3://bucket/out/padded", "s3://bucket/out/unpadded")
     assert s3.objects("out/unpadded/") == contents(tmp_path / "odd")
+
+
+def test_pipelines(s3, tmp_path):
+    """They are read from a URL and written to one, and their manifest is written last."""
+    source = write_pipeline(tmp_path / "source")
+    copy_to_s3(source, "bucket", "pipeline")
+    report = shardconv.split("s3://bucket/pipeline", "s3://bucket/out/pipeline", tp=2)
+    written = [path for method, path, query in s3.requests if method == "PUT" and "uploadId" not in query]
+    assert written[-1].endswith("/out/pipeline/shardconv-pipeline.json")
+    assert report.path == "s3://bucket/out/pipeline"
+    assert shardconv.verify("s3://bucket/out/pipeline", against="s3://bucket/pipeline").differences == ()
+    shardconv.reshard("s3://bucket/out/pipeline", "s3://bucket/out/pipeline4", tp=4)
+    shardconv.merge("s3://bucket/out/pipeline4", "s3://bucket/out/merged")
+    assert s3.objects("out/merged/") == contents(source)
+    assert s3.unfinished() == []
 
 
 def test_a_dry_run_writes_nothing(made, s3):

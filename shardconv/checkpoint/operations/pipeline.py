@@ -340,7 +340,7 @@ class _Run:
     def _write(self, writer: CheckpointWriter, reports: dict[str, Any]) -> int:
         """Write all components, and replace their reports; returns the bytes that an interrupted run had written."""
         team, pipeline, planned = self.team, self.pipeline, dict(reports)
-        team.meet(self.destination.path, lambda: {"pipelines": writer.auxiliary.checksums()})
+        team.meet(self.destination.path, lambda: {"files of pipelines": writer.auxiliary.checksums()})
         inputs = InputFiles([], [], [])
         reader, nothing = ShardReader([], inputs, labels=[], names=[]), Weights([], [], [], [], [])
         read = [one for path in pipeline.paths for one in walk(path) if one.is_file()]
