@@ -110,9 +110,11 @@ def component_notes(report: "WriteReport | VerifyReport | PlanReport") -> list[s
     """The components of a pipeline, if it is one."""
     if not report.components:
         return []
+    copied: dict[str, list[str]] = {}
+    for name, kind_and_reason in report.copied.items():
+        copied.setdefault(kind_and_reason.rpartition(", ")[2], []).append(name)
     sharded = ", ".join(f"{name} ({kind})" for name, kind in report.components.items())
-    copied = ", ".join(f"{name} ({why})" for name, why in report.copied.items())
-    return [f"components: {sharded}", *([f"copied: {copied}"] if copied else [])]
+    return [f"components: {sharded}", *(f"copied ({reason}): {', '.join(copied[reason])}" for reason in copied)]
 
 
 def adapter_notes(names: Collection[str]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.operations.pipeline import on_pipelines
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.manifest_file import comparable
@@ -37,12 +38,14 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.caller_module import build_by_caller, check_builder
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
+from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
 from shardconv.runtime.ranks import connect_ranks, find_model_class
-from shardconv.support.errors import PlanWarning
+from shardconv.support.errors import PlanWarning, UsageError, option
 
 
+@on_pipelines(load_pipeline)
 def load(
     path: SourcePath,
     *,
@@ -57,8 +60,9 @@ def load(
     unused: Sequence[str] = (),
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    component: str | None = None,
     **options: Unpack[PlanOptions],
-) -> Any:  # a model of transformers, or the module of ``model``
+) -> Any:  # a model of transformers or diffusers, the module of ``model``, or a pipeline of diffusers
     """Load a split checkpoint or a source; each rank calls this, and reads its own shards only.
 
     Initializes torch.distributed under ``torchrun``, with one rank per process. Files are mapped into memory and must
@@ -87,10 +91,12 @@ def load(
         trust_remote_code: run code of the checkpoint for its model.
         progress: called with bytes done and total bytes, of verification, reading of a source, dequantization and
             copies to the device.
+        component: of a pipeline, the component to load; None for the pipeline, whose other components diffusers loads.
         options: how a source is read and planned, see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 
     Returns:
-        The converted model, in eval mode; it returns full logits on every rank.
+        The converted model, in eval mode; it returns full logits on every rank. Of a pipeline, a ``DiffusionPipeline``
+        with the converted models.
 
     Raises:
         RunError: if there are not as many processes as ranks, the model cannot be built, its parameters do not match
@@ -109,6 +115,8 @@ def load(
         >>> model = shardconv.load("llama-tp2")  # doctest: +SKIP
         >>> model = shardconv.load("llama", tp=2)  # doctest: +SKIP
     """
+    if component is not None:
+        raise UsageError(f"{path}: {option(component=component)} only applies to pipelines: remove it")
     dtype = as_torch_dtype(dtype)
     if model is not None:
         check_builder(model)

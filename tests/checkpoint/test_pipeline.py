@@ -213,7 +213,7 @@ def test_supported_sizes_are_those_of_all_components(source, tmp_path):
 def test_commands_list_the_components(source, tmp_path):
     out = call("split", source, "--tp", TP, "-o", tmp_path / "split").out
     assert "components: text_encoder (LlamaModel), transformer (FluxTransformer2DModel)\n" in out
-    assert "vae (AutoencoderKL, not sharded)\n" in out
+    assert "copied (without weights): scheduler, tokenizer\ncopied (not sharded): vae\n" in out
     for command in (["plan", source], ["verify", tmp_path / "split"]):
         assert "components: text_encoder (LlamaModel)" in call(*command).out
 

@@ -63,21 +63,22 @@ _OF_ONE_MODEL = (
 
 
 def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate an operation on ``src`` so that ``apply`` is called where that is a pipeline."""
+    """Decorate an operation so that ``apply`` is called where its first argument is a pipeline."""
 
     def decorate(operation: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(operation)
+        first = next(iter(signature.parameters))
 
         @wraps(operation)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
             bound = signature.bind(*args, **kwargs)
-            src = bound.arguments["src"]
+            src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
             paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
             if any(map(is_pipeline, paths)):
                 return apply(operation, paths, _all_options(bound))
-            bound.arguments["src"] = paths[0] if isinstance(src, SourcePath) else paths
+            bound.arguments[first] = paths[0] if isinstance(src, SourcePath) else paths
             return operation(*bound.args, **bound.kwargs)
 
         return dispatch

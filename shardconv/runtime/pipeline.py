@@ -1,0 +1,101 @@
+"""Load pipelines: their sharded components one after the other, and all others by diffusers."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardconv.checkpoint.operations.pipeline import Options, open_source_pipeline, open_split_folders
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME, Pipeline
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, given_options
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.split_pipeline import is_split_pipeline
+from shardconv.distributed.agreement import check_same, run_on_all
+from shardconv.files.folder import AnyPath
+from shardconv.hf.pipelines import build_pipeline
+from shardconv.runtime.device import as_torch_dtype
+from shardconv.runtime.ranks import connect_ranks
+from shardconv.support.errors import RunError, SplitCheckpointError, UsageError, option
+
+
+def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: Options) -> Any:
+    """Load a pipeline, or with the option ``component`` one of its components; see :func:`~shardconv.load`.
+
+    Args:
+        load_one: loads a checkpoint.
+        paths: the folder of the pipeline.
+        options: the arguments of :func:`~shardconv.load` by their names.
+    """
+    (path,) = paths
+    opened: list[Pipeline] = []
+    find = partial(_open, path, options, opened)
+    _, device, axis = connect_ranks(find, options["device"], options["group"])
+    (pipeline,) = opened
+    check_same(path, axis, {"files of pipelines": pipeline.expected})
+    run_on_all(axis, partial(_check_files, pipeline, verify=options["verify"]))
+    names = [*pipeline.components] if options["component"] is None else [options["component"]]
+    progress, loaded = options["progress"], dict[str, nn.Module]()
+    for at, name in enumerate(names):
+        own = options if name not in pipeline.ignored else {**options, "ignore": pipeline.ignored[name]}
+        step = None if progress is None else partial(_report_step, progress, at, len(names))
+        given = {"path": path / name, "device": device, "group": axis, "component": None, "progress": step}
+        loaded[name] = load_one(**{**own, **given})
+    if options["component"] is not None:
+        return loaded[options["component"]]
+    dtype = as_torch_dtype(options["dtype"]) or _main_dtype(loaded)
+    assert isinstance(path, Path)  # checked by _open
+    built = run_on_all(axis, partial(build_pipeline, path / INDEX_NAME, loaded, dtype))
+    return built if device.type == "cpu" else built.to(device)
+
+
+def _report_step(progress: Callable[[int, int], None], at: int, count: int, done: int, total: int) -> None:
+    """Report the progress of one of ``count`` components, each an equal part of the whole."""
+    progress(at * total + done, count * total)
+
+
+def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
+    """Open a pipeline, and its first component that is loaded, which has the facts that ranks compare."""
+    if given := given_options(options, ("model", "adapter") if options["component"] is None else ()):
+        raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
+    is_split = is_split_pipeline(path)
+    if not is_split and options["tp"] is None:
+        raise SplitCheckpointError(
+            f"{path}: is not a split pipeline: make one with shardconv split {path} --tp N, or load it without "
+            f"splitting it: {option(tp='N')}"
+        )
+    pipeline = (open_split_folders if is_split else open_source_pipeline)([path], options)
+    opened[:] = [pipeline]
+    component = options["component"] or next(iter(pipeline.components))
+    if component not in pipeline.components:
+        raise UsageError(
+            f"{path}: {option(component=component)} is not sharded (expected one of {', '.join(pipeline.components)}): "
+            "load it by diffusers"
+        )
+    if options["component"] is None and not isinstance(path, Path):
+        raise RunError(
+            f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
+            f"or load one component with {option(component='NAME')}"
+        )
+    plan: Any = {name: options[name] for name in PLAN_DEFAULTS if name in options}
+    return open_loadable(path / component, tp=options["tp"], options=plan)
+
+
+def _check_files(pipeline: Pipeline, *, verify: bool) -> None:
+    """Check the files that diffusers reads of a split pipeline; without ``verify``, only those without weights."""
+    checksums = {name: one for name, one in (pipeline.expected or {}).items() if verify or name.endswith(".json")}
+    if found := file_differences(checksums, pipeline.first):
+        raise SplitCheckpointError(f"{pipeline.first}: {found[0]}: restore it, or split the pipeline again")
+
+
+def _main_dtype(components: Mapping[str, nn.Module]) -> torch.dtype:
+    """The floating-point dtype that most parameters have."""
+    sizes = Counter[torch.dtype]()
+    for component in components.values():
+        for parameter in component.parameters():
+            sizes[parameter.dtype] += parameter.numel() * parameter.is_floating_point()
+    return sizes.most_common(1)[0][0]

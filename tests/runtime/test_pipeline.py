@@ -1,0 +1,183 @@
+"""Pipelines that ranks load: latents and images equal those of the unsharded ones within errors of float32.
+
+Latents are compared to 1e-4 of the largest, as sums over features are computed per rank.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+import diffusers
+
+import shardconv
+from shardconv.hf.package import quiet
+from shardconv.support.errors import PeerError, SplitCheckpointError, UsageError
+from tests.support.damage import flip
+from tests.support.diffusion import CALLS, latents, write_diffusion
+from tests.support.matrix import cases
+from tests.support.ranks import on_ranks
+
+TPS = {"pair": 2, "four": 4}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A pipeline, and its splits, once per name."""
+    home = tmp_path_factory.mktemp("pipelines")
+
+    def make(name: str, tp: int) -> tuple[Path, Path]:
+        source, split = home / name, home / f"{name}-tp{tp}"
+        if not source.exists():
+            write_diffusion(source, name)
+        if not split.exists():
+            shardconv.split(source, split, tp=tp)
+        return source, split
+
+    return make
+
+
+@pytest.fixture
+def source(made):
+    return made("flux", 2)[0]
+
+
+@pytest.fixture
+def split(made):
+    return made("flux", 2)[1]
+
+
+def unsharded(source: Path, **options: object):
+    with quiet():
+        return diffusers.DiffusionPipeline.from_pretrained(source, **options)
+
+
+def check_latents(axis, name, source, split):
+    """Also of a source that is not split; and the images of the decoder."""
+    whole = unsharded(source)
+    expected = latents(whole, name)
+    for options in ({"path": split}, {"path": source, "tp": axis.size}):
+        pipeline = shardconv.load(**options, device="cpu", group=axis)
+        assert type(pipeline) is type(whole)
+        found = latents(pipeline, name)
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    pictures = [torch.from_numpy(latents(one, name, output_type="np")) for one in (pipeline, whole)]
+    assert (pictures[0] - pictures[1]).abs().max() <= 1e-4
+    for part in ("transformer", "text_encoder"):
+        counts = [sum(one.numel() for one in getattr(of, part).parameters()) for of in (pipeline, whole)]
+        assert counts[0] < 0.8 * counts[1], part
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    cases(
+        [(layout, name) for layout in TPS for name in CALLS],
+        lambda layout, name: (layout == "four") == (name == "flux"),
+    ),
+)
+def test_latents_equal_those_of_the_unsharded_pipeline(ranks, made, layout, name):
+    ranks(layout, check_latents, name, *made(name, TPS[layout]))
+
+
+@on_ranks("pair")
+def test_one_component(axis, source, split):
+    model = shardconv.load(split, component="transformer", device="cpu", group=axis)
+    alone = shardconv.load(split / "transformer", device="cpu", group=axis)
+    assert type(model) is type(alone)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+@on_ranks("pair")
+def test_components_have_the_dtype_that_is_stored_or_asked_for(axis, source, split):
+    """VAEs, too, which diffusers would load in float32."""
+    for dtype, options in ((torch.float32, {}), (torch.bfloat16, {"dtype": "bf16"})):
+        pipeline = shardconv.load(split, device="cpu", group=axis, **options)
+        assert {part.dtype for part in (pipeline.vae, pipeline.transformer, pipeline.text_encoder)} == {dtype}
+
+
+@on_ranks("pair")
+def test_chosen_components_of_a_source(axis, source, split):
+    whole = unsharded(source)
+    pipeline = shardconv.load(source, tp=2, components=("transformer",), device="cpu", group=axis)
+    sizes = [sum(one.numel() for one in of.text_encoder.parameters()) for of in (pipeline, whole)]
+    assert sizes[0] == sizes[1]
+    expected = latents(whole, "flux")
+    assert (latents(pipeline, "flux") - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@on_ranks("pair")
+def test_shards_are_not_saved_as_a_pipeline(axis, source, split, tmp_path):
+    pipeline = shardconv.load(split, device="cpu", group=axis)
+    with pytest.raises(ValueError, match="save_pretrained would write the shards of one rank"):
+        pipeline.save_pretrained(tmp_path / f"saved-{axis.rank}")
+
+
+DAMAGES = {
+    "component of another tp": (
+        lambda source, split: (
+            shutil.rmtree(split / "transformer"), shardconv.split(source / "transformer", split / "transformer", tp=4),
+        ),
+        "component transformer .* is for 4 ranks .expected 2.",
+    ),
+    "component that is missing": (
+        lambda source, split: shutil.rmtree(split / "transformer"), "component transformer .* is missing"
+    ),
+    "flipped bit of the VAE": (
+        lambda source, split: flip(split / "vae" / "diffusion_pytorch_model.safetensors"),
+        "vae/diffusion_pytorch_model.safetensors: differs from its checksum",
+    ),
+    "flipped bit of a rank file": (
+        lambda source, split: flip(split / "transformer" / "rank-0-of-2.safetensors"), "rank-0-of-2.safetensors"
+    ),
+    "model_index.json that was edited": (
+        lambda source, split: (split / "model_index.json").write_text(
+            (split / "model_index.json").read_text().replace("FluxPipeline", "FluxInpaintPipeline")
+        ),
+        "model_index.json: differs from its checksum",
+    ),
+    "config that was edited": (
+        lambda source, split: (split / "transformer" / "config.json").write_text('{"_class_name": "Other"}'),
+        "config.json: differs from the config that was split",
+    ),
+}  # fmt: skip
+
+
+def check_refused(axis, split, message):
+    """Ranks that are right themselves raise the error of the first one that is not."""
+    with pytest.raises((SplitCheckpointError, PeerError), match=message):
+        shardconv.load(split, device="cpu", group=axis)
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_pipelines(ranks, source, split, tmp_path, case):
+    damage, message = DAMAGES[case]
+    changed = shutil.copytree(split, tmp_path / "split")
+    damage(source, changed)
+    ranks("pair", check_refused, changed, message)
+
+
+OPTIONS = {
+    "component that is copied": ({"component": "vae"}, UsageError, "is not sharded .expected one of text_encoder, "),
+    "adapter": ({"adapter": "x"}, UsageError, "is for one component"),
+    "another tp": ({"tp": 4}, UsageError, "is split for 2 ranks"),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_refused_options(made, case):
+    options, error, message = OPTIONS[case]
+    with pytest.raises(error, match=message):
+        shardconv.load(made("flux", 2)[1], device="cpu", **options)
+
+
+def test_a_component_of_a_model_is_refused(made):
+    with pytest.raises(UsageError, match="only applies to pipelines"):
+        shardconv.load(made("flux", 2)[1] / "transformer", component="transformer")
+
+
+def test_a_pipeline_that_is_not_split(made):
+    with pytest.raises(SplitCheckpointError, match=r"is not a split pipeline: make one with .* or load it without"):
+        shardconv.load(made("flux", 2)[0])
