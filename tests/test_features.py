@@ -66,6 +66,7 @@ OPTIONS = {
     ),
     "--head-dim": ("plan split run", "plan/test_head_inference.py::test_sizes_without_a_config"),
     "--html": ("plan verify", "commands/test_html.py::test_page_changes_no_output"),
+    "--height": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--ignore": (
         "plan split run verify pad",
         "checkpoint/test_other_weights.py::test_ignore_leaves_out_weights_and_auxiliary_files_alike",
@@ -86,7 +87,7 @@ OPTIONS = {
     "--merge-adapter": ("split", "checkpoint/test_resume.py::test_changed_files_of_an_adapter_that_is_merged"),
     "--multiple-of": ("pad", "checkpoint/test_resume.py::test_other_multiple"),
     "--output": (
-        "split merge reshard pad unpad",
+        "split run merge reshard pad unpad",
         "checkpoint/test_destination.py::test_overwrite",
     ),
     "--overwrite": ("plan split merge reshard verify pad unpad", "test_cli.py::test_overwrite_is_reported"),
@@ -108,6 +109,7 @@ OPTIONS = {
     "--seed": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--seq": ("plan", "tensor/test_link.py::test_measured_link_is_used_for_costs"),
     "--stacked-layers": ("split", "checkpoint/test_megatron.py::test_stacked_layers"),
+    "--steps": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--temperature": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--threads": (
         "split merge reshard verify pad unpad",
@@ -117,6 +119,7 @@ OPTIONS = {
     "--tp": ("plan split run reshard", "checkpoint/test_copy.py::test_copy_between_any_two_placements"),
     "--trust-remote-code": ("run", "runtime/test_load.py::test_code_in_the_checkpoint_that_is_trusted"),
     "--unused": ("run", "runtime/test_load.py::test_unused_option_permits_tensors"),
+    "--width": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--verify": ("run", "runtime/test_load.py::test_contents_are_checked_unless_verify_is_false"),
 }
 #: Layout that is written to its test.

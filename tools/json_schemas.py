@@ -25,6 +25,7 @@ REPORTS = {
     "plan-measure-link": "shardconv.tensor.cost.LinkReport",
     "plan-cost": "shardconv.runtime.cost_report.CostReport",
     "run": "shardconv.runtime.run.RunReport",
+    "run-pipeline": "shardconv.runtime.pipeline_run.PipelineRunReport",
 }
 #: Keys that do not constrain a value; docs/reports.md describes the fields.
 _LEFT_OUT = ("default", "description", "title")

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardconv.checkpoint.sources.pipeline import is_pipeline
 from shardconv.commands.command import CHECKS, GENERATION, MODEL, Command, Flag, Option, chosen
 from shardconv.commands.options import (
     COUNT,
@@ -23,6 +25,7 @@ from shardconv.commands.options import (
     SourcePath,
     display_options,
 )
+from shardconv.commands.run_pipeline import PICTURE_NAMES, PICTURE_OPTIONS, refuse_options, run_pipeline
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import open_path
 from shardconv.support.console import Console
@@ -74,6 +77,7 @@ class _OneFolder(Command):
         Option(GENERATION, "--temperature", _TEMPERATURE, type=Number(float, 0), default=0.0, metavar="T"),
         Option(GENERATION, "--seed", "Seed of sampled tokens.", type=int, default=0, show_default=True, metavar="N"),
         Flag(GENERATION, "--chat", "Apply the model's chat template to the prompts."),
+        *PICTURE_OPTIONS,
         Option(MODEL, "--device", _DEVICE, metavar="DEVICE"),
         Option(MODEL, "--dtype", "Run in this data type. [default: as stored]", type=DTYPES),
         Flag(MODEL, "--dequantize", _DEQUANTIZE),
@@ -87,22 +91,39 @@ class _OneFolder(Command):
     epilog='shardconv run llama-tp8 --prompt "The capital of France is"\n'
     'shardconv run llama --tp 8 --chat --prompt "Hello"\n'
     'shardconv run llama-tp8 --prompt "Hello" --check llama\n'
+    'shardconv run flux-tp8 --prompt "a cat" --steps 20 -o cat.png\n'
     'torchrun --nproc-per-node 8 -m shardconv run llama-tp8 --prompt "Hello"',
 )
-def run(console: Console, src: SourcePath, prompt: tuple[str, ...], token_ids: tuple[str, ...], **values: Any) -> None:
+def run(
+    console: Console,
+    src: SourcePath,
+    prompt: tuple[str, ...],
+    token_ids: tuple[str, ...],
+    *,
+    steps: int | None,
+    height: int | None,
+    width: int | None,
+    output: Path | None,
+    **values: Any,
+) -> None:
     """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
     SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder; or
     the URL of one. The options under Source and Plan are for the latter, as a split checkpoint stores its plan.
+    SRC may also be a pipeline of diffusers, which writes a picture for each prompt.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
+    plan, folder = chosen(values, PLAN_OPTIONS), open_path(src)
+    if is_pipeline(folder):
+        pictures = {"steps": steps, "height": height, "width": width, "output": output}
+        run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
+        return
+    refuse_options(PICTURE_NAMES, "applies to pipelines of diffusers only")
     if token_ids and (prompt or values["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     if values["check"] is not None and values["dtype"] not in {None, "fp32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
-    plan = chosen(values, PLAN_OPTIONS)
     options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
-    folder = open_path(src)
     rank = int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
     if rank is not None:
         default_signals()  # a rank has nothing to clean up

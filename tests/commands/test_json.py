@@ -27,6 +27,20 @@ COMMANDS = {
     "plan-propose": ["plan", DEMO, "--propose"],
     "plan-measure-link": ["plan", "--measure-link"],
     "run": ["run", "{}/split", "--prompt", "An", "--device", "cpu", "--max-new-tokens", "2"],
+    "run-pipeline": [
+        "run",
+        "{}/pipeline",
+        "--tp",
+        "2",
+        "--prompt",
+        "a",
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "-o",
+        "{}/picture.png",
+    ],
     "error": ["plan", DEMO, "--tp", "3"],
 }
 
@@ -46,11 +60,15 @@ def home(tmp_path_factory):
     return folder
 
 
-_WITH_MODEL = {"plan-prove", "plan-cost", "plan-propose", "plan-measure-link", "run"}
+_WITH_MODEL = {"plan-prove", "plan-cost", "plan-propose", "plan-measure-link", "run", "run-pipeline"}
 
 
 @pytest.mark.parametrize("name", cases(COMMANDS, lambda name: name not in _WITH_MODEL))
 def test_output_conforms_to_its_schema(home, capfd, name):
+    if name == "run-pipeline":
+        from tests.support.diffusion import write_diffusion  # noqa: PLC0415 - imports diffusers, which takes seconds
+
+        write_diffusion(home / "pipeline", "flux")
     words = [*(str(word).replace("{}", str(home)) for word in COMMANDS[name]), "--json"]
     result = call(*words) if name != "plan-measure-link" else under_torchrun(*words)
     schema = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))

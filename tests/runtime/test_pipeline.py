@@ -12,10 +12,15 @@ import torch
 pytest.importorskip("diffusers")
 
 import diffusers
+import numpy as np
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.hf.package import quiet
+from shardconv.runtime.pipeline_run import PipelineOptions, run_pipeline
 from shardconv.support.errors import PeerError, SplitCheckpointError, UsageError
+from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.diffusion import CALLS, latents, write_diffusion
 from tests.support.matrix import cases
@@ -181,3 +186,93 @@ def test_a_component_of_a_model_is_refused(made):
 def test_a_pipeline_that_is_not_split(made):
     with pytest.raises(SplitCheckpointError, match=r"is not a split pipeline: make one with .* or load it without"):
         shardconv.load(made("flux", 2)[0])
+
+
+# --- run ------------------------------------------------------------------------------------------------------------
+
+
+def picture_options(**options) -> PipelineOptions:
+    return PipelineOptions(device="cpu", steps=2, height=16, width=16, **options)
+
+
+@on_ranks("four")
+def test_pictures_are_those_of_the_unsharded_pipeline(axis, source, split4, tmp_path):
+    """To one level of brightness; each of them has its own noise."""
+    report = run_pipeline(split4, ["a cat", "a dog"], picture_options(output=tmp_path / "picture.png", seed=3))
+    assert report.files == (str(tmp_path / "picture-0.png"), str(tmp_path / "picture-1.png"))
+    whole = unsharded(source)
+    whole.set_progress_bar_config(disable=True)
+    expected = whole(
+        prompt=["a cat", "a dog"],
+        num_inference_steps=2,
+        height=16,
+        width=16,
+        generator=torch.Generator().manual_seed(3),
+    ).images
+    torch.distributed.barrier()  # the first rank writes
+    for path, picture in zip(report.files, expected, strict=True):
+        difference = np.array(Image.open(path)).astype(int) - np.array(picture).astype(int)
+        assert abs(difference).max() <= 1
+    assert not np.array_equal(*map(np.array, expected))
+
+
+@on_ranks("four")
+def test_frames_of_a_video(axis, video, tmp_path):
+    """By default, Wan makes 81."""
+    report = run_pipeline(video, ["a cat"], picture_options(output=tmp_path / "video.gif"))
+    torch.distributed.barrier()  # the first rank writes
+    assert Image.open(report.files[0]).n_frames == 81
+
+
+@pytest.fixture
+def video(made):
+    return made("wan", 4)[1]
+
+
+@pytest.fixture
+def split4(made):
+    return made("flux", 4)[1]
+
+
+@on_ranks("four")
+def test_check_compares_latents(axis, source, split4, other):
+    report = run_pipeline(split4, ["a cat"], picture_options(check=source))
+    assert (report.differences, report.files) == ((), ())
+    assert report.error <= 1e-4
+    (difference,) = run_pipeline(split4, ["a cat"], picture_options(check=other)).differences
+    assert difference.startswith("latents after one step: differ by")
+
+
+@pytest.fixture
+def other(source, tmp_path):
+    """A pipeline with another transformer."""
+    folder = shutil.copytree(source, tmp_path / "other")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: tensor * 1.1 for name, tensor in load_file(weights).items()}, weights)
+    return folder
+
+
+RUNS = {
+    "no prompt": ("split -o a.png", "no prompt given"),
+    "no file": ("split --prompt x", "the file of the picture is missing"),
+    "file that exists": ("split --prompt x -o there.png", "there.png: exists: choose another file"),
+    "no picture": ("split --prompt x -o a.txt", "a.txt: is not a picture"),
+    "missing folder": ("split --prompt x -o no/a.png", "no: is not a folder"),
+    "source without tp": ("source --prompt x -o a.png", "source: is not split: pass --tp"),
+    "split pipeline to compare with": ("split --prompt x --check split", "split: is not an unsharded pipeline"),
+    "option of text models": ("split --prompt x -o a.png --chat", "--chat does not apply to split, a pipeline"),
+    "option of pipelines": ("split/transformer --prompt x --steps 2", "--steps applies to pipelines of diffusers only"),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_that_are_refused(source, split, tmp_path, monkeypatch, case):
+    """Before processes are started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source").symlink_to(source)
+    (tmp_path / "split").symlink_to(split)
+    (tmp_path / "there.png").touch()
+    arguments, message = RUNS[case]
+    result = call("run", *arguments.split())
+    assert result.code in {1, 2}
+    assert message in result.err

@@ -1,0 +1,233 @@
+"""Run pipelines: every rank generates; the first one writes the pictures and compares with the unsharded pipeline."""
+
+import io
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline, open_pipeline
+from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, open_split_pipeline
+from shardconv.distributed.agreement import gather, is_first_rank, run_on_first
+from shardconv.files.folder import AnyPath
+from shardconv.hf.package import hide_progress, hide_warnings, import_diffusers
+from shardconv.hf.pipelines import build_pipeline
+from shardconv.runtime.load import load
+from shardconv.support.errors import OutputError, RunError, SourceError, UsageError, one_line, option
+
+#: The largest relative error of float32 latents after one step; ranks add up sums in another order.
+_TOLERANCE = 1e-4
+#: Suffix to format of pictures.
+_SUFFIXES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".gif": "GIF", ".webp": "WEBP"}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """Options of the run of a pipeline.
+
+    Attributes:
+        output: the file of the picture; of several prompts, their numbers follow its name. None for none.
+        steps: number of denoising steps; None for the default of the pipeline.
+        seed: seed of the noise.
+        height: of the picture in pixels; None for the default of the pipeline.
+        width: of the picture in pixels; None for the default of the pipeline.
+        device: such as ``cpu`` or ``cuda``; None for the accelerator where there is one.
+        dtype: dtype of the models, such as ``bf16``; None as they are stored.
+        check: the unsharded pipeline to compare with, in float32; None for no comparison.
+        verify: check files against their checksums while they are read.
+        tp: tensor parallel size of a source; None for a split pipeline.
+        plan: how a source is read and planned.
+    """
+
+    output: Path | None = None
+    steps: int | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    check: Path | None = None
+    verify: bool = True
+    tp: int | None = None
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRunReport:
+    """Pictures and figures of the run of a pipeline. Times are measured on one rank.
+
+    Attributes:
+        path: the pipeline.
+        pipeline: its class.
+        tp: tensor parallel size.
+        device: device of this rank.
+        prompts: the prompts.
+        files: the pictures that were written.
+        load_seconds: time to load the pipeline.
+        seconds: time to generate the pictures; None if none were.
+        differences: with ``check``, the differences from the unsharded pipeline; empty if there are none.
+        error: with ``check``, the largest error of the latents after one step, relative to the largest latent.
+    """
+
+    path: str
+    pipeline: str
+    tp: int
+    device: str
+    prompts: tuple[str, ...]
+    files: tuple[str, ...]
+    load_seconds: float
+    seconds: float | None
+    differences: tuple[str, ...] | None
+    error: float | None
+
+
+def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineOptions) -> int:
+    """Check everything that can be checked before processes are started and tensors are read.
+
+    Returns:
+        The tensor parallel size.
+
+    Raises:
+        ShardconvError: if the run would fail.
+    """
+    import_diffusers()
+    if not prompts:
+        raise UsageError(f"no prompt given: pass {option(prompt='TEXT')}")
+    if options.output is None and options.check is None:
+        raise UsageError(f"the file of the picture is missing: pass {option(dst='picture.png')}")
+    if options.output is not None:
+        _check_output(options.output, len(prompts))
+    if options.check is not None and (not is_pipeline(options.check) or is_split_pipeline(options.check)):
+        raise SourceError(f"{options.check}: is not an unsharded pipeline ({INDEX_NAME}): pass the one that was split")
+    if is_split_pipeline(path):
+        return open_split_pipeline([path]).tp or 1
+    if options.tp is None:
+        raise UsageError(f"{path}: is not split: pass {option('tp')}, or split it (shardconv split {path} --tp N)")
+    open_pipeline(path, components=options.plan.get("components", ()), ignore=options.plan.get("ignore", ()))
+    return options.tp
+
+
+def _check_output(path: Path, count: int) -> None:
+    if path.suffix.lower() not in _SUFFIXES:
+        raise UsageError(f"{path}: is not a picture (expected {', '.join(_SUFFIXES)}): change {option('dst')}")
+    if existing := next((file for file in _files(path, count) if file.exists()), None):
+        raise OutputError(f"{existing}: exists: choose another file with {option('dst')}")
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{path.parent}: is not a folder: create it, or choose another file with {option('dst')}")
+
+
+def _files(path: Path, count: int) -> list[Path]:
+    """The file of each picture."""
+    return [path] if count == 1 else [path.with_stem(f"{path.stem}-{number}") for number in range(count)]
+
+
+def run_pipeline(
+    path: AnyPath,
+    prompts: Sequence[str],
+    options: PipelineOptions,
+    progress: Callable[[], AbstractContextManager[Progress | None]] = nullcontext,
+) -> PipelineRunReport:
+    """Generate a picture for each prompt on this rank; all ranks call it, and the first one writes the files.
+
+    Args:
+        path: the split pipeline, or the source.
+        prompts: the prompts; all ranks use those of the first rank.
+        options: the options.
+        progress: opens a progress display of loading.
+
+    Raises:
+        RunError: if the pipeline does not support the arguments.
+        ShardconvError: as :func:`~shardconv.load`.
+    """
+    hide_progress()
+    if not is_first_rank():
+        hide_warnings()  # the first rank prints them
+    import_diffusers()  # before loading, which is timed
+    began = time.perf_counter()
+    with progress() as show:
+        pipeline = load(
+            path, tp=options.tp, device=options.device, dtype="fp32" if options.check else options.dtype,
+            verify=options.verify, progress=show, **options.plan,
+        )  # fmt: skip
+    load_seconds, prompts = time.perf_counter() - began, gather([*prompts])[0]
+    files, seconds = list[Path](), None
+    if options.output is not None:
+        began = time.perf_counter()
+        pictures = _generate(pipeline, prompts, options, output_type="pil")
+        seconds, files = time.perf_counter() - began, _files(options.output, len(prompts))
+        run_on_first(partial(_write, pictures, files))
+    error = None
+    if options.check is not None:
+        found = _latents(pipeline, prompts, options)
+        error = run_on_first(partial(_compare, found, options.check, prompts, options))
+    return PipelineRunReport(
+        path=str(path),
+        pipeline=type(pipeline).__name__,
+        tp=torch.distributed.get_world_size(),
+        device=str(pipeline.device),
+        prompts=tuple(prompts),
+        files=tuple(map(str, files)),
+        load_seconds=load_seconds,
+        seconds=seconds,
+        differences=None if error is None else tuple(_differences(error)),
+        error=error,
+    )
+
+
+def _generate(pipeline: Any, prompts: Sequence[str], options: PipelineOptions, **arguments: object) -> Any:
+    """The result of a pipeline of diffusers: a picture, latents or frames for each prompt."""
+    given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width, **arguments}
+    given = {name: value for name, value in given.items() if value is not None}
+    seeded = torch.Generator().manual_seed(options.seed)  # of the CPU, so that all devices get the same noise
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        return pipeline(prompt=[*prompts], generator=seeded, return_dict=False, **given)[0]
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{type(pipeline).__name__} does not support the arguments: {one_line(error)}") from error
+
+
+def _latents(pipeline: Any, prompts: Sequence[str], options: PipelineOptions) -> Tensor:
+    """The latents after one step."""
+    found: Tensor = _generate(pipeline, prompts, options, output_type="latent", num_inference_steps=1)
+    return found.float().cpu()
+
+
+def _compare(found: Tensor, source: Path, prompts: Sequence[str], options: PipelineOptions) -> float:
+    """The largest error relative to the largest latent of the unsharded pipeline."""
+    expected = _latents(build_pipeline(source / INDEX_NAME, {}, torch.float32), prompts, options)
+    if found.shape != expected.shape:
+        raise RunError(
+            f"{source}: is another pipeline: its latents have shape {list(expected.shape)}, not that of the run"
+        )
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _differences(error: float) -> list[str]:
+    is_equal = error <= _TOLERANCE  # NaN is not
+    return (
+        [] if is_equal else [f"latents after one step: differ by {error:.0e} of the largest (at most {_TOLERANCE:.0e})"]
+    )
+
+
+def _write(pictures: Sequence[Any], files: Sequence[Path]) -> None:
+    """Write a picture, or the frames of a video, to each file."""
+    for picture, path in zip(pictures, files, strict=True):
+        first, *others = picture if isinstance(picture, list) else [picture]
+        kind = _SUFFIXES[path.suffix.lower()]
+        if others and kind == "JPEG":
+            raise UsageError(f"{path}: holds one picture, and the pipeline makes videos: choose .gif, .png or .webp")
+        encoded = io.BytesIO()
+        first.save(encoded, kind, **({"save_all": True, "append_images": others} if others else {}))
+        try:
+            with path.open("xb") as file:
+                file.write(encoded.getbuffer())
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
