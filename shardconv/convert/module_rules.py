@@ -54,9 +54,10 @@ def module_overrides(
     rules = list(model_rules.modules())
     named = list(model.named_modules())
     for regex, rule in rules:
-        if rule.by_user:
-            _check_matches(rule, [module for name, module in named if regex.fullmatch(name)])
-            _check_names(rule, model_rules, [module for name, module in named if regex.fullmatch(name)])
+        matched = [module for name, module in named if regex.fullmatch(name)]
+        if rule.by_user and (matched or not rule.optional):
+            _check_matches(rule, matched)
+            _check_names(rule, model_rules, matched)
             _check_gathers(rule, model_rules, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for name, module in named:
         if found := [rule for regex, rule in rules if regex.fullmatch(name)]:
@@ -74,8 +75,14 @@ def _check_matches(rule: ModuleRule, modules: list[nn.Module]) -> None:
         if not (hasattr(ParallelExperts, name) or any(_has_attribute(module, name) for module in modules)):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} does not have {name!r}: correct or remove it")
     for name in rule.inputs:
-        if not any(name in inspect.signature(module.forward).parameters for module in modules):
+        if not any(_takes(module, name) for module in modules):
             raise PlanError(f"{where}: a {type(modules[0]).__name__} takes no {name!r}: correct or remove it")
+
+
+def _takes(module: nn.Module, name: str) -> bool:
+    """Whether the forward of a module takes an argument of this name, also in its ``**options``."""
+    parameters = inspect.signature(module.forward).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _check_names(rule: ModuleRule, model_rules: ModelRules, modules: list[nn.Module]) -> None:

@@ -1,4 +1,4 @@
-"""Small models of diffusers: their configs and random inputs, which ``diffusion.toml`` describes."""
+"""Configs of diffusers, and those of small models, which ``diffusion.toml`` describes."""
 
 import inspect
 import tomllib
@@ -7,10 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import ModelConfig
 from shardconv.hf.small import HEADS
 from shardconv.plan.families.config_fields import Fields, fields_in
@@ -52,13 +50,15 @@ class DiffusersConfig(dict[str, Any]):
 
 
 @cache
-def _table() -> dict[str, Any]:
+def table() -> dict[str, Any]:
+    """The content of ``diffusion.toml``."""
     return tomllib.loads(Path(__file__).with_name("diffusion.toml").read_text("utf-8"))
 
 
-def _of_class(name: object) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = _table()["classes"].get(name, {})
-    return {**_of_class(found["like"]), **found} if "like" in found else found
+def of_class(name: object) -> Mapping[str, Any]:
+    """The entry of a class in ``diffusion.toml``, or of a similar one."""
+    found: Mapping[str, Any] = table()["classes"].get(name, {})
+    return {**of_class(found["like"]), **found} if "like" in found else found
 
 
 def default_fields(kind: type[nn.Module]) -> dict[str, Any]:
@@ -76,9 +76,9 @@ def small_config(config: Mapping[str, Any], *, heads: int = HEADS, head_dim: int
         heads: the number of heads.
         head_dim: features per head; 0 for few.
     """
-    of_class = _of_class(config.get("_class_name"))
-    fields = Fields({"heads": heads, "head_dim": head_dim or of_class.get("head_dim", _HEAD_DIM)}, _SIZES)
-    lines, own = _table()["fields"], of_class.get("config", {})
+    entry = of_class(config.get("_class_name"))
+    fields = Fields({"heads": heads, "head_dim": head_dim or entry.get("head_dim", _HEAD_DIM)}, _SIZES)
+    lines, own = table()["fields"], entry.get("config", {})
     small = {name: lines[name] for name, value in config.items() if name in lines and not isinstance(value, bool | str)}
     small = {name: value for name, value in small.items() if config[name] is not None}
     return DiffusersConfig({**config, **{name: _evaluated(value, fields) for name, value in {**small, **own}.items()}})
@@ -88,58 +88,3 @@ def _evaluated(value: object, fields: Fields) -> Any:
     if isinstance(value, list):
         return [_evaluated(item, fields) for item in value]
     return fields.evaluate(value) if isinstance(value, str) and fields_in(value) <= _SIZES.keys() else value
-
-
-def diffusion_inputs(model: nn.Module, generator: torch.Generator) -> dict[str, Any]:
-    """Random inputs of a small model of diffusers.
-
-    Args:
-        model: the model.
-        generator: of the random values.
-    """
-    names = inspect.signature(model.forward).parameters
-    found = _of_class(type(model).__name__)
-    given = {**_table()["inputs"], **_table()["latents"].get(found.get("latents", ""), {}), **found.get("inputs", {})}
-    values = _Values(config_fields(model), generator)
-    return {name: values.draw(given[name]) for name in names if name in given and values.has(given[name])}
-
-
-class _Values:
-    """Draws the values of the inputs of one model.
-
-    Args:
-        config: of the model.
-        generator: of the random values.
-    """
-
-    def __init__(self, config: Mapping[str, Any], generator: torch.Generator) -> None:
-        self._config, self._generator, self._fields = config, generator, Fields(config, _table()["sizes"])
-
-    def has(self, table: Any) -> bool:
-        """Whether a model gets an input: its table is not empty, and the fields in ``if`` are set."""
-        return table != {} and (isinstance(table, list) or all(map(self._config.get, table.get("if", ()))))
-
-    def draw(self, table: Any) -> Any:
-        """The values that a table describes; of a list, those of each item."""
-        if isinstance(table, list):
-            return [self.draw(one) for one in table]
-        if "value" in table:
-            return table["value"]
-        if "tuple" in table:
-            return tuple(self.draw(one) for one in table["tuple"])
-        return self._tensor(table)
-
-    def _tensor(self, table: Mapping[str, Any]) -> Tensor:
-        if "tensor" in table:
-            return torch.tensor(table["tensor"])
-        if "numbers" in table:
-            return torch.arange(self._fields.evaluate(table["numbers"]))
-        shape = [self._fields.evaluate(size) for size in table["shape"]]
-        if "below" in table:
-            return torch.randint(0, self._fields.evaluate(table["below"]), shape, generator=self._generator)
-        if "fill" in table:
-            return torch.full(shape, table["fill"])
-        if "grid" in table:
-            sides = [torch.arange(self._fields.evaluate(side)) for side in table["grid"]]
-            return torch.cartesian_prod(*sides).view(shape).float()
-        return torch.randn(shape, generator=self._generator)

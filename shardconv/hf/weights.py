@@ -122,7 +122,12 @@ def load_unsharded(
 
 
 def known_tensors(
-    model: nn.Module, tensors: Mapping[str, Tensor], folder: AnyPath, unused: Sequence[str] = ()
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: AnyPath,
+    *,
+    dtype: torch.dtype | None = None,
+    unused: Sequence[str] = (),
 ) -> dict[str, Tensor]:
     """The tensors that a converted model of diffusers has, if they are those of the checkpoint.
 
@@ -130,6 +135,7 @@ def known_tensors(
         model: the model.
         tensors: name to shard.
         folder: the checkpoint, for messages.
+        dtype: of values, except in modules that diffusers keeps in float32; None as they are stored.
         unused: patterns of tensors that the model need not use.
 
     Raises:
@@ -143,7 +149,11 @@ def known_tensors(
         "mismatched_keys": [(name,) for name, tensor in known.items() if tensor.shape != state[name].shape],
     }
     check_report(report, type(model).__name__, folder, unused)
-    return known
+    kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    if dtype is None:
+        return known
+    dtypes = {name: torch.float32 if kept.intersection(name.split(".")) else dtype for name in known}
+    return {name: one.to(dtypes[name]) if one.is_floating_point() else one for name, one in known.items()}
 
 
 def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Sequence[str] = ()) -> None:

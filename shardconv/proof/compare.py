@@ -41,6 +41,8 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A value with a change of its tensors, also in lists and tuples."""
     if isinstance(value, list | tuple):
         return type(value)(_mapped(change, one) for one in value)
+    if isinstance(value, dict):
+        return {name: _mapped(change, one) for name, one in value.items()}
     return change(value) if isinstance(value, Tensor) else value
 
 

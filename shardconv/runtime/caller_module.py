@@ -33,15 +33,15 @@ def check_builder(model: object) -> None:
 def build_by_caller(
     make: Callable[[], nn.Module],
     convert: Callable[[nn.Module], nn.Module],
-    tensors_of: Callable[[nn.Module], dict[str, Tensor]],
+    tensors: dict[str, Tensor],
     dtype: torch.dtype | None,
 ) -> nn.Module:
-    """Build, convert and fill a module that transformers does not load.
+    """Build, convert and fill the caller's module.
 
     Args:
         make: builds the module.
         convert: converts it in place, and returns it.
-        tensors_of: returns the tensors of the converted module, by name.
+        tensors: the stored tensors, by name.
         dtype: dtype of floating-point values; None as they are stored.
 
     Raises:
@@ -49,12 +49,25 @@ def build_by_caller(
     """
     with torch.device("meta"):
         model = convert(make())
-    tensors = tensors_of(model)
     if dtype is not None:
         tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    return fill(model, make, tensors)
+
+
+def fill(model: nn.Module, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    """Fill a converted module on the meta device.
+
+    Args:
+        model: the module.
+        make: builds the module before its conversion.
+        tensors: the stored tensors, by name.
+
+    Raises:
+        RunError: if a parameter or buffer does not have values.
+    """
     model.load_state_dict(tensors, assign=True)
     if any(one.tensor.is_meta for one in _computed(model)):
-        _fill(model, make)
+        _fill_computed(model, make)
     values = (*model.named_parameters(), *((one.name, one.tensor) for one in _computed(model)))
     if missing := [name for name, tensor in values if tensor.is_meta]:
         raise RunError(
@@ -64,7 +77,7 @@ def build_by_caller(
     return model
 
 
-def _fill(model: nn.Module, make: Callable[[], nn.Module]) -> None:
+def _fill_computed(model: nn.Module, make: Callable[[], nn.Module]) -> None:
     """Replace tensors on the meta device that are not stored: build their modules on the CPU, and use their tensors.
 
     A value that depends on the state of a random generator stays on the meta device: the checkpoint had another one.

@@ -36,7 +36,7 @@ from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.runtime.caller_module import build_by_caller, check_builder
+from shardconv.runtime.caller_module import build_by_caller, check_builder, fill
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
@@ -252,14 +252,16 @@ class _Loading:
 
     def build_from(self, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
         """Build the module of the caller, convert it, and load the tensors into it."""
-        return build_by_caller(make, self._convert, lambda _: tensors, self.dtype)
+        return build_by_caller(make, self._convert, tensors, self.dtype)
 
     def build_of(self, kind: ModelClass, unused: Sequence[str], tensors: dict[str, Tensor]) -> nn.Module:
         """Build a model of a class of transformers or diffusers, convert it, and load the tensors into it."""
         folder = self.checkpoint.folder
         if isinstance(kind.config, DiffusersConfig):
-            known = partial(known_tensors, tensors=tensors, folder=folder, unused=unused)
-            return build_by_caller(partial(from_config, *kind), self._convert, known, self.dtype)
+            make = partial(from_config, *kind)
+            with torch.device("meta"):
+                built = self._convert(make())
+            return fill(built, make, known_tensors(built, tensors, folder, dtype=self.dtype, unused=unused))
         model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
         extend_model_class(model, self.axis)
         return model

@@ -416,6 +416,18 @@ def test_plan_file_that_does_not_fit_is_refused(name, plan_file, message):
     )
 
 
+def test_overrides_that_are_optional_and_inputs_in_options():
+    """Overrides of modules that only other models have, and of an argument that is not in the signature."""
+    model = MODELS["llama"].build()
+    plan_file = (
+        '[modules]\n"encoder.*" = { attributes = { num_heads = 1 }, optional = true }\n'
+        '"**.self_attn" = { inputs = { alibi = { dim = 0, unit = "query_head" } } }\n'
+    )
+    request, axis = PlanRequest(plan_file=("plan.toml", plan_file)), Axis("tensor", 0, 1, (0,), None)
+    convert_with_request(model, model.config.to_dict(), request, axis)
+    assert model.model.layers[0].self_attn._forward_pre_hooks
+
+
 @on_ranks("pair")
 def test_arguments_with_features_per_head(axis):
     values = torch.arange(24.0).view(1, 2, 12).requires_grad_()

@@ -18,6 +18,7 @@ from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
 from shardconv.support.errors import PlanError, RunError
 from tests.support.matrix import cases
+from tests.support.verdicts import verdict
 from tools.model_matrix import diffusion
 from tools.model_matrix.trial import DIFFUSION, model_class, specs_in_memory, try_type
 
@@ -26,16 +27,63 @@ RIGHT = [row.model_type for row in ROWS if row.is_right]
 #: One stream beside an MLP, norms over all heads, and two streams.
 DEFAULT = ("FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel")
 
+#: Configs with other modules than by default, as published checkpoints have them.
+VARIANTS = {
+    "Wan, images to videos": ("WanTransformer3DModel", {"image_dim": 1280, "added_kv_proj_dim": 5120}),
+    "SkyReels": (
+        "SkyReelsV2Transformer3DModel",
+        {"image_dim": 1280, "added_kv_proj_dim": 5120, "inject_sample_info": True},
+    ),
+    "SD 3.5": ("SD3Transformer2DModel", {"qk_norm": "rms_norm", "dual_attention_layers": [0]}),
+    "FLUX.1 dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    "LTX 2": ("LTX2VideoTransformer3DModel", {"rope_type": "split"}),
+    "LTX 2 with gates": (
+        "LTX2VideoTransformer3DModel",
+        {
+            "rope_type": "split",
+            **dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True),
+        },
+    ),
+    "CogVideoX 1.5": (
+        "CogVideoXTransformer3DModel",
+        {"patch_size_t": 2, "ofs_embed_dim": 512, "patch_bias": False, "use_rotary_positional_embeddings": True},
+    ),
+    "HunyuanVideo, images to videos": ("HunyuanVideoTransformer3DModel", {"image_condition_type": "token_replace"}),
+    "PixArt with sizes": ("PixArtTransformer2DModel", {"use_additional_conditions": True}),
+    "Sana": ("SanaTransformer2DModel", {"qk_norm": "rms_norm_across_heads", "guidance_embeds": True}),
+    "Qwen-Image-Edit": ("QwenImageTransformer2DModel", {"zero_cond_t": True}),
+    "Z-Image with images": ("ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
+    "Cosmos": ("CosmosTransformer3DModel", {"use_crossattn_projection": True, "extra_pos_embed_type": None}),
+    "PRX": ("PRXTransformer2DModel", {"bottleneck_size": 16}),
+    "Helios": ("HeliosTransformer3DModel", {"is_amplify_history": True}),
+    "Helios, one scale": (
+        "HeliosTransformer3DModel",
+        {"is_amplify_history": True, "history_scale_mode": "scalar"},
+    ),
+    "EasyAnimate": ("EasyAnimateTransformer3DModel", {"after_norm": True, "add_norm_text_encoder": True}),
+    "Stable Audio 3": ("StableAudio3DiTModel", {"use_differential_attention": False}),
+}
 
-def small_model(name):
+
+def small_model(name, **fields):
     kind = model_class(DIFFUSION, name)
-    return build_small(kind, small_config(default_fields(kind)))
+    return build_small(kind, small_config({**default_fields(kind), **fields}))
 
 
 @pytest.mark.parametrize("name", cases(RIGHT, lambda name: name in DEFAULT))
 def test_classes_are_right(ranks, tmp_path, name):
     row = try_type(ranks, tmp_path, DIFFUSION, name, [2], at_default_size=False)
     assert row.verdicts == ("right",), row
+
+
+@pytest.mark.parametrize("variant", cases(VARIANTS, lambda variant: variant == "Wan, images to videos"))
+def test_variants_are_right(ranks, tmp_path, variant):
+    name, fields = VARIANTS[variant]
+    model = small_model(name, **fields)
+    model.save_pretrained(tmp_path / "source")
+    split(tmp_path / "source", tmp_path / "split", tp=2)
+    paths = (tmp_path / "source", tmp_path / "split")
+    assert verdict(ranks, "pair", type(model), *paths, PlanRequest()) == "right"
 
 
 def test_page_has_all_classes():

@@ -67,6 +67,19 @@ def test_random_buffer_that_is_not_stored_is_an_error():
         build_by_caller(partial(Scaled, is_random=True), unchanged, dict(Scaled().state_dict()), None)
 
 
+class Listed(Scaled):
+    """A layer with tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = [torch.ones(2), torch.zeros(3)]
+
+
+def test_tensors_in_lists_have_the_values_of_the_constructor():
+    built = build_by_caller(Listed, unchanged, dict(Listed().state_dict()), None)
+    assert [mask.tolist() for mask in built.masks] == [[1.0, 1.0], [0.0, 0.0, 0.0]]
+
+
 class Repeated(Scaled):
     """A layer with two names of one buffer."""
 

@@ -31,14 +31,11 @@ _TRANSFORMER = re.compile(r"(?!.*(ControlNet|Vae)).*(Transformer|DiT)")
 
 #: Reason to the classes that are not right.
 _REASONS = {
-    "no family": (
-        "AnyFlowFARTransformer3DModel", "BriaFibo2Transformer2DModel", "Cosmos3OmniTransformer",
-        "JoyImageEditPlusTransformer3DModel", "Kandinsky6SRTransformer3DModel", "Kandinsky6Transformer3DModel",
-        "LuminaNextDiT2DModel", "MiniMaxH3Transformer3DModel", "RFD4ProteinaTransformer",
-        "SanaWMLTX2RefinerTransformer3DModel", "SanaWMTransformer3DModel", "WanAnimate2Transformer3DModel",
-        "WanAnimateTransformer3DModel",
-    ),
-}  # fmt: skip
+    "no family: its inputs are packed sequences of texts, images, sound and actions": ("Cosmos3OmniTransformer",),
+    "no family: its inputs are features of proteins": ("RFD4ProteinaTransformer",),
+    "no family: its attention to the camera has recurrent states": ("SanaWMTransformer3DModel",),
+    "no family: its inputs include a KV cache of a class of its own": ("WanAnimate2Transformer3DModel",),
+}
 REASONS = {name: reason for reason, names in _REASONS.items() for name in names}
 
 #: The header of the table.

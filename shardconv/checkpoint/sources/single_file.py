@@ -6,7 +6,7 @@ from shardconv.support.errors import SourceError
 #: A tensor that only the original names have to the class of diffusers that converts them; the first that is found.
 _CLASSES = {
     "double_stream_modulation_img.lin.weight": "Flux2Transformer2DModel",
-    "distilled_guidance_layer.in_proj.weight": "ChromaTransformer2DModel",
+    "distilled_guidance_layer.layers.0.in_layer.weight": "ChromaTransformer2DModel",
     "double_blocks.0.img_attn.qkv.weight": "FluxTransformer2DModel",
     "double_blocks.0.img_attn_qkv.weight": "HunyuanVideoTransformer3DModel",
     "joint_blocks.0.x_block.attn.qkv.weight": "SD3Transformer2DModel",

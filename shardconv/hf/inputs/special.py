@@ -26,7 +26,9 @@ def special_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[s
     """The inputs of a class or model type that has its own; none for all others."""
     for key in (type(model).__name__, str(model.config.model_type)):
         if (table := _tables().get(_tables()["same_inputs"].get(key, key))) is not None:
-            values = _Values(model, generator, table.get("defaults", {}))
+            names = {"batch": BATCH, "length": LENGTH, "grid": GRID, "vocabulary": vocabulary_size(model)}
+            fields = Fields(_ConfigFields(model.config), {**names, **table.get("defaults", {})})
+            values = _TextValues(model, generator, fields)
             return {name: values.draw(row) for name, row in table.items() if name != "defaults"}
     return {}
 
@@ -54,19 +56,16 @@ class _ConfigFields(Mapping[str, object]):
         return len(vars(self._config))
 
 
-class _Values:
+class Values:
     """Draws the values of the inputs of one model.
 
     Args:
-        model: a small model.
         generator: of the random values.
-        defaults: expressions of config fields that are not set.
+        fields: of the config, and further names in the expressions of sizes.
     """
 
-    def __init__(self, model: PretrainedModel, generator: torch.Generator, defaults: Mapping[str, str]) -> None:
-        names = {"batch": BATCH, "length": LENGTH, "grid": GRID, "vocabulary": vocabulary_size(model)}
-        self._model, self._generator, self._config = model, generator, _ConfigFields(model.config)
-        self._fields = Fields(self._config, {**names, **defaults})
+    def __init__(self, generator: torch.Generator, fields: Fields) -> None:
+        self._generator, self._fields = generator, fields
 
     def draw(self, table: _Table) -> Tensor:
         """The values that a table describes."""
@@ -77,20 +76,8 @@ class _Values:
     def _shape(self, sizes: list[str | int]) -> tuple[int, ...]:
         return tuple(map(self._fields.evaluate, sizes))
 
-    def _tokens(self, table: _Table) -> Tensor:
-        after: Mapping[str, str | int] = table.get("after", {})
-        placeholders = [
-            torch.full((BATCH, self._fields.evaluate(count)), self._fields.evaluate(field))
-            for field, count in after.items()
-        ]
-        return torch.cat([*placeholders, random_tokens(self._model, self._shape(table["tokens"]), self._generator)], 1)
-
     def _normal(self, table: _Table) -> Tensor:
         return torch.randn(self._shape(table["normal"]), generator=self._generator)
-
-    def _pixels(self, table: _Table) -> Tensor:
-        size = pair_of(lookup(self._config, table["size"])) if "size" in table else ()
-        return torch.rand(*self._shape(table["pixels"]), *size, generator=self._generator) * 2 - 1
 
     def _uniform(self, table: _Table) -> Tensor:
         values = torch.rand(self._shape(table["uniform"]), generator=self._generator)
@@ -131,3 +118,29 @@ class _Values:
     def _positions(self, table: _Table) -> Tensor:
         side = torch.arange(self._fields.evaluate(table["positions"]))
         return torch.cartesian_prod(side, side).expand(BATCH, -1, -1)
+
+
+class _TextValues(Values):
+    """:class:`Values` of a model that reads text.
+
+    Args:
+        model: a small model.
+        generator: of the random values.
+        fields: see :class:`Values`.
+    """
+
+    def __init__(self, model: PretrainedModel, generator: torch.Generator, fields: Fields) -> None:
+        super().__init__(generator, fields)
+        self._model = model
+
+    def _tokens(self, table: _Table) -> Tensor:
+        after: Mapping[str, str | int] = table.get("after", {})
+        placeholders = [
+            torch.full((BATCH, self._fields.evaluate(count)), self._fields.evaluate(field))
+            for field, count in after.items()
+        ]
+        return torch.cat([*placeholders, random_tokens(self._model, self._shape(table["tokens"]), self._generator)], 1)
+
+    def _pixels(self, table: _Table) -> Tensor:
+        size = pair_of(lookup(_ConfigFields(self._model.config), table["size"])) if "size" in table else ()
+        return torch.rand(*self._shape(table["pixels"]), *size, generator=self._generator) * 2 - 1

@@ -316,6 +316,7 @@ class ModuleRule(Named, frozen=True):
         allreduce_output: all-reduce the output.
         gathers: patterns of parameters of other modules that it reads, which are gathered while it computes.
         when: config fields that must have these values for the overrides to apply.
+        optional: whether a user's overrides may match no module, as where one file is for several models.
         origin: where they come from, for messages.
         by_user: whether they are from a plan file; then they have to match a module that has what they name.
         block: the block, at its module, that they are from; "" for none.
@@ -340,6 +341,7 @@ class ModuleRule(Named, frozen=True):
     allreduce_output: bool | None = None
     gathers: tuple[str, ...] = ()
     when: Mapping[str, str | int | float | bool] = {}
+    optional: bool = False
     origin: str = ""
     by_user: bool = False
     block: str = ""
@@ -380,7 +382,7 @@ def _check_slice(place: str, rule: SliceRule) -> None:
 
 
 #: Fields of a rule that are not overrides.
-_ABOUT_RULE = ("pattern", "when", "origin", "by_user", "block")
+_ABOUT_RULE = ("pattern", "when", "optional", "origin", "by_user", "block")
 
 
 def _merged(default: object, values: Sequence[object]) -> object:
