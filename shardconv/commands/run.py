@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardconv.checkpoint.sources.pipeline import is_pipeline
 from shardconv.commands.command import CHECKS, GENERATION, MODEL, Command, Flag, Option, chosen
 from shardconv.commands.options import (
     COUNT,
@@ -113,6 +112,8 @@ def run(
     SRC may also be a pipeline of diffusers, which writes a picture for each prompt.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
+    from shardconv.checkpoint.sources.pipeline import is_pipeline
+
     plan, folder = chosen(values, PLAN_OPTIONS), open_path(src)
     if is_pipeline(folder):
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
