@@ -28,8 +28,8 @@ def main() -> "NoReturn":
     try:
         run()
     except SystemExit as error:
-        if isinstance(error.code, int) and error.code != 0:
-            exit_at_once(error.code)  # threads of a store's client may still run after an aborted upload
+        if isinstance(error.code, int):
+            exit_at_once(error.code)  # threads of a store's client may still run
         raise
 
 

@@ -82,7 +82,6 @@ def main() -> NoReturn:
     gc.disable()  # headers and plans are many objects and no cycles; a collection takes as long as the plan itself
     code = _run()
     ignore_signals()
-    gc.freeze()  # so that Python does not look for cycles in them when it exits
     sys.exit(code)
 
 

@@ -1,5 +1,7 @@
 """Messages of signals: what was left behind."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -63,3 +65,12 @@ def test_a_signal_during_a_removal_says_that_files_may_be_left(place, signals, t
         remove()
     left = "a signal ended the removal of files, so some may be left behind"
     assert describe(caught.value) == (f"interrupted; {left}", 130)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["split"], 2)])
+def test_a_command_exits_without_destructors(arguments, code):
+    """Threads of a store's client may still run: Python's end would abort the process now and then."""
+    script = "import atexit; from shardconv.__main__ import main; atexit.register(print, 'at the end'); main()"
+    ended = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert ended.returncode == code
+    assert "at the end" not in ended.stdout
