@@ -20,10 +20,13 @@ VIEWS = {
 }
 
 
-@pytest.fixture(params=[(64, 128), (400, 1000), (strided._SMALL_READ, strided._LARGE_READ)], ids=str)
-def limits(request, monkeypatch) -> tuple[int, int]:
-    monkeypatch.setattr(strided, "_SMALL_READ", request.param[0])
-    monkeypatch.setattr(strided, "_LARGE_READ", request.param[1])
+LIMITS = ("_SMALL_READ", "_LARGE_READ", "_MAX_SLICE")
+
+
+@pytest.fixture(params=[(64, 128, 0), (400, 1000, 0), tuple(getattr(strided, name) for name in LIMITS)], ids=str)
+def limits(request, monkeypatch) -> tuple[int, ...]:
+    for name, value in zip(LIMITS, request.param, strict=True):
+        monkeypatch.setattr(strided, name, value)
     return request.param
 
 
@@ -43,10 +46,10 @@ def test_ranges_have_the_elements_of_the_view(name, dtype, limits):
         buffer[:] = stored[start : start + len(buffer)]
 
     expected = view.tobytes()
-    rng = np.random.default_rng(1)
+    rng, scratch = np.random.default_rng(1), Scratch(1)
     for _ in range(20):
         start, stop = np.sort(rng.choice(view.size + 1, 2, replace=False)) * size
         block = memoryview(bytearray(int(stop - start)))
-        tensor.fill(block, int(start), read, Scratch(1))
+        tensor.fill(block, int(start), read, scratch)
         assert bytes(block) == expected[start:stop]
     assert max(reads) <= max(limits)

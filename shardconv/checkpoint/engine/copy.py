@@ -177,6 +177,7 @@ class Scratch:
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self._buffers: dict[str, Bytes] = {}
+        self._keys: dict[str, object] = {}
         self._nested: dict[str, Scratch] = {}
 
     def nested(self, name: str) -> "Scratch":
@@ -184,6 +185,15 @@ class Scratch:
         if name not in self._nested:
             self._nested[name] = Scratch(self.block_bytes)
         return self._nested[name]
+
+    def keep(self, name: str, key: object, size: int, fill: Callable[[Bytes], None]) -> Bytes:
+        """A buffer of ``size`` bytes that is filled, unless that of the same name was filled for this key last."""
+        buffer = self.take(name, size)
+        if self._keys.get(name) != key:
+            self._keys.pop(name, None)  # until it is filled
+            fill(buffer)
+            self._keys[name] = key
+        return buffer
 
     def take(self, name: str, size: int) -> Bytes:
         """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""

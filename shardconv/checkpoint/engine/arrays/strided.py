@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -81,6 +82,9 @@ _SMALL_READ = 48 * 2**10
 #: Maximum bytes of a read of which at least half are needed.
 _LARGE_READ = 4 * 2**20
 
+#: Maximum bytes of a slice that is read as a whole.
+_MAX_SLICE = 48 * 2**20
+
 #: Fills a buffer with the bytes of a stored tensor from an offset on.
 _Read = Callable[[str, int, Bytes], None]
 #: For each dim the first index and the end.
@@ -110,8 +114,28 @@ class StridedTensor:
         for box in _boxes(first, first + len(elements), self.shape):
             shape = [high - low for low, high in box]
             target, elements = np.split(elements, [prod(shape)])
+            if self._slice_bytes is not None:
+                self._copy_slices(target.reshape(shape), box, read, scratch)
+                continue
             offset = sum(low * stride for (low, _), stride in zip(box, self.strides, strict=True))
             self._gather(target.reshape(shape), offset, read, scratch)
+
+    @property
+    def _slice_bytes(self) -> int | None:
+        """Bytes of a slice along dim 0 that is contiguous and small, such as the matrix of an expert; else None."""
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape[1:], self.strides[1:], strict=True))
+        is_contiguous = len(self.shape) > 1 and self.strides[0] == extent == prod(self.shape[1:])
+        return extent * self.unit if is_contiguous and extent * self.unit <= _MAX_SLICE else None
+
+    def _copy_slices(self, target: NDArray[np.unsignedinteger], box: _Box, read: _Read, scratch: Scratch) -> None:
+        """Copy a box from whole slices along dim 0, of which the last one is kept for the next block."""
+        size = self._slice_bytes or 0
+        (first, _), *inner = box
+        offset = sum(low * stride for (low, _), stride in zip(inner, self.strides[1:], strict=True)) * self.unit
+        strides = [stride * self.unit for stride in self.strides[1:]]
+        for at, part in enumerate(target, first):
+            data = scratch.keep("slice", (self, at), size, partial(read, self.name, at * size))
+            np.copyto(part, np.ndarray(part.shape, part.dtype, data, offset, strides))
 
     def _gather(
         self,
