@@ -47,7 +47,8 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         copies: source tensors that have the values of another one, and are not in the files, to the name of that one.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
-        args: arguments of the system's programs, which describe models with the group.
+        args: arguments of the system's programs for models with the group.
+        settings: further arguments, to the config fields that have their values.
         absent: config fields that must not be set.
         implied: source tensors of ``hidden_size`` elements that no checkpoint has, to the value of all elements.
     """
@@ -63,6 +64,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     padded_to: dict[str, int] = {}
     defaults: dict[str, object] = {}
     args: dict[str, object] = {}
+    settings: dict[str, str] = {}
     absent: tuple[str, ...] = ()
     implied: dict[str, float] = {}
 
@@ -128,6 +130,11 @@ class ChosenRules(NamedTuple):
     rules: tuple[LayoutRule, ...]
     others: tuple[LayoutRule, ...]
     config: Mapping[str, object]
+
+    def sources_of(self, target: Pattern, *texts: str) -> str:
+        """The names of the source tensors of a file tensor, for a message."""
+        rule = next(rule for rule in self.rules if rule.target == target)
+        return " and ".join(rule.source_names(texts))
 
     def is_without_source(self, name: str) -> bool:
         """Whether a file tensor is one without a source tensor."""

@@ -45,24 +45,24 @@ def permutation(table: PermutedTable, config: Mapping[str, object]) -> Permutati
         PlanError: if a size in the config is not a positive integer.
     """
     sizes = [one if isinstance(one, int) else positive(config, one) for one in table.shape]
-    is_part = [isinstance(one, int) for one in table.shape]
+    is_factor = [isinstance(one, int) for one in table.shape]
     order = table.order
     ordered, inverse = [sizes[dim] for dim in order], [order.index(dim) for dim in range(len(order))]
     in_source, in_file = _strides(sizes), _strides(ordered)
     return Permutation(
-        source_shape=_merged(zip(sizes, is_part, strict=True)),
-        shape=_merged((sizes[dim], is_part[dim]) for dim in reversed(order))[::-1],
-        segments=ordered[1] if is_part[order[1]] else 1,
+        source_shape=_merged(zip(sizes, is_factor, strict=True)),
+        shape=_merged((sizes[dim], is_factor[dim]) for dim in reversed(order))[::-1],
+        segments=ordered[1] if is_factor[order[1]] else 1,
         to_file=Strided(tuple(ordered), tuple(in_source[dim] for dim in order)),
         to_source=Strided(tuple(sizes), tuple(in_file[at] for at in inverse)),
     )
 
 
 def _merged(dims: Iterable[tuple[int, bool]]) -> tuple[int, ...]:
-    """The sizes of dims, those that are parts as factors of the dim before them."""
+    """The sizes of dims, and factors of the dim before them."""
     sizes: list[int] = []
-    for size, is_part in dims:
-        if is_part:
+    for size, is_factor in dims:
+        if is_factor:
             sizes[-1] *= size
         else:
             sizes.append(size)

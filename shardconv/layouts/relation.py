@@ -26,10 +26,14 @@ WEIGHT = "weight"
 class PermutedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A source tensor with all experts, whose elements the file has in another order.
 
+    For example, gpt-oss has the gate and up projections of E experts as [E, H, 2 I], transposed and with columns that
+    alternate: ``shape`` is [E, H, I, 2]. Megatron-Core has [E, 2 I, H], with all rows of the gate projection first:
+    [E, 2, I, H], so ``order`` is [0, 3, 2, 1].
+
     Attributes:
-        shape: config fields with the sizes of the source's dims, the number of experts first. A number divides the dim
-            before it.
-        order: the order of these dims in the file, where a number divides the dim after it, into segments.
+        shape: config fields with the sizes of the source's dims, the number of experts first. A number is a factor of
+            the dim before it.
+        order: the order of these dims in the file. There, a number is a factor of the dim after it: its segments.
     """
 
     shape: tuple[str | int, ...]

@@ -9,7 +9,6 @@ from itertools import accumulate, product
 from typing import NamedTuple
 
 from shardconv.layouts.full_shapes import positive
-from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules
 from shardconv.layouts.permutation import permutation
 from shardconv.layouts.relation import (
@@ -45,7 +44,7 @@ class RowTensor(NamedTuple):
         also: further names in the file.
         spec: dtype and shape, without padding.
         pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
-        is_stacked: whether there is a dim of experts.
+        has_experts: whether dim 0 is that of experts.
         is_interleaved: whether a segment is not contiguous in the rows.
         is_padded: whether there may be rows behind these in a file.
     """
@@ -54,14 +53,14 @@ class RowTensor(NamedTuple):
     also: tuple[str, ...]
     spec: TensorSpec
     pieces: tuple[tuple[Piece, ...], ...]
-    is_stacked: bool
+    has_experts: bool
     is_interleaved: bool
     is_padded: bool
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row."""
-        return self.spec.shape[self.is_stacked + 1 :]
+        return self.spec.shape[self.has_experts + 1 :]
 
     @property
     def sources(self) -> dict[str, TensorSpec]:
@@ -90,9 +89,11 @@ def row_tensors_of_sources(
         if rule.options.permuted is not None:
             shape = permutation(rule.options.permuted, config).shape
         try:
-            found.append(row_tensor(rule, Match(texts), specs[0].dtype, shape, config))
+            tensor = row_tensor(rule, Match(texts), specs[0].dtype, shape, config)
+            _check_sizes(tensor.name, rule, tensor.spec.shape, config)
         except PlanError as error:
-            raise PlanError(f"{error.message}: correct the config") from error
+            raise PlanError(f"{error.message}: correct the config, or {names[0]}") from error
+        found.append(tensor)
         for name, spec in found[-1].sources.items():
             if spec != tensors[name]:
                 raise PlanError(
@@ -130,7 +131,7 @@ def row_tensor(
         pieces = [[*_pieces(rule, match._replace(expert=expert), rows, config)] for expert in range(count)]
     except PlanError as error:
         raise PlanError(f"{name}: {error.message}") from error
-    is_interleaved = len(pieces[0]) > len(_shares(rule, config))
+    is_interleaved = len(pieces[0]) > len(shares_of(rule, config))
     also = tuple(pattern.name(match) for pattern in rule.also)
     return RowTensor(
         name,
@@ -146,7 +147,7 @@ def row_tensor(
 def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, object]) -> Iterator[Piece]:
     """Yield the pieces of the rows of one expert, or of a tensor without experts."""
     options, names = rule.options, [source.name(match) for source in rule.sources]
-    shares = _shares(rule, config)
+    shares = shares_of(rule, config)
     unit, rest = divmod(rows, sum(shares))
     if rest:
         fields = " + ".join(options.shares) or "its members"
@@ -165,8 +166,12 @@ def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, obje
             yield Piece(names[at % len(names)], start + group * step, start + (group + 1) * step)
 
 
-def _shares(rule: LayoutRule, config: Mapping[str, object]) -> list[int]:
-    """The shares of the segments of a file tensor in its rows."""
+def shares_of(rule: LayoutRule, config: Mapping[str, object]) -> list[int]:
+    """The shares of the segments of a file tensor in its rows.
+
+    Raises:
+        PlanError: if the config does not have them.
+    """
     if rule.options.permuted is not None:
         return [1] * permutation(rule.options.permuted, config).segments
     return [positive(config, field) for field in rule.options.shares] or [1] * len(rule.sources)
@@ -216,20 +221,25 @@ def _checked_shape(name: str, rule: LayoutRule, spec: TensorSpec, config: Mappin
         if spec.shape != shape:
             raise PlanError(f"{name}: has shape {list(spec.shape)} (expected {list(shape)} by the config)")
         return shape
-    expected = {dim: field for dim, field in rule.options.shape.items() if config.get(field) is not None}
-    if count_field := next((field for field in rule.options.count if config.get(field) is not None), None):
-        expected[0] = count_field
-    for dim, field in expected.items():
-        if len(spec.shape) <= dim or spec.shape[dim] != positive(config, field):
-            raise PlanError(
-                f"{name}: has shape {list(spec.shape)} (expected {config[field]} in dim {dim}, which is {field})"
-            )
+    _check_sizes(name, rule, spec.shape, config)
     count, rows, *rest = spec.shape if rule.has_experts else (1, *spec.shape)
     if rule.options.rows is not None:
         held, rows = rows, positive(config, rule.options.rows)
         if held < rows:
             raise PlanError(f"{name}: has {held} rows (expected at least {rows}, which is {rule.options.rows})")
     return (count, rows, *rest)
+
+
+def _check_sizes(name: str, rule: LayoutRule, shape: Sequence[int], config: Mapping[str, object]) -> None:
+    """Check the sizes of a file tensor that a config has."""
+    expected = {dim: field for dim, field in rule.options.shape.items() if config.get(field) is not None}
+    if count_field := next((field for field in rule.options.count if config.get(field) is not None), None):
+        expected[0] = count_field
+    for dim, field in expected.items():
+        if len(shape) <= dim or shape[dim] != positive(config, field):
+            raise PlanError(
+                f"{name}: has shape {list(shape)} (expected {config[field]} in dim {dim}, which is {field})"
+            )
 
 
 def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[int]) -> None:
@@ -249,34 +259,26 @@ def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[i
         for layer in layers if "*" in text and patterns else layers[: min(len(patterns), 1)]:
             expected = [pattern.name(Match((str(layer),))) for pattern in patterns]
             if not any(name in names for name in expected):
-                raise PlanError(
-                    f"{' or '.join(expected)} is missing (expected in every layer that has it by the config)"
-                )
+                made_of = " or ".join(chosen.sources_of(pattern, str(layer)) for pattern in patterns)
+                raise PlanError(f"{' or '.join(expected)} is missing (expected by the config, made of {made_of})")
     for text, others in (item for group in chosen.groups for item in group.beside.items()):
         matches = [match for name in names if (match := Pattern(text).match(name)) is not None]
         for match, pattern in product(matches, map(Pattern, others)):
             if pattern in targets and pattern.name(match) not in names:
-                raise PlanError(f"{pattern.name(match)} is missing (expected beside {Pattern(text).name(match)})")
+                made_of, other = chosen.sources_of(pattern, *match.texts), Pattern(text).name(match)
+                raise PlanError(f"{pattern.name(match)} is missing (expected beside {other}, made of {made_of})")
 
 
-def implied_tensors(chosen: ChosenRules, dtype: str, config: Mapping[str, object]) -> dict[str, Constant]:
-    """The source tensors that a checkpoint does not have, as all their values are constant, by their names.
-
-    Args:
-        chosen: the rules.
-        dtype: of the tensors.
-        config: completed contents of config.json.
-    """
-    layers, size = range(positive(config, "num_hidden_layers")), positive(config, "hidden_size")
-    values = {
-        one: value for group in chosen.groups for text, value in group.implied.items() for one in parse_patterns([text])
-    }
-    names = {
+def implied_tensors(chosen: ChosenRules, config: Mapping[str, object]) -> dict[str, float]:
+    """The source tensors of ``hidden_size`` elements that no checkpoint has, to the value of all elements."""
+    layers = range(positive(config, "num_hidden_layers"))
+    texts = ((text, value) for group in chosen.groups for text, value in group.implied.items())
+    values = {pattern: value for text, value in texts for pattern in parse_patterns([text])}
+    return {
         pattern.name(Match((str(layer),))): value
         for pattern, value in values.items()
         for layer in (layers if "*" in pattern.text else layers[:1])
     }
-    return {name: Constant(name, dtype, (size,), value) for name, value in names.items()}
 
 
 def find_copies(chosen: ChosenRules, names: Collection[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ tests/megatron loads them into Megatron-Core. All comparisons are exact.
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
@@ -120,8 +121,8 @@ def test_files_beside_the_chunks(written):
         "untie_embeddings_and_output_weights": True, "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True, "norm_epsilon": 1e-6,
         "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": True, "add_qkv_bias": True,
-        "qk_layernorm": False, "position_embedding_type": "rope", "num_experts": None, "rotary_base": 10000.0,
-        "rotary_percent": 1.0,
+        "qk_layernorm": False, "position_embedding_type": "rope", "rotary_base": 10000.0, "mtp_num_layers": None,
+        "moe_router_enable_expert_bias": False, "moe_shared_expert_gate": False,
     }  # fmt: skip
     assert found == {
         "checkpoint_version": 3.0,
@@ -140,12 +141,36 @@ def test_files_beside_the_chunks(written):
         ("olmo", {"normalization": "LayerNorm", "add_bias_linear": False}),
         ("qwen2", {"add_qkv_bias": True, "add_bias_linear": False}),
         ("qwen3_moe", {"qk_layernorm": True, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}),
-        ("gemma2", {"apply_layernorm_1p": True, "swiglu": False}),
+        ("gemma2", {"apply_layernorm_1p": True}),
         ("glm4_moe", {"rotary_percent": 0.5, "qk_layernorm": True}),
+        (
+            "deepseek_v3",
+            {
+                "multi_latent_attention": True,
+                "qk_layernorm": True,
+                "kv_lora_rank": 32,
+                "moe_layer_freq": [0, 1],
+                "mtp_num_layers": 1,
+                "moe_shared_expert_intermediate_size": 128,
+                "moe_router_enable_expert_bias": True,
+                "moe_router_score_function": "sigmoid",
+            },
+        ),
+        ("qwen2_moe", {"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 48}),
     ],
 )
 def test_arguments_of_the_training_script(written, kind, arguments):
-    assert arguments.items() <= vars(common(written(kind))["args"]).items()
+    found = vars(common(written(kind))["args"])
+    assert {name: found[name] for name in arguments} == arguments
+
+
+def test_arguments_that_the_training_script_has_to_decide(source_of, tmp_path, written):
+    """Megatron-LM prefers arguments of a checkpoint to those of the script."""
+    assert "swiglu" not in vars(common(written("gemma2"))["args"])
+    source = copy_with(source_of("gpt_oss"), tmp_path / "source", lambda tensors: tensors)
+    change_config(source, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0}})
+    shardconv.split(source, tmp_path / "megatron", layout="megatron")
+    assert not {"position_embedding_type", "rotary_base", "swiglu"} & {*vars(common(tmp_path / "megatron")["args"])}
 
 
 def test_extra_states_are_empty(written):
@@ -374,7 +399,7 @@ def legacy(source: Path, folder: Path, tp: int, pp: int) -> Path:
     ("kind", "tp", "pp"),
     [
         ("llama", 1, 1), ("llama", 2, 1), ("llama", 2, 2), ("llama, tied", 1, 2), ("qwen3_moe", 2, 1),
-        ("gpt_oss", 1, 1), ("deepseek_v2", 2, 2),
+        ("gpt_oss", 1, 1), ("gpt_oss", 2, 2), ("deepseek_v2", 2, 2),
     ],
 )  # fmt: skip
 def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
@@ -441,6 +466,7 @@ def test_expert_parallel_ranks_are_refused(source_of, tmp_path):
         ({"num_hidden_layers": 1}, "of a layer that the config does not have (num_hidden_layers 1)"),
         ({"num_attention_heads": 7}, "(expected 112 in dim 1, which is num_attention_heads * head_dim)"),
         ({"num_key_value_heads": 4}, "linear_qkv.weight: has 12 rows per head (expected 16, which is head_dim)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "layout megatron does not have quantized tensors"),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 4},
             "(expected 64 in dim 1, which is num_attention_heads * head_dim)",
@@ -496,6 +522,8 @@ def test_sources_that_the_layout_does_not_have(source_of, tmp_path, change, text
         ("deepseek_v3", {"rope_interleave": False}, "none", "does not support rope_interleave False"),
         ("glm4_moe", {"num_hidden_layers": 3}, "none", "model.layers.2 is an MTP layer, as it has eh_proj"),
         ("llama", {"mlp_bias": False}, "mlp.", "o_proj.bias: layout megatron does not have this tensor"),
+        ("llama", {"hidden_act": "gelu"}, "none", "does not support hidden_act 'gelu' of the config (expected 'silu')"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "none", "remove quantization_config"),
         ("olmo", {"clip_qkv": 8.0}, "none", "does not support clip_qkv 8.0 of the config (expected none)"),
         ("gpt_oss", {}, "sinks", "core_attention.softmax_offset is missing"),
         (
@@ -562,8 +590,9 @@ def test_a_trained_norm_that_the_model_does_not_have(source_of, tmp_path, name):
     tensors = expected(source_of("olmo"))
     tensors[name] = tensors[name] + 0.5
     folder = write_megatron(tmp_path / "run", tensors, source_of("olmo") / "config.json")
-    with pytest.raises(IntegrityError, match=r"was trained, and the model of config\.json has a constant"):
-        shardconv.merge(folder, tmp_path / "merged")
+    for write in (shardconv.merge, partial(shardconv.split, tp=2, ranks="1")):
+        with pytest.raises(IntegrityError, match=r"was trained, and the model of config\.json has the constant"):
+            write(folder, tmp_path / "out")
 
 
 def test_a_shape_that_contradicts_the_order_of_elements(source_of, tmp_path):
@@ -571,6 +600,39 @@ def test_a_shape_that_contradicts_the_order_of_elements(source_of, tmp_path):
     change_config(folder, {"num_local_experts": 2})
     with pytest.raises(SourceError, match=r"has shape \[4, 192, 64\] \(expected \[2, 192, 64\] by the config\)"):
         shardconv.merge(folder, tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32},
+            "num_attention_heads is 4 in the config",
+        ),
+        ({"vocab_size": 200}, "vocab_size is 200 in the config (expected 250 by common.pt)"),
+    ],
+)
+def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text):
+    folder = tmp_path / "megatron"
+    shutil.copytree(written("llama"), folder)
+    change_config(folder, fields)
+    with pytest.raises(SourceError) as caught:
+        shardconv.merge(folder, tmp_path / "merged")
+    assert text in str(caught.value)
+
+
+def test_the_list_of_chunks_is_missing(written, tmp_path):
+    folder = tmp_path / "megatron"
+    shutil.copytree(written("llama"), folder)
+    (folder / "release" / ".metadata").unlink()
+    with pytest.raises(SourceError, match=r"\.metadata: is missing \(expected beside \.distcp files\)"):
+        shardconv.merge(folder, tmp_path / "merged")
+
+
+def test_a_norm_of_another_shape(source_of, tmp_path):
+    source = copy_with(source_of("llama"), tmp_path / "source", lambda t: t | {"model.norm.weight": torch.ones(32)})
+    with pytest.raises(PlanError, match=r"final_layernorm\.weight: has shape \[32\] \(expected 64 in dim 0"):
+        shardconv.split(source, tmp_path / "megatron", layout="megatron")
 
 
 def copy_with(source: Path, target: Path, change) -> Path:

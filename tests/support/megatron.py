@@ -225,7 +225,8 @@ def _shard(name: str, tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
     if re.search(r"linear_fc1\.(weight|bias)$", name):
         gate, up = (half.chunk(tp) for half in tensor.chunk(2))
         return [torch.cat(pair) for pair in zip(gate, up, strict=True)]
-    rows = r"(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer)\.(weight|bias)$"
+    names = "linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer"
+    rows = rf"(({names})\.(weight|bias)|core_attention\.softmax_offset)$"
     return [*tensor.chunk(tp)] if re.search(rows, name) else [tensor] * tp
 
 

@@ -17,7 +17,14 @@ from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
-from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME, known_sizes
+from shardconv.checkpoint.sources.megatron_source import (
+    COMMON_NAME,
+    FOLDER,
+    LATEST_NAME,
+    SIZES,
+    check_unquantized,
+    known_sizes,
+)
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.row_order import JoinedRows, Literal, Rows, WithCopies
 from shardconv.checkpoint.sources.source import Source
@@ -26,6 +33,7 @@ from shardconv.files.containers.dcp import METADATA_NAME, Chunk, DcpFile, DcpTen
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import MEGATRON
+from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import mtp_layers, names_in_files, split_layer
 from shardconv.layouts.permutation import permutations
@@ -45,21 +53,19 @@ _METADATA = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
 }  # fmt: skip
-#: Arguments of Megatron-LM, which loaders read from the checkpoint, to fields of the config.
+#: Further arguments of Megatron-LM with the value of a config field.
 _SETTINGS = {
-    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim", "max_position_embeddings": "max_position_embeddings", "vocab_size": "vocab_size",
-    "norm_epsilon": "rms_norm_eps", "moe_router_topk": "num_experts_per_tok",
-    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "ffn_hidden_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-#: Arguments that are true if a layer has a tensor whose name ends with this.
+#: Arguments that are true if a layer has a tensor whose name ends with this, or with one of these.
 _BY_TENSOR = {
-    "add_bias_linear": "linear_proj.bias", "add_qkv_bias": "linear_qkv.bias", "qk_layernorm": ".k_layernorm.weight",
+    "add_bias_linear": "linear_proj.bias", "add_qkv_bias": "linear_qkv.bias", "qk_layernorm": (".k_layernorm.weight", ".kv_layernorm.weight"),
+    "moe_router_enable_expert_bias": "router.expert_bias", "moe_shared_expert_gate": "shared_experts.gate_weight",
 }  # fmt: skip
-_EXPERTS = "experts.experts.linear_fc1.weight"
-#: Arguments for rotary embeddings to fields of the config, and their defaults in transformers.
-_ROTARY = {"rotary_base": ("rope_theta", 10000.0), "rotary_percent": ("partial_rotary_factor", 1.0)}
+_EXPERTS, _SHARED = "experts.experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"
+#: Arguments for rotary embeddings to fields of the config.
+_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
 #: Version of the state dict in ``common.pt``.
 _CHECKPOINT_VERSION = 3.0
 
@@ -69,13 +75,13 @@ class MegatronLayout(NamedTuple):
 
     Attributes:
         num_files: number of files with chunks.
-        is_stacked: whether a tensor has a dim of layers, instead of one tensor for each layer.
+        stacks_layers: whether a tensor has a dim of layers, instead of one tensor for each layer.
         vocabulary_multiple: the rows of the vocabulary are padded with zeros to a multiple of this, times the number of
             files; None for no padding.
     """
 
     num_files: int = 1
-    is_stacked: bool = False
+    stacks_layers: bool = False
     vocabulary_multiple: int | None = None
 
     def padded(self, rows: int) -> int:
@@ -92,7 +98,7 @@ class MegatronLayout(NamedTuple):
     def settings(self) -> Job:
         """The options, by their names in a job."""
         return {
-            "tp": self.num_files, "stacked layers": self.is_stacked,
+            "tp": self.num_files, "stacked layers": self.stacks_layers,
             "vocabulary multiple": self.vocabulary_multiple,
         }  # fmt: skip
 
@@ -151,6 +157,7 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
     source = planned.source
     _check_unquantized(planned)
     rules = layout_file(MEGATRON).rules_for(source.config or {})
+    check_unquantized(rules.config)
     config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
     specs, transforms = _as_rows(rules, source.specs, config)
     tensors = row_tensors_of_sources(rules.rules, specs, config)
@@ -162,7 +169,7 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
     states = dict.fromkeys(_extra_states(found, options), files[0].add_object([None]))
     others = {
         METADATA_NAME: b"".join(metadata_pickle(found, states)),
-        "common.pt": TorchArchive.of_object(_common(rules, found, options)).data,
+        COMMON_NAME: TorchArchive.of_object(_common(rules, found, options)).data,
         "metadata.json": json.dumps(_METADATA).encode(),
     }
     return ForeignFiles(
@@ -190,9 +197,10 @@ def _as_rows(
         specs[name] = order.rows(dtype)
         transforms[name] = arrays.strided.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_file)
     ((dtype, _),) = Counter(spec.dtype for spec in tensors.values()).most_common(1)
-    for name, constant in implied_tensors(rules, dtype, config).items():
+    for name, value in implied_tensors(rules, config).items():
         if name in tensors:
             raise PlanError(f"{name}: a {config['model_type']!r:.40} model does not have this tensor")
+        constant = Constant(name, dtype, (config["hidden_size"],), value)
         specs[name] = TensorSpec(dtype, constant.shape)
         transforms[name] = Literal(constant.data)
     return specs, transforms
@@ -204,7 +212,7 @@ def _add_chunks(files: Sequence[DcpFile], boxes: Sequence[_Box]) -> tuple[dict[s
     shards: dict[str, Shards] = {}
     found: dict[str, DcpTensor] = {}
     for box in boxes:
-        number = min(done * len(files) // max(total, 1), len(files) - 1)
+        number = min((done + box.num_bytes // 2) * len(files) // max(total, 1), len(files) - 1)
         offset, position = files[number].add_tensor(box.spec)
         done += box.num_bytes
         shards[box.name] = Shards(unsharded(box.num_bytes), (number,), (offset,))
@@ -224,7 +232,7 @@ def _transform(box: _Box, copies: Mapping[str, str]) -> Transform:
 
 def _common(rules: ChosenRules, tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> dict[str, object]:
     """The contents of ``common.pt``: what loaders read before they ask for tensors."""
-    content = {"non_homogeneous_layers": not options.is_stacked, "singleton_local_shards": False}
+    content = {"non_homogeneous_layers": not options.stacks_layers, "singleton_local_shards": False}
     common = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": content}
     arguments = _arguments(rules, tensors)
     if options.vocabulary_multiple is not None:  # without it, Megatron-LM pads for its tensor parallel size
@@ -234,27 +242,38 @@ def _common(rules: ChosenRules, tensors: Mapping[str, DcpTensor], options: Megat
 
 def _arguments(rules: ChosenRules, tensors: Mapping[str, DcpTensor]) -> dict[str, object]:
     """The arguments of Megatron-LM that follow from the config, the tensors and the kinds of modules."""
-    config = known_sizes(rules.config)
-    known = {name: config[field] for name, field in _SETTINGS.items() if field in config}
-    known |= {name: any(tensor.endswith(end) for tensor in tensors) for name, end in _BY_TENSOR.items()}
-    known |= {name: value for group in rules.groups for name, value in group.args.items()}
-    experts = next((one.spec.shape[-3] for name, one in tensors.items() if name.endswith(_EXPERTS)), None)
-    return known | {
+    config, groups = known_sizes(rules.config), rules.groups
+    layers = range(config["num_hidden_layers"])
+    settings = SIZES | _SETTINGS | {name: field for group in groups for name, field in group.settings.items()}
+    found = {name: config[field] for name, field in settings.items() if field in config}
+    found |= {name: any(tensor.endswith(end) for tensor in tensors) for name, end in _BY_TENSOR.items()}
+    found |= {name: value for group in groups for name, value in group.args.items()}
+    experts = next((one.spec.shape for name, one in tensors.items() if name.endswith(_EXPERTS)), None)
+    if experts is not None:
+        names = [(f"decoder.layers.{layer}.mlp.{_EXPERTS}", f"decoder.layers.mlp.{_EXPERTS}") for layer in layers]
+        shared = (one.spec.shape[-1] for name, one in tensors.items() if name.endswith(_SHARED))
+        found |= {
+            "num_experts": experts[-3], "moe_layer_freq": [int(any(one in tensors for one in each)) for each in names],
+            "moe_shared_expert_intermediate_size": next(shared, None),
+        }  # fmt: skip
+    found["mtp_num_layers"] = len({name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}) or None
+    return found | _rotary(config) | {
         "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
         "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
         "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-        "position_embedding_type": "rope", "num_experts": experts,
-        **_rotary(config),
     }  # fmt: skip
 
 
 def _rotary(config: Mapping[str, object]) -> dict[str, object]:
-    """The arguments for rotary embeddings; none if those of layers differ."""
-    held = config.get("rope_parameters")
+    """The arguments for rotary embeddings that the config states, unless they are scaled, or those of layers differ."""
+    held = config.get("rope_parameters") or config.get("rope_scaling")
     stated = held if isinstance(held, dict) else {}
-    if any(isinstance(value, dict) for value in stated.values()):
+    is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"
+    if not is_plain or any(isinstance(value, dict) for value in stated.values()):
         return {}
-    return {name: stated.get(field, config.get(field, default)) for name, (field, default) in _ROTARY.items()}
+    fields = {**config, **stated}
+    found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
+    return {"position_embedding_type": "rope", **found}
 
 
 def _check_layers(rules: ChosenRules, names: Collection[str], num_layers: int) -> None:
@@ -298,7 +317,7 @@ class _Target(NamedTuple):
 
 def _target(tensor: RowTensor, num_layers: int, options: MegatronLayout) -> _Target:
     all_names = (tensor.name, *tensor.also)
-    stacked = [found for name in all_names if options.is_stacked and (found := split_layer(name, num_layers))]
+    stacked = [found for name in all_names if options.stacks_layers and (found := split_layer(name, num_layers))]
     if stacked:
         return _Target(tuple(name for name, _ in stacked), (stacked[0][1],))
     return _Target(tuple(name for one in all_names for name in names_in_files(one, num_layers)))
@@ -324,12 +343,12 @@ def _boxes(tensors: Sequence[RowTensor], num_layers: int, options: MegatronLayou
 def _boxes_of(tensor: RowTensor, target: _Target, num_layers: int, options: MegatronLayout) -> Iterator[_Box]:
     """Yield the chunks of a tensor: one for each segment of each expert, unless segments are interleaved."""
     dtype, shape = tensor.spec[:2]
-    rows = shape[tensor.is_stacked]
+    rows = shape[tensor.has_experts]
     padded = options.padded(rows) if tensor.is_padded else rows
-    full = (*[num_layers] * len(target.layer), *shape[: tensor.is_stacked], padded, *tensor.row_shape)
+    full = (*[num_layers] * len(target.layer), *shape[: tensor.has_experts], padded, *tensor.row_shape)
 
     def box(expert: int, start: int, stop: int, pieces: tuple[Piece, ...]) -> _Box:
-        outer = (*target.layer, *[expert] * tensor.is_stacked)
+        outer = (*target.layer, *[expert] * tensor.has_experts)
         sizes = (*[1] * len(outer), stop - start, *tensor.row_shape)
         offsets = (*outer, start, *[0] * len(tensor.row_shape))
         name = f"{target.names[0]}{list(offsets)}"
@@ -350,7 +369,7 @@ def _extra_states(tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> 
     modules: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
-        num_dims = ("decoder.layers." in name and options.is_stacked) + (".experts.experts." in name)
+        num_dims = ("decoder.layers." in name and options.stacks_layers) + (".experts.experts." in name)
         modules[module] = tensor.spec.shape[:num_dims]
         if module.endswith(".linear_proj"):
             modules[f"{module.removesuffix('.linear_proj')}.core_attention"] = tensor.spec.shape[:num_dims]

@@ -12,12 +12,14 @@ from typing import NamedTuple
 from shardconv.checkpoint.sources.dcp_files import ChunkedFiles, StoredChunk
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.layout_files import rank_files
+from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import name_in_rules
 from shardconv.layouts.relation import LayoutRule, find_target
+from shardconv.layouts.row_pieces import shares_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError
 
@@ -61,7 +63,9 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
         SourceError: if a file is missing, or cannot be read.
         PlanError: if a tensor is unknown.
     """
-    names = rank_files(layout_file(MEGATRON), folder.inner_names)
+    names = [name for name in rank_files(layout_file(MEGATRON), folder.inner_names) if "/" in name]
+    if not names:
+        raise SourceError(f"{folder.weights_path / METADATA_NAME}: is missing (expected beside .distcp files): copy it")
     ranks = _ranks(folder, names)
     for name in names:
         folder.check_link(f"{folder.inner}{name}")
@@ -83,7 +87,8 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
             related = find_target(rules.others, name)
         if related is None:
             raise PlanError(f"tensor {name} is not one of a {rules.config.get('model_type')!r:.40} model")
-        tensors[name] = _chunked(name, related.rule, found, max(rank.tp for rank in ranks) + 1)
+        segments = len(shares_of(related.rule, rules.config))
+        tensors[name] = _chunked(name, related.rule, segments, found, max(rank.tp for rank in ranks) + 1)
     left_out = {entry.partition(".")[0] for file in files for entry in file.left_out if not entry.startswith("model.")}
     return ChunkedFiles(files, tensors, tuple(sorted({*left_out, "extra states"})))
 
@@ -129,8 +134,10 @@ def _global_name(name: str, first_layer: int, num_layers: int) -> tuple[str, int
     return f"{match[1]}.experts.{match[3]}", int(number)
 
 
-def _chunked(name: str, rule: LayoutRule, shards: Sequence[_Shard], tp: int) -> tuple[TensorSpec, list[StoredChunk]]:
-    """The dtype, shape and chunks of a tensor."""
+def _chunked(
+    name: str, rule: LayoutRule, segments: int, shards: Sequence[_Shard], tp: int
+) -> tuple[TensorSpec, list[StoredChunk]]:
+    """The dtype, shape and chunks of a tensor, of whose segments each rank has the same parts."""
     local = {TensorSpec(shard.info.dtype, shard.info.shape) for shard in shards}
     if len(local) > 1:
         raise PlanError(f"{name}: ranks have different shapes or dtypes (got {sorted(local)})")
@@ -141,7 +148,7 @@ def _chunked(name: str, rule: LayoutRule, shards: Sequence[_Shard], tp: int) -> 
     dim = rule.options.dims[0] if rule.options.dims else None
     if len(shape) <= (dim or 0):
         raise PlanError(f"{name}: has shape {list(shape)} on a rank (expected at least {(dim or 0) + 1} dims)")
-    parts = len(rule.sources) if dim == 0 and rule.options.groups is None else 1
+    parts = segments if dim == 0 and rule.options.groups is None else 1
     if dim == 0 and shape[0] % parts:
         raise PlanError(f"{name}: has {shape[0]} rows on a rank (expected a multiple of {parts})")
     full = [*shape]

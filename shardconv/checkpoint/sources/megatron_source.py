@@ -1,8 +1,9 @@
 """Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint in those of GPTModel."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine import arrays
@@ -15,14 +16,16 @@ from shardconv.checkpoint.sources.dcp_files import (
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
-from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithConstants, WithCopies
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
+from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithCopies
+from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform, read_values
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
+from shardconv.files.containers.torch_files import list_arguments
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_text
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
+from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
 from shardconv.layouts.permutation import permutations
@@ -35,10 +38,17 @@ from shardconv.layouts.row_pieces import (
     row_tensors_of_files,
 )
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import PlanError, SourceError, option
+from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 
 #: The folder of a converted model, and the file that names the folder of the last iteration.
 FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
+#: The file with arguments of the training program, and those of them that have the value of a config field.
+COMMON_NAME = "common.pt"
+SIZES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "vocab_size": "vocab_size",
+}  # fmt: skip
 _ITERATION = re.compile(r"iter_\d{7,12}|release")
 
 
@@ -104,10 +114,12 @@ def read_megatron(
         )
     try:
         rules = layout_file(MEGATRON).rules_for(config)
+        check_unquantized(rules.config)
         sizes = known_sizes(rules.config)
         num_layers = sizes["num_hidden_layers"]
         is_legacy = METADATA_NAME not in folder.names
         listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
+        _check_arguments(folder, sizes)
         views = _views(listed, num_layers)
         head = views.pop(HEAD, None) if is_legacy and sizes.get("tie_word_embeddings") else None
         held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
@@ -120,12 +132,12 @@ def read_megatron(
     transforms: dict[str, Transform] = {
         source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
     }
-    (embedding,) = held.tensors[EMBEDDING].sources
     if head is not None:
+        (embedding,) = held.tensors[EMBEDDING].sources
         transforms[embedding] = WithCopies(transforms[embedding], EMBEDDING, (HEAD,))
-    implied = implied_tensors(rules, found[embedding].dtype, sizes)
-    if constants := {name: (transforms.pop(name), one.data) for name, one in implied.items() if found.pop(name, None)}:
-        transforms[embedding] = WithConstants(transforms[embedding], constants)
+    stored = stored_tensors(folder.path, listed)
+    for name in _check_constants(stored.with_layer(transforms), found, implied_tensors(rules, sizes)):
+        del found[name], transforms[name]
     reordered: dict[str, Transform] = {}
     for name, order in permutations(rules.rules, found, sizes).items():
         unit = num_bytes(found[name].dtype, (1,))
@@ -134,12 +146,65 @@ def read_megatron(
     for copy, original in copies_of_layers(rules, mtp_layers(views, num_layers)):
         if original in found:  # without a head where embeddings are tied
             found[copy], transforms[copy] = found[original], transforms[original]
+    return found, stored.with_layer(transforms).with_layer(reordered), (*listed.left_out, *_removed(held, views))
+
+
+def check_unquantized(config: Mapping[str, object]) -> None:
+    """Check that a config is not that of a quantized model.
+
+    Raises:
+        PlanError: if it is.
+    """
+    if config.get(SETTINGS_KEY) is not None:
+        raise PlanError(
+            f"config.json has {SETTINGS_KEY}, and layout megatron does not have quantized tensors: remove "
+            f"{SETTINGS_KEY} from a config of unquantized tensors"
+        )
+
+
+def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
+    """Check that the arguments of the training program, where they are stored, are those of the config.
+
+    Raises:
+        PlanError: if one is not.
+    """
+    names = [name for name in folder.inner_names if name == COMMON_NAME or name.startswith("mp_rank_")]
+    path = folder.weights_path / names[0] if names else None
+    if not isinstance(path, Path):
+        return
+    folder.check_link(f"{folder.inner}{names[0]}")
+    arguments = list_arguments(path)
+    for name, field in SIZES.items():
+        is_used = name != "num_query_groups" or arguments.get("group_query_attention")
+        if name in arguments and is_used and field in sizes and arguments[name] != sizes[field]:
+            raise PlanError(f"{field} is {sizes[field]} in the config (expected {arguments[name]} by {names[0]})")
+
+
+def _check_constants(
+    stored: StoredTensors, found: Mapping[str, TensorSpec], implied: Mapping[str, float]
+) -> Iterable[str]:
+    """Check the values of tensors that the model does not have, as they are constant; returns their names.
+
+    Raises:
+        IntegrityError: if a value is not the constant.
+    """
+    specs = {name: found[name] for name in implied if name in found}
+    for name, data in read_values(stored, specs).items():
+        dtype, shape = specs[name][:2]
+        if data != Constant(name, dtype, shape, implied[name]).data:
+            raise IntegrityError(
+                f"{name}: was trained, and the model of config.json has the constant {implied[name]:g} in its place: "
+                f"use a config of a model type that has this tensor"
+            )
+    return specs
+
+
+def _removed(held: FoundTensors, views: Mapping[str, _View]) -> Iterator[str]:
+    """Yield descriptions of the padding that is removed."""
     padding = {
         views[name].spec.shape[0] - tensor.spec.shape[0] for name, tensor in held.tensors.items() if tensor.is_padded
     }
-    removed = [f"{rows} rows of padding of the vocabulary" for rows in sorted(padding) if rows]
-    stored = stored_tensors(folder.path, listed).with_layer(transforms).with_layer(reordered)
-    return found, stored, (*listed.left_out, *removed)
+    yield from (f"{rows} rows of padding of the vocabulary" for rows in sorted(padding) if rows)
 
 
 def _check(

@@ -6,7 +6,6 @@ Meta's models rotate rows 2i and 2i+1 of a head, Hugging Face's models rows i an
 permutations between the two orders are inverse to each other.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,40 +91,6 @@ class WithCopies:
                 raise IntegrityError(
                     f"{copy}: differs from {self.name}, and Megatron-Core has one tensor for both: use "
                     f"{option(layout='native')}, or a checkpoint in which they are equal"
-                )
-
-
-@dataclass(frozen=True, slots=True)
-class WithConstants:
-    """A tensor of a model that does not have some stored tensors, as their values are constant, which is checked.
-
-    Attributes:
-        tensor: the transform to the tensor, with whose first byte the others are read.
-        constants: name to the transform to each other tensor, and its expected bytes.
-    """
-
-    tensor: Transform
-    constants: Mapping[str, tuple[Transform, bytes]]
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a row."""
-        return self.tensor.unit
-
-    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on.
-
-        Raises:
-            IntegrityError: if a value is not the constant.
-        """
-        self.tensor.fill(block, start, read, scratch)
-        for name, (tensor, expected) in self.constants.items() if start == 0 else ():
-            held = scratch.take("constant", len(expected))
-            tensor.fill(held, 0, read, scratch)
-            if held != expected:
-                raise IntegrityError(
-                    f"{name}: was trained, and the model of config.json has a constant in its place: use a config of "
-                    f"a model type that has this tensor"
                 )
 
 

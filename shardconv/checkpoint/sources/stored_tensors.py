@@ -126,8 +126,42 @@ def open_tensors(
     Raises:
         SourceError: if a file does not match its header.
     """
-    stored = source.stored
     edits = {} if plan is None else {name: edits_of(name, spec, plan) for name, spec in tensors.items()}
+    return _open(source.stored, tensors, edits, for_report=for_report)
+
+
+def read_values(stored: StoredTensors, tensors: Mapping[str, TensorSpec]) -> dict[str, bytes]:
+    """Read small tensors.
+
+    Args:
+        stored: has their positions.
+        tensors: name to dtype and shape of the tensors.
+
+    Raises:
+        SourceError: if a file does not match its header, or cannot be read.
+    """
+    if not tensors:
+        return {}
+    reader, inputs = _open(stored, tensors, {})
+    state, values = StripeState(0), {}
+    with inputs:
+        for number, name in enumerate(tensors):
+            size = reader.tensors[number].geometry.num_bytes
+            values[name] = bytearray(size)
+            reader.gather(state, Span(number, 0, size), memoryview(values[name]), Scratch(size))
+    if state.problem:
+        raise SourceError(state.problem)
+    return {name: bytes(value) for name, value in values.items()}
+
+
+def _open(
+    stored: StoredTensors,
+    tensors: Mapping[str, TensorSpec],
+    edits: Mapping[str, Edits | None],
+    *,
+    for_report: bool = False,
+) -> tuple[Reader, InputFiles]:
+    """Open the files, with a reader of these tensors and what their values are compared with."""
     shards = {name: stored.shards[name] for name in (stored.shards if stored.layers else tensors)}
     for name, edit in edits.items():
         if edit is not None and stored.transform_of(name) is None:

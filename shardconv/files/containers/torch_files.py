@@ -92,6 +92,13 @@ def list_metadata(path: Path) -> Mapping[str, Any]:  # Any: see unpickle.list_me
     return answer
 
 
+def list_arguments(path: Path) -> Mapping[str, int]:
+    """The integers among the arguments of the program that saved a file; none if it does not have them."""
+    (answer,) = _ask([("arguments", str(path))])
+    arguments: Mapping[str, int] = answer.get("arguments", {})
+    return arguments
+
+
 def list_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile | TorchProblem]:
     """The tensors of each file, or why it cannot be read."""
     states = file_states(paths)  # before the listing: a file may be replaced while the child process runs

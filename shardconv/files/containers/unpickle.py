@@ -463,6 +463,15 @@ def list_chunk(path: str, start: int, size: int) -> dict[str, object]:
     return {"tensors": [describe("", loaded, positions)], "left_out": []}
 
 
+def list_arguments(path: str) -> dict[str, object]:
+    """The integers among the arguments of the program that saved a file, in its entry ``args``; errors as above."""
+    with Path(path).open("rb") as file:
+        loaded = read_zip(file)[0]
+    found = loaded.get("args") if isinstance(loaded, dict) else None
+    state = found.state if isinstance(found, Record) and isinstance(found.state, dict) else {}
+    return {"arguments": {str(name): value for name, value in state.items() if type(value) in {bool, int}}}
+
+
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
 
 
@@ -528,7 +537,9 @@ def _dict(value: object) -> dict[object, object]:
 # --- the process ----------------------------------------------------------------------------------------------------
 
 #: The functions that a request may name.
-LISTS: dict[str, Callable[..., dict[str, object]]] = {"file": list_file, "chunk": list_chunk, "metadata": list_metadata}
+LISTS: dict[str, Callable[..., dict[str, object]]] = {
+    "file": list_file, "chunk": list_chunk, "metadata": list_metadata, "arguments": list_arguments,
+}  # fmt: skip
 
 
 def refusal(error: Exception) -> RefusedError:
