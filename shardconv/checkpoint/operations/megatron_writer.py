@@ -58,10 +58,12 @@ _SETTINGS = {
     "ffn_hidden_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
-#: Arguments that are true if a layer has a tensor whose name ends with this, or with one of these.
+#: Arguments that are true if a layer has a tensor whose name ends with one of these.
 _BY_TENSOR = {
-    "add_bias_linear": "linear_proj.bias", "add_qkv_bias": "linear_qkv.bias", "qk_layernorm": (".k_layernorm.weight", ".kv_layernorm.weight"),
-    "moe_router_enable_expert_bias": "router.expert_bias", "moe_shared_expert_gate": "shared_experts.gate_weight",
+    "add_bias_linear": ("linear_proj.bias",), "add_qkv_bias": ("linear_qkv.bias",),
+    "qk_layernorm": (".k_layernorm.weight", ".kv_layernorm.weight"),
+    "moe_router_enable_expert_bias": ("router.expert_bias",),
+    "moe_shared_expert_gate": ("shared_experts.gate_weight",),
 }  # fmt: skip
 _EXPERTS, _SHARED = "experts.experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"
 #: Arguments for rotary embeddings to fields of the config.
