@@ -59,13 +59,9 @@ gpt.replace_cuda()
 target.mkdir()
 rendezvous = f"file://{target.with_name('rendezvous')}"
 torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
-made = gpt.transformer_config
-def in_bfloat16(*args, **options):
-    config = made(*args, **options)
-    config.params_dtype, config.perform_initialization = torch.bfloat16, False
-    return config
-gpt.transformer_config = in_bfloat16
-model = gpt.build(json.loads((source / "config.json").read_text()), gpt.Work(gpt.Sizes(), source, source, target))
+work = gpt.Work(gpt.Sizes(), source, source, target)
+config = json.loads((source / "config.json").read_text())
+model = gpt.build(config, work, params_dtype=torch.bfloat16, perform_initialization=False)
 content = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 dist_checkpointing.save(model.sharded_state_dict(metadata=content), str(target), content_metadata=content)
 """

@@ -120,7 +120,7 @@ IGNORE = Option(
     SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern. Repeatable.", metavar="PATTERN",
     multiple=True,
 )  # fmt: skip
-CONFIG = Option(SOURCE, "--config", "Read this config.json instead of that of SRC.", type=PATH)
+CONFIG = Option(SOURCE, "--config", "Read this config.json, or that of this folder, instead of that of SRC.", type=PATH)
 FROM = Option(
     SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
     type=click.Choice(SOURCE_LAYOUTS),

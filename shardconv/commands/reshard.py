@@ -7,6 +7,7 @@ import click
 from shardconv.commands.command import OneProcessCommand
 from shardconv.commands.options import (
     CHECKSUMS,
+    CONFIG,
     DIRS,
     FROM,
     MAX_FILE_SIZE,
@@ -28,6 +29,7 @@ from shardconv.support.formatting import counted
     cls=OneProcessCommand,
     params=[
         DIRS,
+        CONFIG,
         FROM,
         TP,
         engine_option("that of DIR, or of --layout"),

@@ -11,6 +11,7 @@ from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, OneProcessCommand, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import (
+    CONFIG,
     DIRS,
     FOLLOW_LINKS,
     FROM,
@@ -43,6 +44,7 @@ _ENGINE = "Also compare with the model that this engine, which has to be install
     cls=OneProcessCommand,
     params=[
         DIRS,
+        CONFIG,
         FOLLOW_LINKS,
         IGNORE,
         FROM,

@@ -4,10 +4,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from shardconv.files.folder import AnyPath
-from shardconv.files.paths import folder_name
+from shardconv.files.paths import folder_name, local_path
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
@@ -83,6 +83,16 @@ _ADAPTER_CLASSES = {
     "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
+
+
+def config_path(config: str | Path | None) -> Path | None:
+    """The path of a config that a user passes, or of that in a folder; None without one.
+
+    Raises:
+        UsageError: as :func:`local_path`.
+    """
+    path = None if config is None else local_path(config)
+    return path / CONFIG_NAME if path is not None and path.is_dir() else path
 
 
 def is_weights(name: str) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.source import config_with_quantization
-from shardconv.files.paths import SourcePath, local_path, open_path
+from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.weight_formats import config_path
 from shardconv.formats.detect import with_grids
 from shardconv.hf.build import small_model
 from shardconv.hf.classes import model_class
@@ -48,7 +49,7 @@ def check_source(
         >>> shardconv.check_source("llama").model  # doctest: +SKIP
         'LlamaForCausalLM'
     """
-    path, beside = open_path(src), None if config is None else local_path(config)
+    path, beside = open_path(src), config_path(config)
     source = open_source(
         path, config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )

@@ -12,7 +12,8 @@ from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.files.paths import SourcePath, local_path, open_path
+from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.weight_formats import config_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.families.family import NAMES_FAMILY, Family, Mount, units_named
@@ -170,7 +171,7 @@ def propose_plan(
     Example:
         >>> text = shardconv.propose_plan("llama")  # doctest: +SKIP
     """
-    beside = None if config is None else local_path(config)
+    beside = config_path(config)
     source = open_source(
         open_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )

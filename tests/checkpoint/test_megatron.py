@@ -382,6 +382,16 @@ def test_the_last_iteration_is_read(source_of, trained, tmp_path):
     assert source.left_out["iter_0000500/metadata.json"] == "lists the files of Megatron-Core"
 
 
+def test_reshard_and_verify_with_a_config(source_of, trained, tmp_path):
+    (trained / "config.json").unlink()
+    shardconv.reshard(trained, tmp_path / "resharded", tp=2, config=source_of("llama"))
+    report = shardconv.verify(trained, config=source_of("llama") / "config.json", against=source_of("llama"))
+    assert not report.differences
+    shardconv.split(source_of("llama"), tmp_path / "split", tp=2)
+    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors"):
+        assert_equal(load_file(tmp_path / "resharded" / name), load_file(tmp_path / "split" / name))
+
+
 def test_an_iteration_is_read_alone(source_of, trained, tmp_path):
     shardconv.merge(trained / "iter_0000500", tmp_path / "merged", config=trained / "config.json")
     assert_equal(read(tmp_path / "merged"), read(source_of("llama")))

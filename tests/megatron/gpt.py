@@ -130,8 +130,8 @@ def rotary(config: dict[str, Any], name: str, default: float) -> float:
     return found.get("full_attention", found).get(name, config.get(name, default))
 
 
-def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool) -> TransformerConfig:
-    """The config of Megatron-Core for one of transformers."""
+def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool, **further: Any) -> TransformerConfig:
+    """The config of Megatron-Core for one of transformers, with further fields."""
     kind, heads, layers = config["model_type"], config["num_attention_heads"], config["num_hidden_layers"]
     experts = next(
         (config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in config), 0
@@ -150,7 +150,7 @@ def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool) 
         "use_cpu_initialization": True, "pipeline_dtype": torch.float32, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "masked_softmax_fusion": False, "bias_activation_fusion": False,
         "bias_dropout_fusion": False, "gradient_accumulation_fusion": False, "apply_rope_fusion": False,
-        "mtp_num_layers": 1 if with_mtp else None,
+        "mtp_num_layers": 1 if with_mtp else None, **further,
     }  # fmt: skip
     if kind not in DENSE:
         first = config["first_k_dense_replace"] if kind in DEEPSEEK else 0
@@ -186,15 +186,15 @@ def transformer_config(config: dict[str, Any], sizes: Sizes, *, with_mtp: bool) 
     )  # fmt: skip
 
 
-def build(config: dict[str, Any], work: Work) -> GPTModel:
-    """The part of GPTModel of this process."""
+def build(config: dict[str, Any], work: Work, **fields: Any) -> GPTModel:
+    """The part of GPTModel of this process, with further fields of its config."""
     sizes = work.sizes
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp, pipeline_model_parallel_size=sizes.pp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=1 if config["model_type"] == "gpt_oss" else sizes.tp,
     )  # fmt: skip
-    made = transformer_config(config, sizes, with_mtp=work.with_mtp)
+    made = transformer_config(config, sizes, with_mtp=work.with_mtp, **fields)
     if made.num_moe_experts:
         spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization=made.normalization)
     else:
@@ -256,7 +256,10 @@ def logits(model: GPTModel, ids: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def train(model: GPTModel, ids: torch.Tensor) -> None:
-    """A step of gradient descent, whose loss is the mean of all squared logits of each rank."""
+    """A step along the gradients of the mean of all squared logits, scaled to the same length for each parameter.
+
+    Parameters without a gradient, as of experts without tokens, are shifted.
+    """
     received, output = outputs(model, ids)
     if parallel_state.is_pipeline_last_stage():
         output.square().mean().backward()

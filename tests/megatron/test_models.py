@@ -1,6 +1,7 @@
 """Checkpoints in layout megatron, loaded by Megatron-Core, and what it saves merged back: make test-megatron.
 
-Logits are compared with those of transformers, with a tolerance, before and after a training step; tensors exactly.
+Logits are compared with those of transformers, with a tolerance, before and after a backward pass that changes
+all parameters; tensors exactly.
 """
 
 import json
@@ -65,15 +66,16 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_same(source: Path, work: Work, tmp_path: Path) -> None:
-    """Compare logits and tensors on the way there and back, with a training step between."""
+    """Compare logits and tensors on the way there and back, with a change of all parameters between."""
     found, merged = run(work), tmp_path / "merged"
     assert_close(found["before"], logits_of(source, found["ids"]))
     shardconv.merge(work.results / "run", merged, config=source / "config.json")
     is_stacked = not dist_checkpointing.load_content_metadata(str(work.folder))["non_homogeneous_layers"]
     shardconv.split(merged, tmp_path / "again", layout="megatron", stacked_layers=is_stacked)
     got, expected = load_dcp(tmp_path / "again" / "release"), load_dcp(work.results / "run" / "iter_0000001")
-    rows = {name: min(len(one), len(got[name])) for name, one in expected.items()}  # without padding of the vocabulary
-    assert [name for name, count in rows.items() if not torch.equal(got[name][:count], expected[name][:count])] == []
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):  # without padding of the vocabulary
+        expected |= {name: expected[name][: len(got[name])]} if name in expected else {}
+    assert [name for name, one in expected.items() if not torch.equal(got[name], one)] == []
     before, after = read(source), read(merged)
     assert after.keys() == {name for name in before if work.with_mtp or not name.startswith("model.layers.2.")}
     assert all(not torch.equal(after[name], before[name]) for name in after if not name.endswith("correction_bias"))

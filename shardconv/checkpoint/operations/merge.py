@@ -20,7 +20,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.folder import AnyPath, permissions, relative_name
-from shardconv.files.paths import SourcePath, local_path
+from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import is_weights
 from shardconv.support.errors import UsageError, option
 
@@ -85,7 +85,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
-    split = open_folders(src, source_layout, config=None if config is None else local_path(config))
+    split = open_folders(src, source_layout, config=config)
     notes = () if split.source is None else (*split.source.assumed, *check_shapes(split.source))
     manifest, adapters = split.manifest, split.adapters()
     destination = given or Destination(_default_target(split.first, manifest))

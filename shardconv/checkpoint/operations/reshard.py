@@ -76,6 +76,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     dry_run: bool = False,
     resume: bool = False,
     source_layout: str | None = None,
+    config: StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> ReshardReport:
@@ -95,6 +96,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         max_file_size: as in :func:`~shardconv.split`; defaults to that of the split checkpoint. A size that no rank
             reaches gives one file per rank.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
+        config: a config.json to use instead of that of another tool's rank files.
         overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
             :class:`~shardconv.WriteOptions`.
 
@@ -112,7 +114,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress, checksums=checksums
     )
     given = find_destination(dst, resume=resume)
-    found = open_folders(src, source_layout)
+    found = open_folders(src, source_layout, config=config)
     if (source := found.source) is not None:
         saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
         layout = layout or (source.layout if saved_for else None) or NATIVE.name

@@ -17,7 +17,7 @@ from shardconv.checkpoint.operations.pipeline import on_pipelines, verify_each
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_files, open_source
-from shardconv.checkpoint.sources.planning import as_names
+from shardconv.checkpoint.sources.planning import StrPath, as_names
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
@@ -90,6 +90,7 @@ def verify(
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
     source_layout: str | None = None,
+    config: StrPath | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -105,6 +106,7 @@ def verify(
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
         source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint that of
             ``against``. None to detect it.
+        config: a config.json to use instead of that of another tool's rank files in ``src``.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 
@@ -116,7 +118,7 @@ def verify(
     """
     began = time.perf_counter()
     _check_options(against, ignore=ignore, follow_links=follow_links)
-    split = open_folders(src, source_layout, allow_missing_ranks=True, has_source=against is not None)
+    split = open_folders(src, source_layout, config=config, allow_missing_ranks=True, has_source=against is not None)
     manifest, external = split.manifest, split.source
     source, other = None, None if against is None else open_path(against)
     if other is not None:

@@ -13,7 +13,7 @@ from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
 from shardconv.files.text_files import read_json
-from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME
+from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, config_path
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
@@ -108,7 +108,7 @@ def read_config_alone(path: AnyPath, options: PlanOptions) -> tuple[dict[str, ob
     if named := given_options(options, ("ignore", "source_layout")):
         raise UsageError(f"{named}: only applies to folders with weights (got the config {path}): remove it")
     if (other := options.get("config")) is not None:
-        config = read_json(local_path(other))
+        config = read_json(config_path(other) or path)
     return config, {**options, "config": None, "follow_links": False}
 
 
@@ -190,7 +190,7 @@ def plan_source(
 def _open(src: SourcePath, options: PlanOptions) -> Source:
     config = options["config"]
     return open_source(
-        open_path(src), config=None if config is None else local_path(config), follow_links=options["follow_links"],
+        open_path(src), config=config_path(config), follow_links=options["follow_links"],
         ignore=as_names(options["ignore"]), source_layout=options["source_layout"],
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from shardconv.checkpoint.split.sealed_file import encode
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.weight_formats import config_path
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
@@ -118,7 +119,7 @@ def open_folders(
     src: SourcePath | Sequence[SourcePath],
     source_layout: str | None,
     *,
-    config: Path | None = None,
+    config: str | Path | None = None,
     allow_missing_ranks: bool = False,
     has_source: bool = False,
 ) -> SplitFolders:
@@ -127,7 +128,7 @@ def open_folders(
     Args:
         src: one folder or several.
         source_layout: the layout of another tool's rank files; None to detect it.
-        config: a config.json to use instead of that of the rank files of another tool.
+        config: a config.json, or a folder with one, to use instead of that of the rank files of another tool.
         allow_missing_ranks: whether ranks may be missing in a single folder.
         has_source: whether there is a source to compare with, whose layout ``source_layout`` may be.
 
@@ -146,7 +147,7 @@ def open_folders(
         raise UsageError(
             f"{option('source_layout')} is for one folder (got {len(paths)}): remove it, or pass one folder"
         )
-    if len(paths) == 1 and (source := open_if_external(paths[0], source_layout, config)) is not None:
+    if len(paths) == 1 and (source := open_if_external(paths[0], source_layout, config_path(config))) is not None:
         return as_folders(paths[0], _full_manifest(source))._replace(source=source)
     if config is not None:
         raise UsageError(
