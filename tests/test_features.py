@@ -41,7 +41,7 @@ OPTIONS = {
         "checkpoint/test_pipeline.py::test_chosen_components_are_split_and_others_are_copied",
     ),
     "--config": (
-        "plan split run merge",
+        "plan split run merge reshard verify",
         "runtime/test_load_source.py::test_file_without_a_config_is_loaded_with_another",
     ),
     "--cost": ("plan", "runtime/test_estimate.py::test_row_of_the_table_has_the_costs"),

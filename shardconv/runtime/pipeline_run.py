@@ -100,7 +100,7 @@ def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineO
     """
     import_diffusers()
     if not prompts:
-        raise UsageError(f"no prompt given: pass {option(prompt='TEXT')}")
+        raise UsageError("no prompt given: pass --prompt TEXT")
     if options.output is None and options.check is None:
         raise UsageError(f"the file of the picture is missing: pass {option(dst='picture.png')}")
     if options.output is not None:
