@@ -74,10 +74,10 @@ def small_config(config: Mapping[str, Any], *, heads: int = HEADS, head_dim: int
     Args:
         config: the content of ``config.json``.
         heads: the number of heads.
-        head_dim: features per head; 0 for few.
+        head_dim: features per head, unless the class has a number of its own; 0 for few.
     """
     entry = of_class(config.get("_class_name"))
-    fields = Fields({"heads": heads, "head_dim": head_dim or entry.get("head_dim", _HEAD_DIM)}, _SIZES)
+    fields = Fields({"heads": heads, "head_dim": entry.get("head_dim") or head_dim or _HEAD_DIM}, _SIZES)
     lines, own = table()["fields"], entry.get("config", {})
     small = {name: lines[name] for name, value in config.items() if name in lines and not isinstance(value, bool | str)}
     small = {name: value for name, value in small.items() if config[name] is not None}

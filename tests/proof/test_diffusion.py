@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 pytest.importorskip("diffusers")
 
@@ -10,6 +11,7 @@ from shardconv.checkpoint.operations.split import split
 from shardconv.convert.model import config_fields
 from shardconv.hf.build import build_small
 from shardconv.hf.diffusion import default_fields, small_config
+from shardconv.hf.small import HEADS
 from shardconv.plan.families.loading import family_for
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.model_check import check_model
@@ -17,10 +19,12 @@ from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
 from shardconv.support.errors import PlanError, RunError
-from tests.support.matrix import cases
+from tests.support.matrix import MATRIX, cases
 from tests.support.verdicts import verdict
 from tools.model_matrix import diffusion
 from tools.model_matrix.trial import DIFFUSION, model_class, specs_in_memory, try_type
+
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 ROWS = diffusion.written()
 RIGHT = [row.model_type for row in ROWS if row.is_right]
@@ -65,9 +69,9 @@ VARIANTS = {
 }
 
 
-def small_model(name, **fields):
+def small_model(name, *, heads=HEADS, **fields):
     kind = model_class(DIFFUSION, name)
-    return build_small(kind, small_config({**default_fields(kind), **fields}))
+    return build_small(kind, small_config({**default_fields(kind), **fields}, heads=heads))
 
 
 @pytest.mark.parametrize("name", cases(RIGHT, lambda name: name in DEFAULT))
@@ -99,6 +103,25 @@ def test_a_config_is_proven(tmp_path):
     small_model("FluxTransformer2DModel").save_pretrained(tmp_path / "flux")
     report = prove(tmp_path / "flux", tps=[2])
     assert (report.model, report.family, report.is_proven) == ("FluxTransformer2DModel", "flux", True), report
+
+
+@MATRIX
+def test_padding_is_proven_with_the_heads_of_the_source(tmp_path):
+    """Z-Image has 30 heads, which are padded for 4 ranks."""
+    small_model("ZImageTransformer2DModel", heads=6).save_pretrained(tmp_path / "z-image")
+    report = prove(tmp_path / "z-image", tps=[4], pad=True)
+    assert (report.is_proven, report.skipped) == (True, ()), report
+
+
+def test_modules_keep_the_dtype_that_diffusers_gives_them(tmp_path):
+    """Embeddings of time stay in float32."""
+    model = small_model("WanTransformer3DModel")
+    model.save_pretrained(tmp_path / "wan")
+    expected = type(model).from_pretrained(tmp_path / "wan", torch_dtype=torch.bfloat16)
+    loaded = load(tmp_path / "wan", tp=1, device="cpu", dtype="bf16")
+    dtypes = {name: value.dtype for name, value in expected.state_dict().items()}
+    assert {name: value.dtype for name, value in loaded.state_dict().items()} == dtypes
+    assert {*dtypes.values()} == {torch.bfloat16, torch.float32}
 
 
 def test_wrong_rules_are_detected(tmp_path):
