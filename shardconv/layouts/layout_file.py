@@ -136,6 +136,11 @@ class ChosenRules(NamedTuple):
         rule = next(rule for rule in self.rules if rule.target == target)
         return " and ".join(rule.source_names(texts))
 
+    def fields_of(self, rule: LayoutRule | None) -> str:
+        """The config fields by which a rule does not apply, as the end of a message about a model."""
+        fields = () if rule is None else (*rule.options.when, *rule.options.given)
+        return "".join(f" with {field} {self.config.get(field)!r:.20}" for field in fields)
+
     def is_without_source(self, name: str) -> bool:
         """Whether a file tensor is one without a source tensor."""
         return any(pattern.match(name) is not None for group in self.groups for pattern in group.without_source)

@@ -37,6 +37,7 @@ from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import mtp_layers, names_in_files, split_layer
 from shardconv.layouts.permutation import permutations
+from shardconv.layouts.relation import find_source
 from shardconv.layouts.row_pieces import (
     Piece,
     RowTensor,
@@ -163,7 +164,7 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
     config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
     specs, transforms = _as_rows(rules, source.specs, config)
     tensors = row_tensors_of_sources(rules.rules, specs, config)
-    _check_complete(source, tensors, copies)
+    _check_complete(source, rules, tensors, copies)
     _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
     boxes = [*_boxes(tensors, config["num_hidden_layers"], options)]
     files = [DcpFile(f"__{number}_0.distcp") for number in range(options.num_files)]
@@ -299,14 +300,19 @@ def _check_unquantized(planned: PlannedSource) -> None:
         )
 
 
-def _check_complete(source: Source, tensors: Iterable[RowTensor], copies: Mapping[str, str]) -> None:
+def _check_complete(
+    source: Source, rules: ChosenRules, tensors: Iterable[RowTensor], copies: Mapping[str, str]
+) -> None:
     """Check that each tensor of the source is in the files, or is a copy of one that is."""
     held = {name for tensor in tensors for name in tensor.sources}
     held |= {copy for copy, original in copies.items() if source.specs.get(original) == source.specs[copy]}
     if (name := next((name for name in source.specs if name not in held), None)) is not None:
+        excluded = find_source(rules.others, name)
+        fields = rules.fields_of(None if excluded is None else excluded.rule)
+        remedy = "correct the config, or " if fields else ""
         raise PlanError(
             f"{name}: layout megatron does not have this tensor for model type "
-            f"{(source.config or {}).get('model_type')!r:.60} with this config: use {option(layout='native')}"
+            f"{rules.config.get('model_type')!r:.60}{fields}: {remedy}use {option(layout='native')}"
         )
 
 

@@ -86,8 +86,8 @@ def open_layout(
     beside = f"{folder.inner}{layout.beside}"
     if auxiliary_files.pop(beside, None) is not None:
         is_params = layout.beside == PARAMS_NAME
-        left_out[beside] = "its values are in config.json" if is_params else f"lists the files of {layout.title}"
-    without = f", without {' and '.join(read.missing)}" if read.missing else ""
+        left_out[beside] = "its values are in config.json" if is_params else f"describes the files of {layout.title}"
+    without = f", without {', '.join(read.missing)}" if read.missing else ""
     ordered = in_file_order(dict(sorted(read.specs.items())))
     header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
     return Source(

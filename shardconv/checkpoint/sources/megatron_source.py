@@ -29,6 +29,7 @@ from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
 from shardconv.layouts.permutation import permutations
+from shardconv.layouts.relation import find_target
 from shardconv.layouts.row_pieces import (
     FoundTensors,
     RowTensor,
@@ -220,7 +221,9 @@ def _check(
         PlanError: if one is unknown or missing, or has two names with different bytes.
     """
     if held.unknown:
-        raise PlanError(f"tensor {held.unknown[0]} is not one of a {sizes.get('model_type')!r:.40} model")
+        excluded = find_target(rules.others, held.unknown[0])
+        fields = rules.fields_of(None if excluded is None else excluded.rule)
+        raise PlanError(f"tensor {held.unknown[0]} is not one of a {sizes.get('model_type')!r:.40} model{fields}")
     for name, first in held.others.items():
         if listed.tensors[views[name].stored] != listed.tensors[views[first].stored]:
             raise PlanError(f"{name} and {first} are one tensor with two names, but have different bytes")
