@@ -16,6 +16,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 #: model.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
+#: The weights of a LoRA adapter that diffusers saved, in its own names.
+DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

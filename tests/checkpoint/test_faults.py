@@ -8,10 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +20,21 @@ from shardconv.files import fileio
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, start
 from tests.support.damage import flip
-from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing
+from tests.support.faults import (
+    SLOW,
+    Job,
+    beside,
+    check_done,
+    check_failed,
+    failing,
+    kill_before,
+    status_of_child,
+)
 from tests.support.matrix import MATRIX
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")
 
 # --- killed ---------------------------------------------------------------------------------------------------------
-
-#: What Python tells of before it does it; beside these, every write is a step.
-AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}
-
-
-def kill_before(step: int, folder: Path) -> None:
-    """Kill this process before its n-th step that changes the disk."""
-    steps = itertools.count(1)
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        is_ours = event != "open" or str(folder) in str(arguments[0])
-        if event in AUDITED and is_ours and next(steps) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    write = os.pwrite
-
-    def counted(*arguments: Any) -> int:
-        count("os.truncate", ())
-        return write(*arguments)
-
-    sys.addaudithook(count)
-    os.pwrite = counted
-
-
-def status_of_child(function: Callable[[], int]) -> int:
-    """Run a function in a forked process, which is faster than starting Python; returns its exit status."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do no harm
-        pid = os.fork()
-    if pid == 0:
-        code = 99
-        try:
-            code = function()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Pipelines: each component is a split checkpoint of its own, a merge gives every byte back, and nothing gets mixed."""
 
+import itertools
+import json
 import re
 import shutil
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,8 +23,9 @@ from shardconv.support.errors import (
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import call
 from tests.support.damage import flip
-from tests.support.faults import beside, failing
+from tests.support.faults import beside, failing, kill_before, status_of_child
 from tests.support.manifests import change_manifest
+from tests.support.matrix import MATRIX
 from tests.support.pipelines import COMPONENTS, SHARDED, write_index, write_pipeline
 
 TP = 2
@@ -349,6 +353,10 @@ REFUSED = {
     ),
     "two variants": (two_variants, SourceError, "component transformer .*2 variants of a checkpoint"),
     "weights beside the components": (single_file, SourceError, "not of a component: flux1-dev.safetensors.*ignore"),
+    "GGUF": (
+        lambda folder: (folder / "transformer" / "model.safetensors").rename(folder / "transformer" / "q4.gguf"),
+        SourceError, "transformer/q4.gguf: is in the format GGUF, .*component transformer .*ignore",
+    ),
     "component in another folder": (index(**{"../x": ["a", "B"]}), SourceError, "'../x': is not a name of a folder"),
     "malformed component": (index(unet=["diffusers"]), SourceError, "unet: is not .library, class."),
 }  # fmt: skip
@@ -417,6 +425,36 @@ def test_the_option_for_components_needs_a_pipeline(source, tmp_path):
         shardconv.split(source / "transformer", tmp_path / "split", tp=TP, components=("transformer",))
 
 
+@pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "kohya.safetensors"])
+def test_adapters_in_the_names_of_diffusers(source, tmp_path, name):
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    write_weights(folder / name, {"transformer.blocks.0.attn.to_q.lora_A.weight": ("F16", (4, 64))})
+    adapter = folder if name.startswith("pytorch") else folder / name
+    with pytest.raises(SourceError, match=r"in the names of diffusers or Kohya.*\n.*\npipeline.load_lora_weights"):
+        shardconv.split(source, tmp_path / "out", tp=TP, components=("transformer",), adapters=[adapter])
+
+
+def test_an_adapter_of_a_component(source, tmp_path):
+    """One of PEFT is split with the component that is chosen; with several, it is unknown whose it is."""
+    adapter = tmp_path / "lora"
+    adapter.mkdir()
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    specs = {f"{layer}.lora_A.weight": ("F32", (4, 64)), f"{layer}.lora_B.weight": ("F32", (64, 4))}
+    write_weights(adapter / "adapter_model.safetensors", specs)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match="adapters is for one model"):
+        shardconv.split(source, tmp_path / "out", tp=TP, adapters=[adapter])
+    shardconv.split(source, tmp_path / "out", tp=TP, components=("transformer",), adapters=[adapter])
+    shardconv.split(source / "transformer", tmp_path / "expected", tp=TP, adapters=[adapter])
+    assert contents(tmp_path / "out" / "transformer") == contents(tmp_path / "expected")
+    shardconv.merge(tmp_path / "out", tmp_path / "merged")
+    found = contents(tmp_path / "merged")
+    assert {name: found.pop(f"transformer/adapters/lora/{name}") for name in contents(adapter)} == contents(adapter)
+    assert found == contents(source)
+
+
 def test_a_split_pipeline_is_not_split_again(whole, tmp_path):
     with pytest.raises(SourceError, match="is a split pipeline: pass the source that was split"):
         shardconv.split(whole, tmp_path / "again", tp=TP)
@@ -425,6 +463,11 @@ def test_a_split_pipeline_is_not_split_again(whole, tmp_path):
 def test_a_source_is_not_merged(source, tmp_path):
     with pytest.raises(SplitCheckpointError, match="is not a split pipeline: make one with shardconv split"):
         shardconv.merge(source, tmp_path / "merged")
+
+
+def test_an_engine_takes_one_component(whole):
+    with pytest.raises(SplitCheckpointError, match=r"is a split pipeline .*: pass the folder of a component"):
+        shardconv.check_engine(whole)
 
 
 # --- all or nothing -------------------------------------------------------------------------------------------------
@@ -439,6 +482,42 @@ def test_an_error_in_the_last_component_leaves_nothing(source, tmp_path):
         shardconv.split(tmp_path / "source", tmp_path / "out" / "split", tp=TP, progress=lambda *one: calls.append(one))
     assert calls == []
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "stride"),
+    [
+        ("split", ["--resume"], 17),
+        *(
+            pytest.param(name, options, 1, marks=MATRIX)
+            for name in ("split", "merge")
+            for options in ([], ["--resume"])
+        ),
+    ],
+)
+def test_killed_before_every_step(source, whole, tmp_path, command, options, stride):
+    """The next run continues or starts over, and leaves nothing else."""
+    target = tmp_path / "out" / "place"
+    target.parent.mkdir()
+    expected = contents(source if command == "merge" else whole)
+    arguments = [command, source, "--tp", TP] if command == "split" else [command, whole]
+    for step in itertools.count(1, stride):
+
+        def die(step: int = step) -> int:
+            kill_before(step, target.parent)
+            return call(*arguments, "-o", target, *options, "--threads", "1").code
+
+        status = status_of_child(die)
+        assert not target.exists() or contents(target) == expected
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        if not target.exists():
+            assert call(*arguments, "-o", target, *options).code == 0
+        shutil.rmtree(target.parent / ".place.partial", ignore_errors=True)  # of a run that was killed at its end
+        assert contents(target.parent) == {f"place/{name}": data for name, data in expected.items()}
+        shutil.rmtree(target)
+    assert step > 50  # else nothing was counted
 
 
 PLACES = {

@@ -6,7 +6,10 @@ The fixtures that make the jobs are in tests/checkpoint/conftest.py.
 import errno
 import itertools
 import os
+import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -167,3 +170,40 @@ def put_link(target: Path) -> None:
 
 def put_dangling_link(target: Path) -> None:
     target.symlink_to("nowhere")
+
+
+#: What Python tells of before it does it; beside these, every write is a step.
+AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}
+
+
+def kill_before(step: int, folder: Path) -> None:
+    """Kill this process before its n-th step that changes the disk."""
+    steps = itertools.count(1)
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        is_ours = event != "open" or str(folder) in str(arguments[0])
+        if event in AUDITED and is_ours and next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    write = os.pwrite
+
+    def counted(*arguments: Any) -> int:
+        count("os.truncate", ())
+        return write(*arguments)
+
+    sys.addaudithook(count)
+    os.pwrite = counted
+
+
+def status_of_child(function: Callable[[], int]) -> int:
+    """Run a function in a forked process, which is faster than starting Python; returns its exit status."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # numpy's idle threads do no harm
+        pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = function()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

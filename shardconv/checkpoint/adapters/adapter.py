@@ -30,7 +30,7 @@ from shardconv.checkpoint.split.rank_files import file_differences
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
-from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter_plan import A, AdapterTensors, with_adapter_grids
 from shardconv.plan.plan import TensorSpec, logical_tensors
@@ -86,6 +86,13 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
     if not path.exists():
         raise SourceError(f"{path}: does not exist{missing_hint(path, takes_url=False)}")
     if not (path / ADAPTER_CONFIG).is_file():
+        if path.suffix == ".safetensors" or (path / DIFFUSERS_LORA).exists():
+            raise SourceError(
+                f"{path}: is a LoRA adapter in the names of diffusers or Kohya, not in those of PEFT: merge it in "
+                f"Python, and split the result:\npipeline = DiffusionPipeline.from_pretrained(PIPELINE)\n"
+                f"pipeline.load_lora_weights({str(path)!r})\n"
+                "pipeline.fuse_lora(); pipeline.unload_lora_weights(); pipeline.save_pretrained('fused')"
+            )
         raise SourceError(
             f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"
         )

@@ -39,7 +39,7 @@ from shardconv.checkpoint.split.split_pipeline import (
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath, permissions, walk
 from shardconv.files.input_files import InputFiles
-from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.paths import SourcePath, open_path, staging_folder
 from shardconv.layouts import FOREIGN
 from shardconv.support.errors import (
     PlanError,
@@ -363,6 +363,7 @@ class _Run:
         folder = staged.path / name
         if not folder.exists():
             return None
+        shutil.rmtree(staging_folder(folder), ignore_errors=True)  # if the run was killed when it had the final name
         if self.written.is_finished([path / name for path in self.pipeline.paths], folder):
             return replace(planned, dry_run=False, resumed_bytes=_full_bytes(planned))
         shutil.rmtree(folder)

@@ -9,22 +9,18 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline
+from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline, read_index
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.split_pipeline import PipelineManifest, is_split_pipeline, read_pipeline_manifest
 from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.weight_formats import RANK_FILE
-from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError, option
+from shardconv.support.errors import OutputError, SourceError, SplitCheckpointError, UsageError, option
 
 _IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")
 _IN_META = re.compile(rf"consolidated\.[0-9]+\.pth|{re.escape(PARAMS_NAME)}")
 _IN_MEGATRON = re.compile(rf"{re.escape(LATEST_NAME)}|{FOLDER}/(\.metadata|common\.pt|metadata\.json|__\d+_0\.distcp)")
-_IN_PIPELINE = re.compile(
-    rf"{re.escape(PIPELINE_NAME)}|{re.escape(INDEX_NAME)}"
-    rf"|[^/]+/({re.escape(PADDING_NAME)}|[^/]+\.safetensors(\.index.*\.json)?)"
-)
 _IN_MERGED = re.compile(r"[^/]+\.safetensors(\.index\.json)?")
 
 
@@ -102,7 +98,7 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
     is_meta = (folder / PARAMS_NAME).is_file() and any(folder.glob("consolidated.*.pth"))
     is_megatron = (folder / LATEST_NAME).is_file()
     kinds = {
-        _IN_PIPELINE: is_pipeline(folder),
+        _in_pipeline(folder): is_pipeline(folder),
         _IN_SPLIT: is_split,
         _IN_MERGED: is_merged,
         _IN_META: is_meta,
@@ -124,6 +120,15 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
                 f"{folder}: holds {name}, which is not part of a checkpoint: remove it, or choose another path "
                 f"with {option('dst')}"
             )
+
+
+def _in_pipeline(folder: AnyPath) -> re.Pattern[str]:
+    """The names of files of a pipeline that follow from its components: weights, and manifests."""
+    with suppress(SourceError):
+        components = "|".join(map(re.escape, read_index(folder))) if is_pipeline(folder) else ""
+        weights = rf"({components})/({re.escape(PADDING_NAME)}|[^/]+\.safetensors(\.index.*\.json)?)"
+        return re.compile(rf"{re.escape(PIPELINE_NAME)}|{re.escape(INDEX_NAME)}|{weights}")
+    return re.compile(re.escape(INDEX_NAME))
 
 
 def _pipeline_files(folder: AnyPath) -> list[str]:

@@ -103,7 +103,7 @@ def open_pipeline(
             f"change its size (shardconv reshard {path} --tp N)"
         )
     check_portable(path, folder.kept)
-    classes = _read_index(path)
+    classes = read_index(path)
     names = {one: [name for name in folder.kept if name.startswith(f"{one}/")] for one in classes}
     copied = {name: why for name, one in classes.items() if (why := _why_copied(folder, name, one, names[name]))}
     _refuse_other_weights(folder, classes)
@@ -126,7 +126,7 @@ def open_pipeline(
     )  # fmt: skip
 
 
-def _read_index(path: AnyPath) -> dict[str, str]:
+def read_index(path: AnyPath) -> dict[str, str]:
     """Name to class of each component that model_index.json lists.
 
     Raises:
@@ -155,8 +155,16 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
             f"{folder.path}: component {name} ({class_name}) is missing, but {INDEX_NAME} lists it: download the "
             "folder again"
         )
-    if any(is_weights(file) and not is_trainer_state(file) for file in files):
-        return f"{class_name}, not sharded" if _matches(class_name, (*_UNSHARDED, *_WITHOUT_WEIGHTS)) else ""
+    weights = [file for file in files if is_weights(file) and not is_trainer_state(file)]
+    if weights and _matches(class_name, (*_UNSHARDED, *_WITHOUT_WEIGHTS)):
+        return f"{class_name}, not sharded"
+    if gguf := next((file for file in weights if file.endswith(".gguf")), None):
+        raise SourceError(
+            f"{folder.path / gguf}: is in the format GGUF, which is not supported in pipelines: download the component "
+            f"{name} ({class_name}) as safetensors, or leave the file out with {option(ignore=[gguf])}"
+        )
+    if weights:
+        return ""
     if f"{name}/{CONFIG_NAME}" in files and not _matches(class_name, _WITHOUT_WEIGHTS):
         raise SourceError(
             f"{folder.path / name}: component {name} ({class_name}) has {CONFIG_NAME} and no weights: download the "

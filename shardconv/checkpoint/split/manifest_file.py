@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.geometry import geometry
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.sealed_file import encode, read_sealed, write_sealed
@@ -64,6 +64,8 @@ def _missing(folder: AnyPath, name: str, remedy: str) -> str:
         )
     if problem := unfinished(folder) or locked(folder):
         return problem
+    if (folder / PIPELINE_NAME).exists():
+        return f"is a split pipeline (expected a split checkpoint): pass the folder of a component in {folder}"
     if is_split(folder.parent) and folder.is_file():
         return f"belongs to a split checkpoint: pass its folder {folder.parent}"
     _refuse_without_manifest(folder)
