@@ -84,11 +84,12 @@ def test_layers_do_not_import_torch(layer):
     assert importing == set()
 
 
-def test_only_hf_imports_transformers():
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_only_hf_imports(library):
     found = {
         path.relative_to(PACKAGE).parts[0]
         for path in PACKAGE.rglob("*.py")
-        if any(name.split(".")[0] == "transformers" for name in imported_names(path))
+        if any(name.split(".")[0] == library for name in imported_names(path))
     }
     assert found == {"hf"}
 

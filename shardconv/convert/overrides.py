@@ -249,11 +249,14 @@ class SlicedTensors(Substitutable, ParallelModule):
 
 
 class GatheredOutput(ParallelModule):
-    """A module over local features whose output is all-gathered along the last dim."""
+    """A module over local features whose output is all-gathered along the last dim; of several outputs, each one."""
 
-    def forward(self, *inputs: object, **options: object) -> Tensor:
+    def forward(self, *inputs: object, **options: object) -> Tensor | tuple[Tensor, ...]:
         """Run the module's own forward, and all-gather its output."""
-        return gather_from_tp(super().forward(*inputs, **options), group=self.axis)
+        output: Tensor | tuple[Tensor, ...] = super().forward(*inputs, **options)
+        if isinstance(output, tuple):
+            return tuple(gather_from_tp(one, group=self.axis) for one in output)
+        return gather_from_tp(output, group=self.axis)
 
 
 class Unfused(ParallelModule):

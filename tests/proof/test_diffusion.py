@@ -58,6 +58,13 @@ VARIANTS = {
     "Qwen-Image-Edit": ("QwenImageTransformer2DModel", {"zero_cond_t": True}),
     "Z-Image with images": ("ZImageTransformer2DModel", {"siglip_feat_dim": 1152}),
     "Cosmos": ("CosmosTransformer3DModel", {"use_crossattn_projection": True, "extra_pos_embed_type": None}),
+    "Motif-Video": (
+        "MotifVideoTransformer3DModel",
+        {
+            "image_embed_dim": 1152,
+            **dict.fromkeys(("enable_text_cross_attention_dual", "enable_text_cross_attention_single"), True),
+        },
+    ),
     "PRX": ("PRXTransformer2DModel", {"bottleneck_size": 16}),
     "Helios": ("HeliosTransformer3DModel", {"is_amplify_history": True}),
     "Helios, one scale": (
