@@ -75,8 +75,12 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
-            paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
-            if any(map(is_pipeline, paths)):
+            try:
+                paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+                has_pipeline = any(map(is_pipeline, paths))
+            except ShardconvError:
+                return operation(*args, **kwargs)  # reports the error where it is expected, as on all ranks
+            if has_pipeline:
                 return apply(operation, paths, _all_options(bound))
             bound.arguments[first] = paths[0] if isinstance(src, SourcePath) else paths
             return operation(*bound.args, **bound.kwargs)
