@@ -115,6 +115,8 @@ def run(
     from shardconv.checkpoint.sources.pipeline import is_pipeline
 
     plan, folder = chosen(values, PLAN_OPTIONS), open_path(src)
+    if values["check"] is not None and values["dtype"] not in {None, "fp32"}:
+        raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
     if is_pipeline(folder):
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
         run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
@@ -122,8 +124,6 @@ def run(
     refuse_options(PICTURE_NAMES, "applies to pipelines of diffusers only")
     if token_ids and (prompt or values["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
-    if values["check"] is not None and values["dtype"] not in {None, "fp32"}:
-        raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
     options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
     rank = int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
     if rank is not None:

@@ -260,6 +260,7 @@ RUNS = {
     "missing folder": ("split --prompt x -o no/a.png", "no: is not a folder"),
     "source without tp": ("source --prompt x -o a.png", "source: is not split: pass --tp"),
     "split pipeline to compare with": ("split --prompt x --check split", "split: is not an unsharded pipeline"),
+    "dtype of a comparison": ("split --prompt x --check source --dtype bf16", "--check compares in float32"),
     "option of text models": ("split --prompt x -o a.png --chat", "--chat does not apply to split, a pipeline"),
     "option of pipelines": ("split/transformer --prompt x --steps 2", "--steps applies to pipelines of diffusers only"),
 }
