@@ -11,6 +11,8 @@ from shardconv.files.paths import folder_name, local_path
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
+#: The file that lists the components of a pipeline of diffusers.
+INDEX_NAME = "model_index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 #: The files of a PEFT adapter, of which PEFT reads the first weights. transformers loads it if its config is next to a
 #: model.

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from shardconv.checkpoint.operations.pipeline import Options, open_source_pipeline, open_split_folders
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME, Pipeline
+from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, given_options
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.rank_files import file_differences
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline
 from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.files.folder import AnyPath
+from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.pipelines import build_pipeline
 from shardconv.runtime.device import as_torch_dtype
 from shardconv.runtime.ranks import connect_ranks

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline, open_pipeline
+from shardconv.checkpoint.sources.pipeline import is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PlanOptions
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, open_split_pipeline
 from shardconv.distributed.agreement import gather, is_first_rank, run_on_first
 from shardconv.files.folder import AnyPath
+from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.package import hide_progress, hide_warnings, import_diffusers
 from shardconv.hf.pipelines import build_pipeline
 from shardconv.runtime.load import load

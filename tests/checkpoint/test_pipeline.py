@@ -25,7 +25,7 @@ from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.faults import beside, failing, kill_before, status_of_child
 from tests.support.manifests import change_manifest
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, needs_torch
 from tests.support.pipelines import COMPONENTS, SHARDED, write_index, write_pipeline
 
 TP = 2
@@ -465,6 +465,14 @@ def test_a_source_is_not_merged(source, tmp_path):
         shardconv.merge(source, tmp_path / "merged")
 
 
+def test_a_plan_is_of_one_component(source):
+    with pytest.raises(
+        SourceError, match=r"is a pipeline \(expected one model\): pass .* \(text_encoder, transformer, vae\)"
+    ):
+        shardconv.make_plan(source, tp=TP)
+
+
+@needs_torch
 def test_an_engine_takes_one_component(whole):
     with pytest.raises(SplitCheckpointError, match=r"is a split pipeline .*: pass the folder of a component"):
         shardconv.check_engine(whole)

@@ -23,7 +23,7 @@ from shardconv.checkpoint.output.destination import Destination, InnerDestinatio
 from shardconv.checkpoint.output.job import Job, options_of
 from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions, WriteReport
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME, Pipeline, is_pipeline, open_pipeline
+from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.rank_files import file_differences
@@ -40,6 +40,7 @@ from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath, permissions, walk
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path, staging_folder
+from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts import FOREIGN
 from shardconv.support.errors import (
     PlanError,

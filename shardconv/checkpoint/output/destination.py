@@ -11,13 +11,12 @@ from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, 
 from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, nested_staging, staged_folder, staging
 from shardconv.checkpoint.sources.megatron_source import LATEST_NAME
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME
 from shardconv.files import storage
 from shardconv.files.folder import AnyPath
 from shardconv.files.output_files import LocalOutputFiles, OutputFiles
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import Location, is_url, parse
-from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
+from shardconv.files.weight_formats import CONFIG_NAME, INDEX_NAME, SAFETENSORS
 from shardconv.support.errors import OutputError, SourceError, UsageError, option
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
-from shardconv.checkpoint.sources.pipeline import INDEX_NAME, is_pipeline, read_index
+from shardconv.checkpoint.sources.pipeline import is_pipeline, read_index
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.split_pipeline import PipelineManifest, is_split_pipeline, read_pipeline_manifest
 from shardconv.files.folder import AnyPath, relative_name, walk
-from shardconv.files.weight_formats import RANK_FILE
+from shardconv.files.weight_formats import INDEX_NAME, RANK_FILE
 from shardconv.support.errors import OutputError, SourceError, SplitCheckpointError, UsageError, option
 
 _IN_SPLIT = re.compile(rf"{re.escape(MANIFEST_NAME)}|{RANK_FILE}|model-rank-\d+-part-\d+\.safetensors")

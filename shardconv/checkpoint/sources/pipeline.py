@@ -14,10 +14,9 @@ from shardconv.checkpoint.sources.source import model_name
 from shardconv.checkpoint.sources.source_files import check_portable, is_portable_name
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
-from shardconv.files.weight_formats import CONFIG_NAME, is_trainer_state, is_weights
+from shardconv.files.weight_formats import CONFIG_NAME, INDEX_NAME, is_trainer_state, is_weights
 from shardconv.support.errors import SourceError, UsageError, option
 
-INDEX_NAME = "model_index.json"
 #: Patterns of classes that do not have weights.
 _WITHOUT_WEIGHTS = ("*Tokenizer*", "*Scheduler*", "*Processor*", "*FeatureExtractor*", "*Guid*")
 #: Patterns of classes that are not sharded: most of their layers are convolutions, or they are small.

@@ -19,6 +19,7 @@ from shardconv.files.paths import check_link
 from shardconv.files.text_files import parse_object, read_text
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
+    INDEX_NAME,
     NUMBERED_NAME,
     PYTORCH,
     SAFETENSORS,
@@ -161,6 +162,8 @@ def _no_weights(folder: AnyPath, files: Collection[str]) -> str:
     if (folder / "snapshots").is_dir():
         return "is a model in a Hugging Face cache: pass a folder in its snapshots/"
     held = {name.rpartition("/")[0] for name in files for one in SOURCE_FORMATS if one.has(name)}
+    if INDEX_NAME in files:
+        return f"is a pipeline (expected one model): pass the folder of a component ({', '.join(sorted(held))})"
     if held:
         sources_first = sorted(held, key=lambda name: (f"{name}/{MANIFEST_NAME}" in files, name))
         more = f" and {len(held) - _MAX_SUBFOLDERS} more" if len(held) > _MAX_SUBFOLDERS else ""
