@@ -328,6 +328,11 @@ def remove_weights(folder: Path) -> None:
 
 def unknown_model(folder: Path) -> None:
     write_weights(folder / "transformer" / "model.safetensors", {"a.b.weight": ("F16", (8, 8))})
+    other_class(folder)
+    write_index(folder, {**COMPONENTS, "transformer": ["diffusers", "MyTransformer"]})
+
+
+def other_class(folder: Path) -> None:
     (folder / "transformer" / "config.json").write_text('{"_class_name": "MyTransformer"}')
 
 
@@ -351,6 +356,9 @@ REFUSED = {
         "component transformer .*To copy this component unsharded, pass "
         "components=..text_encoder",
     ),
+    "another class in the config": (
+        other_class, SourceError, "config of a 'MyTransformer' .expected 'FluxTransformer2DModel', as in model_index",
+    ),
     "two variants": (two_variants, SourceError, "component transformer .*2 variants of a checkpoint"),
     "weights beside the components": (single_file, SourceError, "not of a component: flux1-dev.safetensors.*ignore"),
     "GGUF": (
@@ -371,6 +379,20 @@ def test_refused_pipelines(source, tmp_path, case):
         with pytest.raises(error, match=message):
             run(tmp_path / "source", tp=TP)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["noise_refiner.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"], "ZImageTransformer2DModel"),
+        (["noise_refiner.0.attention.qkv.weight"], "Lumina2Transformer2DModel"),
+        (["model.diffusion_model.patchify_proj.weight"], "LTXVideoTransformer3DModel"),
+    ],
+)
+def test_the_class_that_converts_original_names(tmp_path, names, kind):
+    write_weights(tmp_path / "model.safetensors", dict.fromkeys(names, ("F16", (8, 8))))
+    with pytest.raises(SourceError, match=rf"{kind}\.from_single_file"):
+        shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", tp=TP)
 
 
 def test_a_component_of_an_unknown_class_can_be_copied(source, tmp_path):

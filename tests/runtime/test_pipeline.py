@@ -88,6 +88,18 @@ def test_latents_equal_those_of_the_unsharded_pipeline(ranks, made, layout, name
 
 
 @on_ranks("pair")
+def test_a_pipeline_with_weights_of_one_variant(axis, fp16):
+    pipeline = shardconv.load(fp16, tp=2, device="cpu", group=axis)
+    assert {part.dtype for part in (pipeline.vae, pipeline.transformer, pipeline.text_encoder)} == {torch.float16}
+
+
+@pytest.fixture
+def fp16(source, tmp_path):
+    unsharded(source, dtype=torch.float16).save_pretrained(tmp_path / "fp16", variant="fp16")
+    return tmp_path / "fp16"
+
+
+@on_ranks("pair")
 def test_one_component(axis, source, split):
     model = shardconv.load(split, component="transformer", device="cpu", group=axis)
     alone = shardconv.load(split / "transformer", device="cpu", group=axis)

@@ -154,6 +154,7 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
             f"{folder.path}: component {name} ({class_name}) is missing, but {INDEX_NAME} lists it: download the "
             "folder again"
         )
+    _check_class(folder, name, class_name)
     weights = [file for file in files if is_weights(file) and not is_trainer_state(file)]
     if weights and _matches(class_name, (*_UNSHARDED, *_WITHOUT_WEIGHTS)):
         return f"{class_name}, not sharded"
@@ -170,6 +171,17 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
             "folder again"
         )
     return f"{class_name}, without weights"
+
+
+def _check_class(folder: SourceFolder, name: str, class_name: str) -> None:
+    """Check that the config of a component of diffusers is of the class that the index lists."""
+    config = folder.kept.get(f"{name}/{CONFIG_NAME}")
+    found = None if config is None else read_json(config).get("_class_name")
+    if found not in {None, class_name}:
+        raise SourceError(
+            f"{config}: is the config of a {found!r:.60} (expected {class_name!r:.60}, as in {INDEX_NAME}): download "
+            f"both again"
+        )
 
 
 def _matches(class_name: str, patterns: Sequence[str]) -> bool:

@@ -1,9 +1,12 @@
 """Single-file checkpoints of diffusion models, whose tensors have other names than those that diffusers gives them."""
 
+from itertools import product
+
 from shardconv.checkpoint.sources.source import Source
 from shardconv.support.errors import SourceError
 
-#: A tensor that only the original names have to the class of diffusers that converts them; the first that is found.
+#: Tensors that are together in files with original names only, to the class of diffusers that converts these; the first
+#: that are found.
 _CLASSES = {
     "double_stream_modulation_img.lin.weight": "Flux2Transformer2DModel",
     "distilled_guidance_layer.layers.0.in_layer.weight": "ChromaTransformer2DModel",
@@ -12,7 +15,10 @@ _CLASSES = {
     "joint_blocks.0.x_block.attn.qkv.weight": "SD3Transformer2DModel",
     "joint_transformer_blocks.0.attn.w1q.weight": "AuraFlowTransformer2DModel",
     "double_layers.0.attn.w1q.weight": "AuraFlowTransformer2DModel",
+    "noise_refiner.0.attention.qkv.weight layers.0.adaLN_modulation.0.weight": "ZImageTransformer2DModel",
     "noise_refiner.0.attention.qkv.weight": "Lumina2Transformer2DModel",
+    "audio_patchify_proj.weight": "LTX2VideoTransformer3DModel",
+    "patchify_proj.weight": "LTXVideoTransformer3DModel",
     "blocks.0.attn.qkv_x.weight": "MochiTransformer3DModel",
     "blocks.0.cross_attn.norm_k.weight": "WanTransformer3DModel",
     "input_blocks.0.0.weight": "UNet2DConditionModel",
@@ -27,11 +33,11 @@ def refuse_original_names(source: Source) -> None:
     Raises:
         SourceError: if it is one, with the lines that convert it.
     """
-    named = ((f"{prefix}{name}", kind) for name, kind in _CLASSES.items() for prefix in _PREFIXES)
-    name, class_name = next((one for one in named if one[0] in source.specs), ("", ""))
-    if name:
-        raise SourceError(
-            f"{source.path}: holds a diffusion model with its original names (such as {name}): convert it to the names "
-            f"of diffusers in Python, and pass the new folder:\nfrom diffusers import {class_name}\n"
-            f"{class_name}.from_single_file({str(source.paths[0])!r}).save_pretrained('{source.name}-diffusers')"
-        )
+    for (names, class_name), prefix in product(_CLASSES.items(), _PREFIXES):
+        found = [f"{prefix}{name}" for name in names.split()]
+        if all(name in source.specs for name in found):
+            raise SourceError(
+                f"{source.path}: holds a diffusion model with its original names (such as {found[0]}): convert it to "
+                f"the names of diffusers in Python, and pass the new folder:\nfrom diffusers import {class_name}\n"
+                f"{class_name}.from_single_file({str(source.paths[0])!r}).save_pretrained('{source.name}-diffusers')"
+            )
