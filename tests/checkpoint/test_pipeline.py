@@ -418,7 +418,8 @@ def test_files_that_are_ignored(source, tmp_path, change):
 OPTIONS = {
     "--component vae": "--component vae is copied (AutoencoderKL, not sharded) (expected one of text_encoder",
     "--component x": "--component x is not a component (expected one of text_encoder, transformer)",
-    "--layout megatron": "layout megatron has one model, not a pipeline",
+    "--layout megatron": "--layout megatron is for one model, and what reads it does not read pipelines",
+    "--for vllm": "--for vllm is for one model",
     "--head-dim 8": "--head-dim is for one model",
     "--rules llama": "--rules is for one model, and the pipeline has text_encoder, transformer",
     "-o x.safetensors": "x.safetensors: is one file (expected a folder, for a pipeline)",

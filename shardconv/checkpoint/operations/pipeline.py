@@ -41,7 +41,8 @@ from shardconv.files.folder import AnyPath, permissions, walk
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path, staging_folder
 from shardconv.files.weight_formats import INDEX_NAME
-from shardconv.layouts import FOREIGN
+from shardconv.layouts.layout import DCP, NATIVE
+from shardconv.plan.engines import SHARDCONV
 from shardconv.support.errors import (
     PlanError,
     ShardconvError,
@@ -51,6 +52,8 @@ from shardconv.support.errors import (
     option,
 )
 
+#: Layouts and engines of components; others are for programs that do not read pipelines.
+_OF_PIPELINES = {None, NATIVE.name, DCP.name, SHARDCONV.name}
 P = ParamSpec("P")
 R = TypeVar("R")
 #: The arguments of an operation by their names, those of ``**options`` too.
@@ -121,11 +124,7 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
             f"{path}: {given} is for one model, and the pipeline has {', '.join(pipeline.components)}: choose one with "
             f"{option(components=['NAME'])}, or remove it"
         )
-    if (layout := options.get("layout")) in FOREIGN:
-        component = path / next(iter(pipeline.components))
-        raise UsageError(
-            f"{path}: layout {layout} has one model, not a pipeline: pass a component, such as {component}"
-        )
+    _check_readers(pipeline, options)
     return pipeline
 
 
@@ -138,7 +137,20 @@ def open_split_folders(paths: Sequence[AnyPath], options: Options) -> Pipeline:
     """
     if given := given_options(options, ("source_layout", "config", "components")):
         raise UsageError(f"{paths[0]}: is a split pipeline, to which {given} does not apply: remove it")
-    return open_split_pipeline(paths)
+    pipeline = open_split_pipeline(paths)
+    _check_readers(pipeline, options)
+    return pipeline
+
+
+def _check_readers(pipeline: Pipeline, options: Options) -> None:
+    """Refuse a layout or an engine whose readers do not read pipelines."""
+    given = {name: options.get(name) for name in ("layout", "engine") if options.get(name) not in _OF_PIPELINES}
+    if given:
+        component = pipeline.first / next(iter(pipeline.components))
+        raise UsageError(
+            f"{pipeline.first}: {option(**given)} is for one model, and what reads it does not read pipelines: remove "
+            f"it, or pass a component, such as {component}"
+        )
 
 
 def open_padded_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline:
