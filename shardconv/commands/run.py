@@ -121,7 +121,6 @@ def run(
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
         run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
         return
-    refuse_options(PICTURE_NAMES, "applies to pipelines of diffusers only")
     if token_ids and (prompt or values["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
@@ -129,6 +128,7 @@ def run(
     if rank is not None:
         default_signals()  # a rank has nothing to clean up
     checkpoint = _open(folder, options)
+    refuse_options(PICTURE_NAMES, "applies to pipelines of diffusers only")
     with ImportPhase() if rank is None else nullcontext():
         from shardconv.runtime.launch import launch
         from shardconv.runtime.run import check_run
