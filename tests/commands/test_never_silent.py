@@ -649,6 +649,17 @@ CASES: Mapping[str, Case] = {
     "layout of Megatron-Core, replicated tensors": in_megatron_layout(
         error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
     ),
+    "layout of Megatron-Core, an activation that is not SwiGLU": in_megatron_layout(
+        error("does not support hidden_act 'gelu'", "--layout native"), config(hidden_act="gelu"),
+    ),
+    "checkpoint of Megatron-Core, a config of a quantized model": of_megatron(
+        both(as_megatron(lambda _: None), config(quantization_config={"quant_method": "fp8"})),
+        "layout megatron does not have quantized tensors",
+    ),
+    "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
+        both(as_megatron(lambda _: None), lambda source: (source / "iter_0000500" / ".metadata").unlink()),
+        ".metadata: is missing", "copy it",
+    ),
     "checkpoint of Megatron-Core, a tensor that the model type does not have": of_megatron(
         as_megatron(lambda found: found.update({"vision_model.weight": torch.ones(2)})),
         "tensor vision_model.weight is not one of a 'llama' model",
@@ -1044,6 +1055,10 @@ CASES: Mapping[str, Case] = {
             source / "transformer"
         ),
     ),
+    "component whose config is of another class": of_pipeline(
+        error("transformer/config.json", "config of a 'FluxControlNetModel' (expected 'FluxTransformer2DModel'"),
+        lambda source: config(_class_name="FluxControlNetModel")(source / "transformer"),
+    ),
     "component with two variants": of_pipeline(
         error("component transformer", "2 variants", "--ignore"),
         copied("transformer/model.safetensors", "transformer/model.fp16.safetensors"),
@@ -1104,7 +1119,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 414, "warning": 10, "na": 827}
+COUNTS = {"right": 249, "error": 423, "warning": 10, "na": 858}
 
 
 def counts() -> Counter[str]:
