@@ -8,13 +8,18 @@ EMPTY  := .venv-empty
 
 .PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-megatron test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# what users install, and then what the tests and checks need beside it
+$(VENV)/.runs: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group test --group check
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers]'
 	touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.installed: $(VENV)/.runs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group test --group check
+	touch $@
+
+demo: $(VENV)/.runs
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh examples/demo.sh
 
 test: $(VENV)/.installed

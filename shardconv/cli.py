@@ -21,7 +21,7 @@ from shardconv.commands.run import run
 from shardconv.commands.split import split
 from shardconv.commands.verify import verify
 from shardconv.support.console import discard_unwritten, echo, open_streams
-from shardconv.support.errors import PeerError, ShardconvError, is_connection_error
+from shardconv.support.errors import PeerError, ShardconvError, install, is_connection_error
 from shardconv.support.exits import (
     NOTHING_LEFT,
     Terminated,
@@ -157,8 +157,8 @@ def _show_error(error: BaseException, *, as_json: bool) -> int:
     return code
 
 
-#: Package to the extra of shardconv with which commands that import it run.
-_EXTRAS = {"torch": "transformers", "safetensors": "transformers", "transformers": "transformers"}
+#: Packages of the extra ``transformers`` that commands import when they run.
+_OPTIONAL = {"torch", "safetensors", "transformers"}
 
 
 def describe(error: BaseException) -> tuple[str, int]:
@@ -194,8 +194,8 @@ def _describe(error: BaseException) -> tuple[str, int]:  # noqa: PLR0911 - a tab
         return error.format_message(), error.exit_code
     if isinstance(error, ShardconvError):
         return error.with_options(), error.exit_code
-    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(error.name or "")):
-        return f"this command needs {error.name}, which is not installed: pip install 'shardconv[{extra}]'", 1
+    if isinstance(error, ModuleNotFoundError) and error.name in _OPTIONAL:
+        return f"this command needs {error.name}, which is not installed: {install('transformers')}", 1
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
     if isinstance(error, OSError):

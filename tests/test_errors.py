@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import tomllib
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ import pytest
 
 import shardconv
 from shardconv.cli import cli
-from shardconv.support.errors import ConfigError, UsageError, option
+from shardconv.support.errors import EXTRAS, ConfigError, UsageError, option
 from tests.support.checkpoints import DEMO
 from tests.support.command import call
 
@@ -125,3 +126,17 @@ def test_options_in_messages_exist():
         for flag in (*parameter.opts, *parameter.secondary_opts)
     }
     assert {UsageError(option(argument)).with_options() for argument in arguments} <= flags
+
+
+def packages(extra: str, extras: dict[str, list[str]]) -> set[str]:
+    """The packages of an extra of pyproject.toml, and of the extras of shardconv that it includes."""
+    found = set()
+    for package in extras[extra]:
+        included = re.fullmatch(r"shardconv\[(\w+)\]", package)
+        found |= packages(included[1], extras) if included else {package}
+    return found
+
+
+def test_install_commands_have_the_packages_of_the_extras():
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra: {*found} for extra, found in EXTRAS.items()} == {extra: packages(extra, extras) for extra in EXTRAS}

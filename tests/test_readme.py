@@ -358,7 +358,7 @@ def test_summary_of_models_equals_that_of_the_table():
     assert summary.startswith("| task | types | right on 2 and 4 ranks |")
     rows = [line.split(" | ") for line in summary.splitlines()[2:]]
     types, right = (sum(int(row[column]) for row in rows) for column in (1, 2))
-    claim = f"{types} pairs of task and model type in transformers, {right} of them correct on 2 and 4 ranks"
+    claim = f"{right} of {types} (task, model type) pairs of transformers are correct at tp 2 and 4"
     assert claim in (ROOT / "README.md").read_text("utf-8")
 
 

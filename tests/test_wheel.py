@@ -83,10 +83,11 @@ def test_checkpoints_are_rewritten_without_torch(installed, tmp_path):
     assert contents(tmp_path / "model-merged") == contents(source)
 
 
-def test_command_that_needs_torch_names_the_extra(installed, tmp_path):
+def test_command_that_needs_torch_names_the_packages(installed, tmp_path):
     write_checkpoint(tmp_path / "model", parts=2)
     result = run_without_torch(installed, tmp_path, "plan", "model", "--prove")
     assert result.returncode == 1
     assert result.stderr == (
-        "shardconv: this command needs torch, which is not installed: pip install 'shardconv[transformers]'\n"
+        "shardconv: this command needs torch, which is not installed: pip install 'safetensors>=0.8' 'torch>=2.12' "
+        "'transformers>=5.5'\n"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardconv.support.errors import RunError
+from shardconv.support.errors import RunError, install
 
 
 def import_transformers(submodule: str = "") -> Any:
@@ -26,7 +26,7 @@ def import_transformers(submodule: str = "") -> Any:
     try:
         package = import_module("transformers")
     except ImportError as error:
-        raise RunError("transformers is needed to build the model: pip install 'shardconv[transformers]'") from error
+        raise RunError(f"transformers is needed to build the model: {install('transformers')}") from error
     return import_module(f"transformers.{submodule}") if submodule else package
 
 
@@ -39,7 +39,7 @@ def import_diffusers() -> Any:
     try:
         return import_module("diffusers")
     except ImportError as error:
-        raise RunError("diffusers is needed to build the model: pip install 'shardconv[diffusers]'") from error
+        raise RunError(f"diffusers is needed to build the model: {install('diffusers')}") from error
 
 
 def diffusers_name(config: Mapping[str, object]) -> str | None:

@@ -29,6 +29,18 @@ _OPTION = re.compile("\x1e([^\x1e\x1f]*)\x1f")
 _FLAGS = {
     "dst": "-o", "adapters": "--adapter", "components": "--component", "engine": "--for", "source_layout": "--from",
 }  # fmt: skip
+_TRANSFORMERS = ("safetensors>=0.8", "torch>=2.12", "transformers>=5.5")
+#: Extra of pyproject.toml to the packages that it installs.
+EXTRAS = {
+    "diffusers": (*_TRANSFORMERS, "diffusers>=0.42"),
+    "remote": ("huggingface-hub>=1.0", "obstore>=0.11"),
+    "transformers": _TRANSFORMERS,
+}
+
+
+def install(extra: str) -> str:
+    """The command that installs the packages of an extra. It works in any folder, with and without a clone."""
+    return shlex.join(["pip", "install", *EXTRAS[extra]])
 
 
 def option(name: str = "", /, **values: object) -> str:

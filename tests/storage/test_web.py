@@ -228,4 +228,5 @@ def test_a_missing_package_is_named(made, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     result = call(*(argument.format(made=made) for argument in arguments))
     assert result.code == 1
-    assert re.fullmatch(r"shardconv: URLs require obstore .*: pip install 'shardconv\[remote\]'\n", result.err)
+    install = "pip install 'huggingface-hub>=1.0' 'obstore>=0.11'"
+    assert re.fullmatch(rf"shardconv: URLs require obstore .*: {install}\n", result.err)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import TypeVar
 
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import SourceError, install
 
 Result = TypeVar("Result")
 
@@ -80,4 +80,4 @@ def _require(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise SourceError(f"URLs require {package} ({error}): pip install 'shardconv[remote]'") from error
+        raise SourceError(f"URLs require {package} ({error}): {install('remote')}") from error
