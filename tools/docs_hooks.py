@@ -1,10 +1,13 @@
 """Hooks of the documentation site.
 
-They add the pages that lie outside of docs/ and the generated ones, replace links to files that are not pages by their
-paths, and add charts to the results of benchmarks.
+They add the pages that lie outside of docs/, generate the reference of functions, reports and options, replace links to
+files that are not pages by their paths, and add charts to the results of benchmarks.
 """
 
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -12,6 +15,7 @@ import click
 
 import shardconv
 from shardconv.cli import cli
+from tools.json_schemas import REPORTS
 from tools.plots import with_charts
 
 if TYPE_CHECKING:
@@ -28,14 +32,33 @@ PAGES = {
     "benchmarks/RESULTS.md": "project/results.md",
     "examples/README.md": "project/examples.md",
 }
-#: Generated pages, to their introductions.
-_API, _OPTIONS = "api.md", "command-line.md"
-_INTRODUCTIONS = {
-    _API: "# Functions and classes\n\nThe public names of `shardconv`, with their docstrings. [Python API](python.md) "
-    "introduces them; [reports](reports.md) lists the fields of reports.",
-    _OPTIONS: "# Options of each command\n\nThe output of `shardconv COMMAND --help`. [Commands](commands.md) explains "
-    "the options.",
-}
+#: Purpose to the public names of ``shardconv``, in the order of their section on the page of functions and classes.
+PURPOSES = {
+    "Rewrite checkpoints": ("split", "merge", "reshard", "verify", "pad", "unpad", "WriteOptions"),
+    "Plan": (
+        "make_plan", "report_plan", "PlanOptions", "Plan", "Placement", "estimate_cost", "propose_plan", "prove",
+        "check_source", "check_engine",
+    ),
+    "Load": ("load",),
+    "Convert models": (
+        "convert_model", "convert_parallel_linear", "convert_parallel_embedding", "gather_state_dict",
+        "load_full_state_dict", "Policy", "Layer",
+    ),
+    "Build and train parallel models": (
+        "init_parallel", "destroy_parallel", "ParallelLinear", "ColumnParallelLinear", "RowParallelLinear",
+        "LoRALinear", "ParallelEmbedding", "VocabParallelEmbedding", "VocabParallelClassifier",
+        "ParallelCrossEntropyLoss", "ParallelDropout",
+    ),
+    "Errors and warnings": (
+        "ShardconvError", "SourceError", "PlanError", "SplitCheckpointError", "IntegrityError", "PlanWarning",
+    ),
+}  # fmt: skip
+#: Classes of the page of reports that no command prints with ``--json``, or only as a part of another.
+_PARTS_OF_REPORTS = (
+    "shardconv.checkpoint.operations.plan_report.TensorReport", "shardconv.plan.tp_sizes.PaddingReport",
+    "shardconv.proof.ranks.Proof", "shardconv.runtime.cost_report.TpCost", "shardconv.hf.names.ModelCheck",
+    "shardconv.engines.check.EngineReport",
+)  # fmt: skip
 _ROLE = re.compile(r":\w+:`(?P<short>~?)(?P<name>[\w.]+)`")
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 
@@ -46,31 +69,67 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
-    for page, parts in ((_API, _api()), (_OPTIONS, _options())):
-        files.append(File.generated(config, page, content="\n\n".join([_INTRODUCTIONS[page], *parts])))
     return files
 
 
-def _api() -> list[str]:
-    """A section for each public name."""
-    objects = {name: getattr(shardconv, name) for name in dir(shardconv) if not name.startswith("_")}
-    return [f"::: {one.__module__}.{name}\n    options: {{heading: {name}}}" for name, one in objects.items()]
+def report_classes() -> list[str]:
+    """The full names of the classes of reports."""
+    return [*REPORTS.values(), *_PARTS_OF_REPORTS]
 
 
-def _options() -> list[str]:
-    """A section for each command, with its help text."""
-    sections = []
+def _section(path: str, name: str) -> str:
+    """The docstring of an object, under its name."""
+    return f"::: {path}\n    options: {{heading: {name}}}"
+
+
+def _api() -> Iterator[str]:
+    """The docstrings of the public names, by purpose."""
+    for purpose, names in PURPOSES.items():
+        yield f"## {purpose}"
+        yield from (_section(f"{getattr(shardconv, name).__module__}.{name}", name) for name in names)
+
+
+def _reports() -> Iterator[str]:
+    """The first line and a table of the fields of each class of reports."""
+    for path in report_classes():
+        module, _, name = path.rpartition(".")
+        report = getattr(importlib.import_module(module), name)
+        first = docstring_markdown(report.__doc__.partition("\n\n")[0])
+        rows = [f"| `{field}` | {contents} |" for field, contents in fields_of(report).items()]
+        yield "\n".join([f"## {name}\n\n{first} Defined in `{module}`.\n\n| field | contents |\n|---|---|", *rows])
+
+
+def fields_of(report: type) -> dict[str, str]:
+    """Field to description of a class and its bases, from the section of attributes in their docstrings."""
+    found: dict[str, str] = {}
+    for one in reversed(report.__mro__):
+        section = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
+        fields = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+        found |= {name: docstring_markdown(" ".join(text.split())) for name, text in fields}
+    return found
+
+
+def _options() -> Iterator[str]:
+    """The help text of each command."""
     for name, command in sorted(cli.commands.items()):
         if not command.hidden:
             context = click.Context(command, info_name=f"shardconv {name}", max_content_width=100, terminal_width=100)
-            sections.append(f"## shardconv {name}\n\n```text\n{command.get_help(context)}\n```")
-    return sections
+            yield f"## shardconv {name}\n\n```text\n{command.get_help(context)}\n```"
+
+
+#: What ``<!-- generated: NAME -->`` in a page stands for.
+_GENERATED = {"api": _api, "options": _options, "reports": _reports}
+
+
+def with_reference(markdown: str) -> str:
+    """A page with the parts of the reference that are generated from the code."""
+    return re.sub(r"<!-- generated: (\w+) -->", lambda match: "\n\n".join(_GENERATED[match[1]]()), markdown)
 
 
 def on_page_markdown(markdown: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Resolve links between pages, and add charts to the results of benchmarks."""
+    """Resolve links between pages, generate the reference, and add charts to the results of benchmarks."""
     del config, files
-    return with_charts(site_links(markdown, page.file.src_uri))
+    return with_charts(with_reference(site_links(markdown, page.file.src_uri)))
 
 
 def site_links(markdown: str, page: str) -> str:

@@ -1,8 +1,12 @@
-"""Links and docstrings of the documentation site."""
+"""Links, docstrings and the generated reference of the documentation site."""
+
+import dataclasses
+import importlib
 
 import pytest
 
-from tools.docs_hooks import docstring_markdown, site_links
+import shardconv
+from tools.docs_hooks import PURPOSES, docstring_markdown, fields_of, report_classes, site_links, with_reference
 
 
 @pytest.mark.parametrize(
@@ -25,3 +29,24 @@ def test_docstrings_become_markdown():
     docstring = "See :class:`~torch.nn.Linear` and :meth:`DeviceMesh.from_group`.\n\nExample:\n    >>> 1\n    1"
     expected = "See `Linear` and `DeviceMesh.from_group`.\n\nExamples:\n    >>> 1\n    1"
     assert docstring_markdown(docstring) == expected
+
+
+def test_every_public_name_has_a_purpose():
+    names = sorted(name for group in PURPOSES.values() for name in group)
+    assert names == sorted(set(shardconv.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("path", report_classes())
+def test_docstring_of_a_report_has_all_fields(path):
+    module, _, name = path.rpartition(".")
+    report = getattr(importlib.import_module(module), name)
+    is_data = dataclasses.is_dataclass(report)
+    names = [each.name for each in dataclasses.fields(report)] if is_data else report.__match_args__
+    assert set(names) <= fields_of(report).keys()
+
+
+def test_reference_is_generated_from_the_code():
+    text = with_reference("# A\n\n<!-- generated: options -->\n")
+    assert text.startswith("# A\n\n## shardconv merge\n\n```text\nUsage: shardconv merge")
+    assert "\n| `resumed_bytes` | " in with_reference("<!-- generated: reports -->")
+    assert with_reference("<!-- generated: api -->").count(":::") == len(shardconv.__all__) - 1

@@ -2,7 +2,7 @@
 
     python -m tools.model_matrix [[--update | --disguised] TYPE ...]
 
-Without types it runs all of them, and writes docs/models.md and its summary in docs/models-and-families.md. With
+Without types it runs all of them, and writes docs/models.md and its summary in docs/concepts.md. With
 --update it replaces the rows of the types that it runs. It fails if the result of a type is wrong without a reason in
 :data:`~tools.model_matrix.trial.REASONS`, if less of a type is sharded than expected without a reason in
 :data:`~tools.model_matrix.trial.LESS_SHARDED`, and if a reason is not needed. Only these reasons are written by hand.

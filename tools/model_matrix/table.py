@@ -1,4 +1,4 @@
-"""Write and read docs/models.md and its summary in docs/models-and-families.md, and check the reasons."""
+"""Write and read docs/models.md and its summary in docs/concepts.md, and check the reasons."""
 
 import re
 from pathlib import Path
@@ -96,10 +96,10 @@ def written() -> list[Row]:
 
 
 def write(found: list[Row]) -> None:
-    """Write docs/models.md, and its summary into docs/models-and-families.md."""
+    """Write docs/models.md, and its summary into docs/concepts.md."""
     (ROOT / "docs" / "models.md").write_text(table(found))
     start, end = "<!-- models -->\n", "<!-- end of models -->"
-    page = ROOT / "docs" / "models-and-families.md"
+    page = ROOT / "docs" / "concepts.md"
     before, _, rest = page.read_text().partition(start)
     page.write_text(before + start + "\n".join(summary(found)) + "\n" + end + rest.partition(end)[2])
 

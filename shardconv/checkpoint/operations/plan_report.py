@@ -27,10 +27,21 @@ from shardconv.support.errors import UsageError, option
 
 
 class TensorReport(Struct, frozen=True):
-    """Placement of one tensor: its full shape, and the shape and bytes of each rank's shard.
+    """Placement of one tensor.
 
-    ``shard_shapes``, ``shard_bytes`` and ``intervals`` have one entry per rank; ``intervals`` is empty if ``dim`` is
-    None, which is a replicated tensor. Padding among the intervals is a :class:`~shardconv.plan.placement.Padding`.
+    Attributes:
+        name: the name of the tensor.
+        dtype: the dtype, as safetensors names it.
+        shape: the shape of the full tensor.
+        placement: the placement in words.
+        reason: the rule that determines the placement.
+        shard_shapes: for each rank the shape of its shard.
+        shard_bytes: for each rank the bytes of its shard.
+        style: the style of the rule, such as ``colwise``.
+        units: the units that no boundary divides, such as ``kv_head``; empty for single elements.
+        dim: the sharded dim, from 0; None if the tensor is replicated.
+        intervals: for each rank its intervals of ``dim`` as ``[start, stop]``, and padding between them as
+            ``{"padding": size}``; empty if the tensor is replicated.
     """
 
     name: str
