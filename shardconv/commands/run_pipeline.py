@@ -32,7 +32,7 @@ PICTURE_OPTIONS = (
 PICTURE_NAMES = frozenset(str(option.name) for option in PICTURE_OPTIONS)
 #: Options of models that apply to pipelines, too.
 _SHARED = frozenset({
-    "src", "prompt", "seed", "device", "dtype", "check", "verify", "tp", "as_json", "quiet",
+    "src", "prompt", "seed", "device", "dtype", "adapter", "check", "verify", "tp", "as_json", "quiet",
     *(str(option.name) for option in PLAN_OPTIONS),
 })  # fmt: skip
 
@@ -90,7 +90,7 @@ def _show(report: "PipelineRunReport", console: Console) -> None:
     )
     made = "" if report.seconds is None else f"; {counted(len(report.files), 'picture')} in {report.seconds:.2f} s"
     console.note([f"{loaded}{made}"])
-    console.warn([f"DIFFERENT  {line}" for line in report.differences or ()])
+    console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
     if report.differences == ():
         console.note([
             "equal to the unsharded pipeline in float32, for this prompt: latents after one step differ by at most "

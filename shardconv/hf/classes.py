@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.diffusion import DiffusersConfig
-from shardconv.hf.package import diffusers_name, import_diffusers, import_transformers
+from shardconv.hf.package import diffusers_name, import_diffusers, import_transformers, quiet
 from shardconv.support.errors import RunError, one_line, option
 from shardconv.support.temporary import temporary_folder
 
@@ -69,8 +69,9 @@ def diffusers_class(name: str) -> "type[PretrainedModel]":
         RunError: if diffusers is not installed, or does not have it.
     """
     diffusers = import_diffusers()
-    kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+    with quiet():
+        kind, base = getattr(diffusers, name, None), diffusers.ModelMixin
+    if not (isinstance(kind, type) and issubclass(kind, base)):
         raise RunError(
             f"config.json does not name a model class of diffusers {diffusers.__version__} (got _class_name {name!r}, "
             f'expected for example "FluxTransformer2DModel"): correct it, or install the version that has the class'

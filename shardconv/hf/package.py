@@ -1,5 +1,6 @@
 """Import transformers and diffusers, which are optional, and control their log output."""
 
+import logging
 import random
 import sys
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardconv.support.errors import RunError, install
+from shardconv.support.errors import RunError, install, option
 
 
 def import_transformers(submodule: str = "") -> Any:
@@ -42,6 +43,26 @@ def import_diffusers() -> Any:
         raise RunError(f"diffusers is needed to build the model: {install('diffusers')}") from error
 
 
+def import_peft() -> Any:
+    """The package PEFT.
+
+    Raises:
+        RunError: if it is not installed.
+    """
+    try:
+        with quiet():
+            return import_module("peft")
+    except ImportError as error:
+        raise RunError(
+            f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
+        ) from error
+
+
+def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
+    """Whether a record is not a warning of bitsandbytes on an optional kernel, which reads like a failed check."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
 def diffusers_name(config: Mapping[str, object]) -> str | None:
     """The class of diffusers that a config names; None for configs of transformers."""
     name = config.get("_class_name")
@@ -60,15 +81,21 @@ def hide_warnings() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Turn off the progress bars and warnings of transformers, and of diffusers if it is imported, within a block."""
+    """Turn off the progress bars and warnings of transformers, and of diffusers if it is imported, within a block.
+
+    They import bitsandbytes, whose warning on a kernel is turned off, too.
+    """
     packages = [import_transformers(), *filter(None, [sys.modules.get("diffusers")])]
     with ExitStack() as stack:
-        for logging in (package.utils.logging for package in packages):
-            stack.callback(logging.set_verbosity, logging.get_verbosity())
-            if logging.is_progress_bar_enabled():
-                stack.callback(logging.enable_progress_bar)
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
+        kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
+        kernels.addFilter(_is_no_kernel_warning)
+        stack.callback(kernels.removeFilter, _is_no_kernel_warning)
+        for settings in (package.utils.logging for package in packages):
+            stack.callback(settings.set_verbosity, settings.get_verbosity())
+            if settings.is_progress_bar_enabled():
+                stack.callback(settings.enable_progress_bar)
+            settings.set_verbosity_error()
+            settings.disable_progress_bar()
         yield
 
 

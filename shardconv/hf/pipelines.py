@@ -28,10 +28,10 @@ def build_pipeline(index: Path, components: Mapping[str, Any], dtype: torch.dtyp
         RunError: if diffusers is not installed, or cannot load the others.
     """
     diffusers = import_diffusers()
-    # DiffusionPipeline does not know which components of its subclasses are optional, and would load these again
-    kind = getattr(diffusers, str(read_json(index).get("_class_name")), diffusers.DiffusionPipeline)
     try:
         with quiet():
+            # DiffusionPipeline does not know the optional components of its subclasses, and would load these again
+            kind = getattr(diffusers, str(read_json(index).get("_class_name")), diffusers.DiffusionPipeline)
             variant = variant_of(index.parent, components)
             return kind.from_pretrained(index.parent, dtype=dtype, variant=variant, **components)
     except Exception as error:

@@ -38,6 +38,8 @@ _LINEAR_SUFFIXES = {
     ".lora_magnitude_vector.weight": MAGNITUDE,
 }
 _EMBEDDING_SUFFIXES = {".lora_embedding_A": A, ".lora_embedding_B": B}
+#: What a tensor of a linear layer is to the end of the name that PEFT gives it.
+SUFFIXES = {use: suffix for suffix, use in _LINEAR_SUFFIXES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +134,17 @@ def _layer(module: str, tensors: Mapping[str, str]) -> AdaptedLayer:
 
 def in_base(name: str, base: Collection[str], rules: RuleSet) -> str | None:
     """The name on disk of a tensor or module of the base model, which may lack a prefix; None without one."""
+    return next((candidate for candidate in other_names(name, rules) if candidate in base), None)
+
+
+def other_names(name: str, rules: RuleSet) -> tuple[str, ...]:
+    """A name of a tensor or module of the base model, and its names with and without a prefix."""
     prefixes = [prefix for model_rules in rules.models for prefix in model_rules.family.prefix]
-    candidates = (
+    return (
         name,
         *(name.removeprefix(prefix) for prefix in prefixes),
         *(f"{prefix}{name}" for prefix in prefixes),
     )
-    return next((candidate for candidate in candidates if candidate in base), None)
 
 
 def with_adapter_grids(

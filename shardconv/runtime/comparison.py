@@ -1,14 +1,12 @@
 """Comparison of a run with the unsharded model of a source: its checks before tensors are read, and in float32."""
 
-import logging
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
@@ -29,10 +27,11 @@ from shardconv.files.paths import missing_hint
 from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
 from shardconv.hf.classes import model_class
+from shardconv.hf.package import import_peft
 from shardconv.hf.weights import load_unsharded
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, RunOptions, output_values, refuse_nan, without_padding
 from shardconv.runtime.rank_tensors import Dequantizer, as_tensor
-from shardconv.support.errors import RunError, SourceError, UsageError, one_line, option
+from shardconv.support.errors import RunError, SourceError, UsageError, one_line
 from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
@@ -98,7 +97,7 @@ def _compare_on_first(
         is_trusted=options.trust_remote_code,
     )
     if options.adapter is not None:
-        _apply_adapter(unsharded, SplitAdapter.open(options.adapter, folder, model.axis.size).folder)
+        apply_adapter(unsharded, SplitAdapter.open(options.adapter, folder, model.axis.size).folder)
     unsharded = unsharded.to(model.device).eval()
     expected = output_values(unsharded(**given))
     if not model.config.is_encoder_decoder:
@@ -116,22 +115,13 @@ def _compare_on_first(
     return Comparison(tuple(differences), error)
 
 
-def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
+def apply_adapter(model: nn.Module, folder: AnyPath) -> None:
     """Apply a split adapter to an unsharded model, in place, by PEFT.
 
     Raises:
         RunError: if PEFT is not installed, or does not load the adapter.
     """
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")  # imported by PEFT
-    logger.addFilter(_is_no_kernel_warning)
-    try:
-        peft = import_module("peft")
-    except ImportError as error:
-        raise RunError(
-            f"--check with {option('adapters')} compares with PEFT, which is not installed: pip install peft"
-        ) from error
-    finally:
-        logger.removeFilter(_is_no_kernel_warning)
+    peft = import_peft()
     with temporary_folder() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PEFT and transformers about each other
         merged = place / "adapter"
@@ -140,11 +130,6 @@ def _apply_adapter(model: PretrainedModel, folder: AnyPath) -> None:
             peft.PeftModel.from_pretrained(model, merged)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RunError(f"{folder}: PEFT cannot apply the adapter: {one_line(error)}") from error
-
-
-def _is_no_kernel_warning(record: logging.LogRecord) -> bool:
-    """Whether a record is not a warning of bitsandbytes on an optional kernel, which reads like a failed check."""
-    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
 def _dequantized(folder: AnyPath, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:

@@ -85,7 +85,8 @@ def load(
         dequantize: load quantized layers as unquantized ones, with weights in ``dtype``, by default the config's dtype.
             They need memory on a CPU, too. Activations and KV caches are not quantized. Without it, quantized layers
             need a ``model`` that has the stored tensors.
-        adapter: a split LoRA adapter to apply: its folder, or its name among the adapters of the split checkpoint.
+        adapter: a split LoRA adapter to apply: its folder, or its name among the adapters of the split checkpoint; of a
+            pipeline, its name among the adapters of the components.
         unused: patterns of tensors that the model need not use, such as ``*.pooler.*``. MTP layers, constants of old
             checkpoints, poolers and heads of pretraining need no pattern.
         trust_remote_code: run code of the checkpoint for its model.
@@ -223,7 +224,6 @@ class _Loading:
         for name, placement in placements_in_memory(manifest, self.plan, dequantize=is_dequantized).items():
             tensors[name] = take_shard(tensors[name], placement, rank)
         if self.adapter is not None:
-            assert self.plan.rules is not None  # those of runnable_plan
             tensors = self.adapter.replace(tensors, self.plan.rules)
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
@@ -245,7 +245,7 @@ class _Loading:
         """Build the model with the tensors, and move it to the device."""
         model = build(tensors)
         if self.adapter is not None:
-            self.adapter.attach(model, self.axis)
+            self.adapter.attach(model, self.axis, self.plan.rules)
         if self.device.type != "cpu":
             move(model, self.device, progress)
         return model

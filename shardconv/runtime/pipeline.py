@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.pipeline import Options, open_source_pipeline, open_split_folders
 from shardconv.checkpoint.sources.pipeline import Pipeline
-from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, given_options
-from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, StrPath, given_options
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_tp
+from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_files import file_differences
-from shardconv.checkpoint.split.split_pipeline import is_split_pipeline
+from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pipeline_manifest
 from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import INDEX_NAME
@@ -40,12 +43,17 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     check_same(path, axis, {"files of pipelines": pipeline.expected})
     run_on_all(axis, partial(_check_files, pipeline, verify=options["verify"]))
     names = [*pipeline.components] if options["component"] is None else [options["component"]]
+    adapted = (
+        names
+        if options["adapter"] is None or len(names) == 1
+        else run_on_all(axis, partial(adapted_components, pipeline, options["adapter"]))
+    )
     progress, loaded = options["progress"], dict[str, nn.Module]()
     for at, name in enumerate(names):
-        own = options if name not in pipeline.ignored else {**options, "ignore": pipeline.ignored[name]}
         step = None if progress is None else partial(_report_step, progress, at, len(names))
         given = {"path": path / name, "device": device, "group": axis, "component": None, "progress": step}
-        loaded[name] = load_one(**{**own, **given})
+        given |= {} if name in adapted else {"adapter": None}
+        loaded[name] = load_one(**{**options, **pipeline.own.get(name, {}), **given})
     if options["component"] is not None:
         return loaded[options["component"]]
     dtype = as_torch_dtype(options["dtype"]) or _main_dtype(loaded)
@@ -61,7 +69,7 @@ def _report_step(progress: Callable[[int, int], None], at: int, count: int, done
 
 def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
     """Open a pipeline, and its first component that is loaded, which has the facts that ranks compare."""
-    if given := given_options(options, ("model", "adapter") if options["component"] is None else ()):
+    if given := given_options(options, ("model",) if options["component"] is None else ()):
         raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
     is_split = is_split_pipeline(path)
     if not is_split and options["tp"] is None:
@@ -69,6 +77,8 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"{path}: is not a split pipeline: make one with shardconv split {path} --tp N, or load it without "
             f"splitting it: {option(tp='N')}"
         )
+    if is_split:
+        refuse_other_tp(path, read_pipeline_manifest(path).tp, options["tp"])
     pipeline = (open_split_folders if is_split else open_source_pipeline)([path], options)
     opened[:] = [pipeline]
     component = options["component"] or next(iter(pipeline.components))
@@ -83,7 +93,22 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"or load one component with {option(component='NAME')}"
         )
     plan: Any = {name: options[name] for name in PLAN_DEFAULTS if name in options}
-    return open_loadable(path / component, tp=options["tp"], options=plan)
+    return replace(open_loadable(path / component, tp=options["tp"], options=plan), pipeline=path)
+
+
+def adapted_components(pipeline: Pipeline, adapter: StrPath) -> list[str]:
+    """The components of a pipeline that have the adapter of this name.
+
+    Raises:
+        UsageError: if none has it.
+    """
+    found = [name for name in pipeline.components if is_split(pipeline.first / name / ADAPTERS / adapter)]
+    if not found:
+        raise UsageError(
+            f"{pipeline.first}: no component has an adapter {adapter} ({', '.join(pipeline.components)}): split the "
+            "pipeline with it, or load one component with it"
+        )
+    return found
 
 
 def _check_files(pipeline: Pipeline, *, verify: bool) -> None:

@@ -1,27 +1,33 @@
 """Run pipelines: every rank generates; the first one writes the pictures and compares with the unsharded pipeline."""
 
+import inspect
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.pipeline import is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.checkpoint.split.loadable import refuse_other_tp, unapplied
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, open_split_pipeline
 from shardconv.distributed.agreement import gather, is_first_rank, run_on_first
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.package import hide_progress, hide_warnings, import_diffusers
 from shardconv.hf.pipelines import build_pipeline
+from shardconv.runtime.comparison import apply_adapter
 from shardconv.runtime.load import load
+from shardconv.runtime.pipeline import adapted_components
 from shardconv.support.errors import OutputError, RunError, SourceError, UsageError, one_line, option
 
 #: The largest relative error of float32 latents after one step; ranks add up sums in another order.
@@ -42,6 +48,7 @@ class PipelineOptions:
         width: of the picture in pixels; None for the default of the pipeline.
         device: such as ``cpu`` or ``cuda``; None for the accelerator where there is one.
         dtype: dtype of the models, such as ``bf16``; None as they are stored.
+        adapter: the name of a split adapter to apply, also to the pipeline of ``check``; None for none.
         check: the unsharded pipeline to compare with, in float32; None for no comparison.
         verify: check files against their checksums while they are read.
         tp: tensor parallel size of a source; None for a split pipeline.
@@ -55,6 +62,7 @@ class PipelineOptions:
     width: int | None = None
     device: str | None = None
     dtype: str | None = None
+    adapter: Path | None = None
     check: Path | None = None
     verify: bool = True
     tp: int | None = None
@@ -76,6 +84,7 @@ class PipelineRunReport:
         seconds: time to generate the pictures; None if none were.
         differences: with ``check``, the differences from the unsharded pipeline; empty if there are none.
         error: with ``check``, the largest error of the latents after one step, relative to the largest latent.
+        notes: adapters that are not applied.
     """
 
     path: str
@@ -88,6 +97,7 @@ class PipelineRunReport:
     seconds: float | None
     differences: tuple[str, ...] | None
     error: float | None
+    notes: tuple[str, ...]
 
 
 def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineOptions) -> int:
@@ -109,7 +119,11 @@ def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineO
     if options.check is not None and (not is_pipeline(options.check) or is_split_pipeline(options.check)):
         raise SourceError(f"{options.check}: is not an unsharded pipeline ({INDEX_NAME}): pass the one that was split")
     if is_split_pipeline(path):
-        return open_split_pipeline([path]).tp or 1
+        pipeline = open_split_pipeline([path])
+        refuse_other_tp(path, pipeline.tp, options.tp)
+        if options.adapter is not None:
+            adapted_components(pipeline, options.adapter)
+        return pipeline.tp
     if options.tp is None:
         raise UsageError(f"{path}: is not split: pass {option('tp')}, or split it (shardconv split {path} --tp N)")
     open_pipeline(path, components=options.plan.get("components", ()), ignore=options.plan.get("ignore", ()))
@@ -156,7 +170,7 @@ def run_pipeline(
     with progress() as show:
         pipeline = load(
             path, tp=options.tp, device=options.device, dtype="fp32" if options.check else options.dtype,
-            verify=options.verify, progress=show, **options.plan,
+            adapter=options.adapter, verify=options.verify, progress=show, **options.plan,
         )  # fmt: skip
     load_seconds, prompts = time.perf_counter() - began, gather([*prompts])[0]
     files, seconds = list[Path](), None
@@ -168,7 +182,7 @@ def run_pipeline(
     error = None
     if options.check is not None:
         found = _latents(pipeline, prompts, options)
-        error = run_on_first(partial(_compare, found, options.check, prompts, options))
+        error = run_on_first(partial(_compare, found, path, options.check, prompts, options))
     return PipelineRunReport(
         path=str(path),
         pipeline=type(pipeline).__name__,
@@ -180,19 +194,51 @@ def run_pipeline(
         seconds=seconds,
         differences=None if error is None else tuple(_differences(error)),
         error=error,
+        notes=_notes(path, options),
     )
+
+
+def _notes(path: AnyPath, options: PipelineOptions) -> tuple[str, ...]:
+    """A note on adapters that are not applied."""
+    is_noted = options.adapter is None and is_split_pipeline(path)
+    note = unapplied(open_split_pipeline([path]).adapters) if is_noted else ""
+    return (note,) if note else ()
 
 
 def _generate(pipeline: Any, prompts: Sequence[str], options: PipelineOptions, **arguments: object) -> Any:
     """The result of a pipeline of diffusers: a picture, latents or frames for each prompt."""
     given = {"num_inference_steps": options.steps, "height": options.height, "width": options.width, **arguments}
     given = {name: value for name, value in given.items() if value is not None}
-    seeded = torch.Generator().manual_seed(options.seed)  # of the CPU, so that all devices get the same noise
+    given |= {"prompt": [*prompts], "return_dict": False}
+    given["generator"] = torch.Generator().manual_seed(options.seed)  # of the CPU: all devices get the same noise
+    _check_arguments(pipeline, given)
     pipeline.set_progress_bar_config(disable=True)
+    with patch.object(pipeline, "check_inputs", partial(_check_inputs, pipeline, pipeline.check_inputs)):
+        return pipeline(**given)[0]
+
+
+def _check_inputs(pipeline: Any, check: Callable[..., None], *values: object, **named: object) -> None:
+    """Check the values of the arguments of a pipeline as it does itself."""
     try:
-        return pipeline(prompt=[*prompts], generator=seeded, return_dict=False, **given)[0]
-    except (TypeError, ValueError) as error:
-        raise RunError(f"{type(pipeline).__name__} does not support the arguments: {one_line(error)}") from error
+        check(*values, **named)
+    except ValueError as error:
+        raise RunError(f"{type(pipeline).__name__}: {one_line(error)}: correct the option") from error
+
+
+def _check_arguments(pipeline: Any, given: Mapping[str, object]) -> None:
+    """Refuse a pipeline that takes other arguments than those of a prompt."""
+    parameters = inspect.signature(pipeline.__call__).parameters.values()
+    names = [one.name for one in parameters]
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    if other := next((name for name in given if name not in names), None):
+        raise RunError(
+            f"{type(pipeline).__name__} does not take {other} (expected one of {', '.join(names)}): remove the option, "
+            "or load the pipeline in Python and call it"
+        )
+    if missing := next((name for name in needed if name not in given), None):
+        raise RunError(
+            f"{type(pipeline).__name__} needs {missing} besides a prompt: load the pipeline in Python and call it"
+        )
 
 
 def _latents(pipeline: Any, prompts: Sequence[str], options: PipelineOptions) -> Tensor:
@@ -201,9 +247,13 @@ def _latents(pipeline: Any, prompts: Sequence[str], options: PipelineOptions) ->
     return found.float().cpu()
 
 
-def _compare(found: Tensor, source: Path, prompts: Sequence[str], options: PipelineOptions) -> float:
+def _compare(found: Tensor, path: AnyPath, source: Path, prompts: Sequence[str], options: PipelineOptions) -> float:
     """The largest error relative to the largest latent of the unsharded pipeline."""
-    expected = _latents(build_pipeline(source / INDEX_NAME, {}, torch.float32), prompts, options)
+    unsharded = build_pipeline(source / INDEX_NAME, {}, torch.float32)
+    if options.adapter is not None:
+        for name in adapted_components(open_split_pipeline([path]), options.adapter):
+            apply_adapter(getattr(unsharded, name), path / name / ADAPTERS / options.adapter)
+    expected = _latents(unsharded, prompts, options)
     if found.shape != expected.shape:
         raise RunError(
             f"{source}: is another pipeline: its latents have shape {list(expected.shape)}, not that of the run"

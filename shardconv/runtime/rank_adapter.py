@@ -70,19 +70,24 @@ class RankAdapter:
             replaced[found] = self.shards[name].to(tensors[found].dtype)
         return replaced
 
-    def attach(self, model: nn.Module, axis: Axis) -> None:
+    def attach(self, model: nn.Module, axis: Axis, rules: RuleSet) -> None:
         """Put the adapted layers into a converted model, in place.
+
+        Args:
+            model: the model.
+            axis: the ranks.
+            rules: rules of the base model.
 
         Raises:
             RunError: if the adapter does not fit the model.
         """
         self._check_ties(model)
+        modules = dict(model.named_modules())
         for layer in self.tensors.layers.values():
-            try:
-                module = model.get_submodule(layer.module)
-            except AttributeError as error:
-                raise self._error(layer.tensors[A], f"{type(model).__name__} does not have {layer.module}") from error
-            model.set_submodule(layer.module, self._adapted(layer, module, axis))
+            name = in_base(layer.module, modules, rules)
+            if name is None:
+                raise self._error(layer.tensors[A], f"{type(model).__name__} does not have {layer.module}")
+            model.set_submodule(name, self._adapted(layer, modules[name], axis))
 
     def _check_ties(self, model: nn.Module) -> None:
         """Refuse tensors that replace one of several tied ones: PEFT unties them."""

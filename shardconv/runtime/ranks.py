@@ -91,7 +91,8 @@ def _has_others(group: GroupLike) -> bool:
 
 
 def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
-    size, path, manifest = _num_connected(group) or launched_size(), checkpoint.path, checkpoint.manifest
+    size, manifest = _num_connected(group) or launched_size(), checkpoint.manifest
+    path = checkpoint.pipeline or checkpoint.path
     if size != manifest.tp:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         if checkpoint.source is None:

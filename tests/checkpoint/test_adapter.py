@@ -529,7 +529,10 @@ REFUSED = {
     "rank of zero": (settings(r=0), ("r is 0 (Expected `int` >= 1)",)),
     "rank of a pattern of zero": (settings(rank_pattern={"q": 4, "a": 0}), ("rank_pattern.a is 0 (",)),
     "ranks that are not a table": (settings(rank_pattern=3), ("rank_pattern is 3 (Expected `object`, got `int`)",)),
-    "no settings": (without("adapter_config.json"), ("does not hold an adapter (expected adapter_config.json)",)),
+    "no settings": (
+        without("adapter_config.json"),
+        ("does not hold an adapter (expected adapter_config.json or ",),
+    ),
     "no weights": (
         without(WEIGHTS),
         ("without its weights (expected adapter_model.safetensors or adapter_model.bin)",),

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.hf.package import quiet
-from shardconv.runtime.pipeline_run import PipelineOptions, run_pipeline
-from shardconv.support.errors import PeerError, SplitCheckpointError, UsageError
+from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipeline
+from shardconv.support.errors import PeerError, RunError, SplitCheckpointError, UsageError, WorldSizeError
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.diffusion import CALLS, latents, write_diffusion
@@ -178,8 +178,9 @@ def test_damaged_pipelines(ranks, source, split, tmp_path, case):
 
 OPTIONS = {
     "component that is copied": ({"component": "vae"}, UsageError, "is not sharded .expected one of text_encoder, "),
-    "adapter": ({"adapter": "x"}, UsageError, "is for one component"),
-    "another tp": ({"tp": 4}, UsageError, "is split for 2 ranks"),
+    "module of the caller": ({"model": torch.nn.Module}, UsageError, "is for one component"),
+    "another tp": ({"tp": 4}, UsageError, "flux-tp2: is split for 2 ranks .* shardconv reshard .*flux-tp2 --tp 4"),
+    "another number of processes": ({}, WorldSizeError, "flux-tp2: is for 2 ranks, and there is 1 process"),
 }
 
 
@@ -271,6 +272,8 @@ RUNS = {
     "no picture": ("split --prompt x -o a.txt", "a.txt: is not a picture"),
     "missing folder": ("split --prompt x -o no/a.png", "no: is not a folder"),
     "source without tp": ("source --prompt x -o a.png", "source: is not split: pass --tp"),
+    "another tp": ("split --prompt x -o a.png --tp 4", "split: is split for 2 ranks (got --tp 4)"),
+    "adapter that no component has": ("split --prompt x -o a.png --adapter y", "split: no component has an adapter y"),
     "split pipeline to compare with": ("split --prompt x --check split", "split: is not an unsharded pipeline"),
     "dtype of a comparison": ("split --prompt x --check source --dtype bf16", "--check compares in float32"),
     "option of text models": ("split --prompt x -o a.png --chat", "--chat does not apply to split, a pipeline"),
@@ -289,3 +292,29 @@ def test_runs_that_are_refused(source, split, tmp_path, monkeypatch, case):
     result = call("run", *arguments.split())
     assert result.code in {1, 2}
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"other": 1}, "FluxPipeline does not take other .expected one of prompt, "),
+        ({"num_inference_steps": 1, "max_sequence_length": 4096}, "FluxPipeline: ValueError: .*max_sequence_length"),
+    ],
+)
+def test_arguments_that_a_pipeline_does_not_take(made, arguments, message):
+    whole = unsharded(made("flux", 2)[0])
+    with pytest.raises(RunError, match=message):
+        _generate(whole, ["a cat"], picture_options(), **arguments)
+
+
+def test_a_pipeline_that_needs_more_than_a_prompt(made):
+    class Guided(diffusers.FluxPipeline):
+        def __call__(
+            self, image, prompt=None, num_inference_steps=1, height=1, width=1, generator=None, return_dict=True
+        ):
+            raise AssertionError
+
+    whole = unsharded(made("flux", 2)[0])
+    whole.__class__ = Guided
+    with pytest.raises(RunError, match="Guided needs image besides a prompt"):
+        _generate(whole, ["a cat"], picture_options())

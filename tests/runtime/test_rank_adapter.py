@@ -18,7 +18,8 @@ from torch import nn
 import shardconv
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.run import _verdict
-from shardconv.runtime.comparison import _apply_adapter, _is_no_kernel_warning
+from shardconv.hf.package import _is_no_kernel_warning
+from shardconv.runtime.comparison import apply_adapter
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.support.errors import RunError
@@ -134,7 +135,7 @@ def test_only_the_kernel_warning_of_bitsandbytes_is_hidden(caplog):
 def test_without_peft_the_check_names_it_and_leaves_no_filter(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RunError, match="PEFT, which is not installed"):
-        _apply_adapter(nn.Linear(1, 1), Path("adapter"))
+        apply_adapter(nn.Linear(1, 1), Path("adapter"))
     assert not logging.getLogger("bitsandbytes.backends.cpu.ops").filters
 
 

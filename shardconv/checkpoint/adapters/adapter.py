@@ -11,7 +11,8 @@ from typing import NamedTuple, Unpack
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
+from shardconv.checkpoint.adapters.adapter_settings import Adapter, AdapterSettings, read_settings
+from shardconv.checkpoint.adapters.lora_file import LoraFile
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.folder_files import holds_base
 from shardconv.checkpoint.sources.opening import open_files, open_source
@@ -33,6 +34,7 @@ from shardconv.files.paths import local_path, missing_hint
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA
 from shardconv.layouts.choice import engine_of
 from shardconv.plan.adapter_plan import A, AdapterTensors, with_adapter_grids
+from shardconv.plan.families.loading import model_type_of
 from shardconv.plan.plan import TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -40,17 +42,8 @@ from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import SourceError, SplitCheckpointError, UsageError, option
 
-
-class Adapter(NamedTuple):
-    """An adapter.
-
-    Attributes:
-        source: its files.
-        settings: its settings.
-    """
-
-    source: Source
-    settings: AdapterSettings
+#: An adapter that is open.
+AnyAdapter = Adapter | LoraFile
 
 
 class _Base(NamedTuple):
@@ -61,6 +54,7 @@ class _Base(NamedTuple):
         rules: its rules.
         request: the user's options for them.
         assumed: their assumptions.
+        model_type: the type of the model; of diffusers, its class.
         paths: all files that were read.
     """
 
@@ -68,14 +62,15 @@ class _Base(NamedTuple):
     rules: RuleSet
     request: PlanRequest
     assumed: tuple[str, ...]
+    model_type: str | None
     paths: tuple[AnyPath, ...]
 
 
-def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str, ...] = ()) -> Adapter:
+def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str, ...] = ()) -> AnyAdapter:
     """Open an adapter, which may be in the folder of its base model; then only its own files belong to it.
 
     Args:
-        path: the folder of the adapter.
+        path: the folder of the adapter, or a LoRA file of diffusers or Kohya.
         follow_links: follow links that point outside of the folder.
         ignore: patterns of files to leave out.
 
@@ -86,15 +81,11 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
     if not path.exists():
         raise SourceError(f"{path}: does not exist{missing_hint(path, takes_url=False)}")
     if not (path / ADAPTER_CONFIG).is_file():
-        if path.suffix == ".safetensors" or (path / DIFFUSERS_LORA).exists():
-            raise SourceError(
-                f"{path}: is a LoRA adapter in the names of diffusers or Kohya, not in those of PEFT: merge it in "
-                f"Python, and split the result:\npipeline = DiffusionPipeline.from_pretrained(PIPELINE)\n"
-                f"pipeline.load_lora_weights({str(path)!r})\n"
-                "pipeline.fuse_lora(); pipeline.unload_lora_weights(); pipeline.save_pretrained('fused')"
-            )
+        if path.is_file() or (path / DIFFUSERS_LORA).exists():
+            return LoraFile.open(path, follow_links=follow_links)
         raise SourceError(
-            f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG}): pass the folder of an adapter"
+            f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG} or {DIFFUSERS_LORA}): pass the folder of "
+            "an adapter"
         )
     names = [child.name for child in path.iterdir()]
     if holds_base(names):
@@ -110,7 +101,7 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
 
 
 def plan_adapter(
-    adapter: Adapter, base: StrPath | PlannedSource, *, layout: str, **options: Unpack[PlanOptions]
+    adapter: AnyAdapter, base: StrPath | PlannedSource, *, layout: str, **options: Unpack[PlanOptions]
 ) -> PlannedSource:
     """Plan an adapter by the rules of its base model.
 
@@ -136,6 +127,7 @@ def plan_adapter(
             f"{adapter.source.path}: {option(pad=True)} is not supported for adapters: split the base model without it"
         )
     rules = found.rules.without_engine().with_optional_rules()
+    adapter = adapter.on(found.tensors, rules, found.model_type)
     tensors = fitted(adapter, rules, found.tensors)
     paths = (adapter.source.path, *adapter.source.paths, *adapter.source.auxiliary_files.values(), *found.paths)
     return PlannedSource(
@@ -167,7 +159,8 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
     """The base model, by its own plan, by that of a split checkpoint, or by the options."""
     if isinstance(base, PlannedSource):
         rules, assumed = base.planner.rules, base.planner.assumed
-        return _Base(logical_tensors(base.tensors), rules, base.request, assumed, base.paths)
+        model_type = model_type_of(base.source.config or {})
+        return _Base(logical_tensors(base.tensors), rules, base.request, assumed, model_type, base.paths)
     path = local_path(base)
     if not path.exists():
         raise SourceError(f"{option(base=path)}: does not exist{missing_hint(path, takes_url=False)}")
@@ -175,7 +168,8 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
         refuse_changes(path, {**options, "follow_links": False})
         manifest = read_manifest(path)
         tensors = logical_tensors(quantized_tensors(manifest))
-        return _Base(tensors, manifest.plan.rules, manifest.request, manifest.plan.assumed, (path,))
+        plan, model_type = manifest.plan, model_type_of(manifest.config or {})
+        return _Base(tensors, plan.rules, manifest.request, plan.assumed, model_type, (path,))
     config, options = read_config_alone(path, options)
     if config is None:
         return _base_of(plan_source(path, **options), options)

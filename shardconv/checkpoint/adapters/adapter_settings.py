@@ -1,4 +1,4 @@
-"""The settings of a LoRA adapter of PEFT, as its ``adapter_config.json`` has them.
+"""A LoRA adapter of PEFT, and its settings as its ``adapter_config.json`` has them.
 
 Only settings whose meaning is known are accepted. PEFT's other kinds of adapters, and variants of LoRA that compute
 something else, are refused by name.
@@ -7,16 +7,19 @@ something else, are refused by name.
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
+from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
 from shardconv.formats.format import check_pattern
 from shardconv.plan.adapter_plan import MAGNITUDE, A, AdaptedLayer
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.rule_set import RuleSet
 from shardconv.support.errors import PlanError, SourceError
 from shardconv.support.structs import convert
 
@@ -114,6 +117,33 @@ class AdapterSettings(Struct, frozen=True):
                 )
 
 
+class Adapter(NamedTuple):
+    """An adapter.
+
+    Attributes:
+        source: its files.
+        settings: its settings.
+    """
+
+    source: Source
+    settings: AdapterSettings
+
+    def on(self, base: Mapping[str, TensorSpec] | None, rules: RuleSet, class_name: str | None) -> Self:
+        """The adapter of PEFT for a base model: itself.
+
+        Args:
+            base: name to dtype and shape of the tensors of the base model; None if only its config is known.
+            rules: its rules.
+            class_name: the type of the model, of diffusers its class.
+        """
+        del base, rules, class_name
+        return self
+
+    def parts(self) -> "Mapping[str, Adapter]":
+        """Component of a pipeline to its part of the adapter; "" for one that is not named."""
+        return {"": self}
+
+
 #: Name of a setting to its type.
 _TYPES = {field.name: field.type for field in fields(AdapterSettings)}
 #: Settings with a table of patterns to the setting for modules that no pattern matches.
@@ -131,7 +161,11 @@ def read_settings(path: AnyPath) -> AdapterSettings:
         SourceError: if it cannot be read.
         PlanError: if it is not that of a LoRA adapter, or a setting is not supported.
     """
-    table = read_json(path)
+    return parse_settings(path, read_json(path))
+
+
+def parse_settings(path: AnyPath, table: Mapping[str, object]) -> AdapterSettings:
+    """Parse the settings of an adapter, which are in the file ``path``; errors as :func:`read_settings`."""
     _check_supported(path, table)
     # PEFT also accepts null, false and "" in place of an empty table, list or flag
     given = {key: value for key, value in table.items() if key in _TYPES and (value or key in _PATTERNS.values())}

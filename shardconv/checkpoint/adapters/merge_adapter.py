@@ -7,7 +7,8 @@ their transforms. Equals ``merge_and_unload`` of PEFT except for rounding.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardconv.checkpoint.adapters.adapter import Adapter, fitted
+from shardconv.checkpoint.adapters.adapter import AnyAdapter, fitted
+from shardconv.checkpoint.adapters.adapter_settings import Adapter
 from shardconv.checkpoint.adapters.low_rank import (
     NUMPY_DTYPES,
     LowRankUpdate,
@@ -20,8 +21,8 @@ from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
-from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
+from shardconv.plan.families.loading import model_type_of
 from shardconv.plan.grid import VALUES
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.rule_set import RuleSet
@@ -29,7 +30,7 @@ from shardconv.plan.tensor_groups import matcher_of
 from shardconv.support.errors import PlanError, option
 
 
-def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSource:
+def with_merged_adapter(planned: PlannedSource, adapter: AnyAdapter) -> PlannedSource:
     """A model with an adapter merged into it.
 
     Args:
@@ -46,6 +47,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
             f"{source.path}: is quantized (got {layer.removesuffix('.weight')}, ...), and an adapter cannot be merged "
             f"into quantized weights: split the model with {option('adapters')}, without {option(merge_adapter=True)}"
         )
+    adapter = adapter.on(source.specs, planned.planner.rules, model_type_of(source.config or {}))
     merge = _Merge(adapter, source, planned.planner.rules)
     merged = replace(
         source,
@@ -56,7 +58,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: Adapter) -> PlannedSour
     return planned._replace(
         source=merged,
         planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
-        paths=(*planned.paths, *adapter.source.paths, adapter.source.auxiliary_files[ADAPTER_CONFIG]),
+        paths=(*planned.paths, *adapter.source.paths, *adapter.source.auxiliary_files.values()),
     )
 
 

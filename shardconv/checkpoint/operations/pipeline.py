@@ -14,10 +14,13 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from shardconv.checkpoint.adapters.adapter import AnyAdapter
+from shardconv.checkpoint.adapters.lora_file import fuse_in_diffusers
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.operations.combined import combine
+from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder, find_destination
 from shardconv.checkpoint.output.job import Job, options_of
@@ -31,6 +34,7 @@ from shardconv.checkpoint.split.sealed_file import write_sealed
 from shardconv.checkpoint.split.split_pipeline import (
     PipelineManifest,
     SplitComponent,
+    SplitPipeline,
     component_differences,
     is_split_pipeline,
     open_split_pipeline,
@@ -62,7 +66,7 @@ Options = dict[str, Any]
 Apply = Callable[[Callable[..., R], list[AnyPath], Options], R]
 #: Arguments that are about one model, and are refused if they would apply to several.
 _OF_ONE_MODEL = (
-    "rules", "replicate", "head_dim", "config", "source_layout", "base", "adapters", "merge_adapter",
+    "rules", "replicate", "head_dim", "config", "source_layout", "base",
 )  # fmt: skip
 
 
@@ -113,11 +117,13 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
         UsageError: if an option does not apply to it.
     """
     (path,) = paths
+    adapters = open_adapters(options.get("adapters", ()), follow_links=options.get("follow_links", False))
+    options |= {"adapters": adapters} if adapters else {}
     pipeline = open_pipeline(
         path,
         components=as_names(options.pop("components", ())),
+        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"]),
         follow_links=options.get("follow_links", False),
-        ignore=as_names(options.pop("ignore", ())),
     )
     if len(pipeline.components) > 1 and (given := given_options(options, _OF_ONE_MODEL)):
         raise UsageError(
@@ -125,10 +131,46 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
             f"{option(components=['NAME'])}, or remove it"
         )
     _check_readers(pipeline, options)
-    return pipeline
+    return _with_adapters(pipeline, adapters, options) if adapters else pipeline
 
 
-def open_split_folders(paths: Sequence[AnyPath], options: Options) -> Pipeline:
+def _with_adapters(pipeline: Pipeline, adapters: Sequence[AnyAdapter], options: Options) -> Pipeline:
+    """A pipeline whose components have the parts of adapters that are for them."""
+    parts = [_parts(pipeline, adapter) for adapter in adapters]
+    of_component = {name: [part[name] for part in parts if name in part] for name in pipeline.components}
+    is_merged = options["merge_adapter"]
+    own = {
+        name: {**given, "adapters": of_component[name], "merge_adapter": is_merged and bool(of_component[name])}
+        for name, given in pipeline.own.items()
+    }
+    return replace(pipeline, own=own)
+
+
+def _parts(pipeline: Pipeline, adapter: AnyAdapter) -> Mapping[str, AnyAdapter]:
+    """Component to its part of an adapter: by the names in a LoRA file, or by the folder of an adapter of PEFT.
+
+    Raises:
+        UsageError: if the component is unknown, or is not sharded.
+    """
+    path, sharded = adapter.source.path, pipeline.components
+    parts = adapter.parts()
+    if [*parts] == [""]:
+        inside = [name for name in sharded if str(path).startswith(f"{pipeline.first / name}/")] or [*sharded]
+        if len(inside) > 1:
+            raise UsageError(
+                f"{path}: does not name the component that it is for (expected one of {', '.join(sharded)}): choose it "
+                f"with {option(components=['NAME'])}"
+            )
+        return {inside[0]: adapter}
+    if other := next((name for name in parts if name not in sharded), None):
+        raise UsageError(
+            f"{path}: is for {', '.join(parts)}, and {other} is not sharded (expected only {', '.join(sharded)}): "
+            f"{fuse_in_diffusers(path)}"
+        )
+    return parts
+
+
+def open_split_folders(paths: Sequence[AnyPath], options: Options) -> SplitPipeline:
     """Open the pipeline of an operation on a split one.
 
     Raises:
@@ -193,7 +235,7 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     for name, size in pipeline.num_bytes.items():
         own = {**options, "progress": _part(progress, done, size, total)}
         if source is not None:
-            own |= {"against": source.first / name, "ignore": source.ignored[name]}
+            own |= {"against": source.first / name, **source.own[name]}
         reports[name] = _call(operation, pipeline, name, own)
         done += size
     manifests = {path: read_pipeline_manifest(path) for path in paths}
@@ -238,7 +280,7 @@ def _damages(manifest: PipelineManifest, folder: AnyPath, count: int) -> list[st
     return [f"{folder}: {text}" for text in found] if count > 1 else found
 
 
-def _other_files(pipeline: Pipeline, source: Pipeline) -> list[str]:
+def _other_files(pipeline: SplitPipeline, source: Pipeline) -> list[str]:
     """The files of a split pipeline, other than those of its components, that differ from a source."""
     checksums, expected = {name: checksum_file(path) for name, path in source.files.items()}, pipeline.expected or {}
     names = sorted(checksums.keys() | expected.keys())
@@ -252,11 +294,9 @@ def _left_out(reports: Mapping[str, Any]) -> dict[str, str]:
 def _call(operation: Callable[..., R], pipeline: Pipeline, name: str, options: Options) -> R:
     """Apply an operation to a component; its errors name the component."""
     folders = [path / name for path in pipeline.paths]
-    own = {**options, "src": folders if len(folders) > 1 else folders[0]}
-    if ignored := pipeline.ignored.get(name):
-        own["ignore"] = ignored
+    src = folders if len(folders) > 1 else folders[0]
     with _named(pipeline, name):
-        return operation(**own)
+        return operation(**{**options, "src": src, **pipeline.own.get(name, {})})
 
 
 @contextmanager
@@ -362,6 +402,7 @@ class _Run:
         inputs = InputFiles([], [], [])
         reader, nothing = ShardReader([], inputs, labels=[], names=[]), Weights([], [], [], [], [])
         read = [one for path in pipeline.paths for one in walk(path) if one.is_file()]
+        read += [path for adapter in self.options.get("adapters", ()) for path in adapter.source.paths]
         with writer.writing(reader, inputs, nothing, self.settings, read) as staged:
             total, done = sum(map(_full_bytes, planned.values())), 0
             for name, report in planned.items():

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from shardconv.checkpoint.adapters.adapter import AnyAdapter
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.foreign_writer import ForeignLayout, write_foreign
 from shardconv.checkpoint.operations.megatron_writer import MegatronLayout
@@ -72,7 +73,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     tp: int | None = None,
     ranks: Ranks = None,
     base: StrPath | None = None,
-    adapters: Sequence[StrPath] = (),
+    adapters: Sequence[StrPath | AnyAdapter] = (),
     merge_adapter: bool = False,
     overwrite: bool = False,
     checksums: bool = True,
@@ -99,8 +100,8 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
             need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
             folder with one. ``options`` are then those of the base model.
-        adapters: folders of LoRA adapters of PEFT for the model ``src``; each is split into a folder
-            ``adapters/NAME`` of ``dst``.
+        adapters: folders of LoRA adapters of PEFT for the model ``src``, or LoRA files of diffusers or Kohya; each is
+            split into a folder ``adapters/NAME`` of ``dst``, or of the components of a pipeline that it has layers of.
         merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the

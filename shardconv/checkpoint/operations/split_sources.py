@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint import adapters as adapter_modules
-from shardconv.checkpoint.adapters.adapter import Adapter, open_adapter, plan_adapter
+from shardconv.checkpoint.adapters.adapter import AnyAdapter, open_adapter, plan_adapter
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, local_path, open_path
-from shardconv.files.weight_formats import ADAPTER_FILES
+from shardconv.files.weight_formats import ADAPTER_FILES, DIFFUSERS_LORA
 from shardconv.support.errors import UsageError, option
 
 
@@ -31,7 +31,7 @@ class SplitSources(NamedTuple):
 def plan_sources(
     src: SourcePath | Source,
     base: StrPath | None,
-    adapters: Sequence[StrPath],
+    adapters: Sequence[StrPath | AnyAdapter],
     layout: str,
     options: PlanOptions,
     *,
@@ -63,14 +63,21 @@ def plan_sources(
         if isinstance(src, Source):
             raise UsageError(f"{src.path}: is not the folder of an adapter: remove {option('base')}")
         return SplitSources(_plan_alone(open_path(src), base, layout, options), {})
-    follow_links = options.get("follow_links", False)
-    opened = [open_adapter(local_path(one), follow_links=follow_links) for one in adapters]
+    opened = open_adapters(adapters, follow_links=options.get("follow_links", False))
     src = src if isinstance(src, Source) else open_path(src)
-    model = plan_source(src, layout=layout, dtype=dtype, **_without_adapters(src, opened, options))
+    model = plan_source(src, layout=layout, dtype=dtype, **without_adapters(src, opened, options))
     if not merge_adapter:
         return SplitSources(model, _named([(one, plan_adapter(one, model, layout=layout)) for one in opened]))
     (adapter,) = opened
     return SplitSources(adapter_modules.merge_adapter.with_merged_adapter(model, adapter), {})
+
+
+def open_adapters(adapters: Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
+    """Open adapters, of which some may be open."""
+    return [
+        open_adapter(local_path(one), follow_links=follow_links) if isinstance(one, str | Path) else one
+        for one in adapters
+    ]
 
 
 def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
@@ -81,8 +88,8 @@ def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) 
     return plan_adapter(adapter, base, layout=layout, **of_base)
 
 
-def _without_adapters(src: AnyPath | Source, adapters: Sequence[Adapter], options: PlanOptions) -> PlanOptions:
-    """The options for the model, which leave out adapters in its folder and in subfolders."""
+def without_adapters(src: AnyPath | Source, adapters: Sequence[AnyAdapter], options: PlanOptions) -> PlanOptions:
+    """The options for a model or a pipeline, which leave out adapters in its folder and in subfolders."""
     if isinstance(src, Source) and adapters:
         return {**options, "follow_links": False}  # those of the adapters
     if not isinstance(src, Path):
@@ -90,13 +97,13 @@ def _without_adapters(src: AnyPath | Source, adapters: Sequence[Adapter], option
     folder, found = src.resolve(), list[str]()
     for path in (one.source.path.resolve() for one in adapters if isinstance(one.source.path, Path)):
         if path == folder:
-            found += [name for name in ADAPTER_FILES if (folder / name).exists()]
+            found += [name for name in (*ADAPTER_FILES, DIFFUSERS_LORA) if (folder / name).exists()]
         elif path.is_relative_to(folder):
             found.append(escape(path.relative_to(folder).as_posix()))
     return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)} if found else options
 
 
-def _named(adapters: Sequence[tuple[Adapter, PlannedSource]]) -> dict[str, PlannedSource]:
+def _named(adapters: Sequence[tuple[AnyAdapter, PlannedSource]]) -> dict[str, PlannedSource]:
     """The adapters by the names of their folders."""
     names = [adapter.source.name for adapter, _ in adapters]
     if name := next((name for name in names if not is_portable_name(name)), None):

@@ -30,10 +30,10 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The components of a pipeline, and its files; or those of a split pipeline.
+    """The components of a pipeline, and its files.
 
     Attributes:
-        paths: the folder, or folders with some of the ranks each.
+        paths: the folder; of a split pipeline, also several folders with some of the ranks each.
         components: name to class of the components that are checkpoints of their own.
         copied: name to class of the other components, with the reason why they are copied.
         files: name to path of all files that are not of ``components``.
@@ -41,9 +41,7 @@ class Pipeline:
         expected: name to checksum of ``files``; None if they are unknown.
         left_out: name to reason of files that are left out.
         ignore: patterns of files that the user left out.
-        ignored: name to patterns of the files of each of ``components`` that are left out.
-        tp: tensor parallel size of a split pipeline; None for a source.
-        num_bytes: of a split pipeline, name to bytes of the full tensors of each of ``components``.
+        own: name to arguments of an operation on each of ``components`` that are not those of the pipeline.
     """
 
     paths: tuple[AnyPath, ...]
@@ -54,9 +52,7 @@ class Pipeline:
     expected: Mapping[str, str] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict)
     ignore: tuple[str, ...] = ()
-    ignored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    tp: int | None = None
-    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     @property
     def first(self) -> AnyPath:
@@ -65,8 +61,8 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """The name of the pipeline, without the tensor parallel size of a split one."""
-        return model_name(self.first.resolve()).removesuffix("" if self.tp is None else f"-tp{self.tp}")
+        """The name of the folder; in a Hugging Face cache that of the pipeline."""
+        return model_name(self.first.resolve())
 
 
 def is_pipeline(path: AnyPath) -> bool:
@@ -121,7 +117,7 @@ def open_pipeline(
         inner_files=tuple(inner),
         left_out={name: why for name, why in folder.left_out.items() if name.partition("/")[0] not in sharded},
         ignore=folder.ignore,
-        ignored={one: tuple(_patterns(folder, one)) for one in sharded},
+        own={one: {"ignore": found} if (found := tuple(_patterns(folder, one))) else {} for one in sharded},
     )  # fmt: skip
 
 

@@ -34,11 +34,13 @@ class Loadable:
         path: the split checkpoint, or the source as the user passed it.
         manifest: of the split checkpoint; of a source, that of a split, without checksums.
         source: the source; None for a split checkpoint.
+        pipeline: the folder of the pipeline that is loaded with this component; None for a model alone.
     """
 
     path: AnyPath
     manifest: Manifest
     source: Source | None = None
+    pipeline: AnyPath | None = None
 
     @property
     def folder(self) -> AnyPath:
@@ -49,8 +51,7 @@ class Loadable:
     def adapter_note(self) -> str:
         """The adapters in it, and the command that applies one; "" without any."""
         if self.source is None:
-            names = ", ".join(self.manifest.adapters)
-            return f"adapters that are not applied: {names} (pass --adapter NAME to apply one)" if names else ""
+            return unapplied(self.manifest.adapters)
         found = [*adapter_folders(self.path if self.path.is_dir() else self.path.parent, self.source.left_out)]
         if not found:
             return ""
@@ -132,6 +133,12 @@ class Loadable:
         }
 
 
+def unapplied(adapters: Collection[str]) -> str:
+    """A note on adapters that are split with a model, and the option that applies one; "" without any."""
+    names = ", ".join(adapters)
+    return f"adapters that are not applied: {names} (pass --adapter NAME to apply one)" if names else ""
+
+
 def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loadable:
     """Open a split checkpoint, or plan a source for ``tp`` ranks.
 
@@ -160,12 +167,21 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
 
 def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
     """Refuse options that a split checkpoint does not use."""
-    if tp not in (None, manifest.tp):
+    refuse_other_tp(path, manifest.tp, tp)
+    refuse_changes(path, options)
+
+
+def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
+    """Refuse another tensor parallel size than that of a split checkpoint or pipeline; None is accepted.
+
+    Raises:
+        UsageError: if ``tp`` is another one.
+    """
+    if tp not in (None, stored):
         raise UsageError(
-            f"{path}: is split for {manifest.tp} ranks (got {option(tp=tp)}): remove {option('tp')}, or make a "
+            f"{path}: is split for {stored} ranks (got {option(tp=tp)}): remove {option('tp')}, or make a "
             f"checkpoint for {tp} ranks with shardconv reshard {path} --tp {tp}"
         )
-    refuse_changes(path, options)
 
 
 # --- adapters in place of models ------------------------------------------------------------------------------------

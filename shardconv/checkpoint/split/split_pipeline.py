@@ -5,6 +5,7 @@ resharded alone, is detected.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec import field
 from msgspec.structs import replace
@@ -68,6 +69,34 @@ class PipelineManifest(Data, frozen=True, kw_only=True, tag_field="format_versio
         return replace(self, created_by="", ranks=(), components=components)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitPipeline(Pipeline):
+    """A split pipeline.
+
+    Attributes:
+        tp: tensor parallel size.
+        manifests: the manifest of each component.
+    """
+
+    tp: int
+    manifests: Mapping[str, Manifest]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder without the tensor parallel size."""
+        return super().name.removesuffix(f"-tp{self.tp}")
+
+    @property
+    def num_bytes(self) -> dict[str, int]:
+        """Name to bytes of the full tensors of each component."""
+        return {name: total_bytes(one.source_tensors.values()) for name, one in self.manifests.items()}
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters of all components."""
+        return sorted({adapter for one in self.manifests.values() for adapter in one.adapters})
+
+
 def is_split_pipeline(path: AnyPath) -> bool:
     """Whether a path is the folder of a split pipeline."""
     return (path / PIPELINE_NAME).exists()
@@ -100,7 +129,7 @@ def _check(manifest: PipelineManifest) -> None:
             raise ValueError(f"{name!r:.100} is not a valid file name")
 
 
-def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -> Pipeline:
+def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -> SplitPipeline:
     """Open the folder of a split pipeline, or those that have some of its ranks each.
 
     Args:
@@ -122,7 +151,7 @@ def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -
         if not for_report and (found := component_differences(manifest, path)):
             raise SplitCheckpointError(f"{path}: {found[0]}: {_AGAIN}")
     inner = {name: read_manifest(paths[0] / name) for name in first.components}
-    return Pipeline(
+    return SplitPipeline(
         tuple(paths),
         {name: one.class_name for name, one in first.components.items()},
         first.copied,
@@ -131,7 +160,7 @@ def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -
         expected=first.files,
         ignore=first.ignore,
         tp=first.tp,
-        num_bytes={name: total_bytes(one.source_tensors.values()) for name, one in inner.items()},
+        manifests=inner,
     )
 
 

@@ -1,0 +1,164 @@
+"""LoRA files on disk: names, rows of fused layers, and what is refused. tests/runtime compares outputs."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from safetensors.torch import load_file, save_file
+
+import shardconv
+from shardconv.support.errors import PlanError, ShardconvError, UsageError
+from tests.support.checkpoints import contents
+from tests.support.diffusion import write_diffusion
+from tests.support.lora import FILES, WIDTH, change_lora, write_lora
+
+PREFIX = "base_model.model"
+LINEAR1 = "single_transformer_blocks.0"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_diffusion(tmp_path_factory.mktemp("flux") / "source", "flux")
+
+
+@pytest.fixture(scope="module")
+def kohya(tmp_path_factory):
+    return write_lora(tmp_path_factory.mktemp("flux") / "kohya.safetensors", FILES["kohya"][1])
+
+
+@pytest.fixture
+def linear1(tmp_path):
+    """An adapter of the projection that a single block of the original checkpoint has for four layers."""
+    return write_lora(tmp_path / "linear1.safetensors", {"lora_unet_": {"single_blocks.0.linear1": (64, 448, 4, 2)}})
+
+
+def test_rows_of_a_fused_layer_become_layers(source, linear1, tmp_path):
+    shardconv.split(source / "transformer", tmp_path / "split", tp=2, adapters=[linear1])
+    shardconv.merge(tmp_path / "split" / "adapters" / "linear1", tmp_path / "merged")
+    found, stored = load_file(tmp_path / "merged" / "adapter_model.safetensors"), load_file(linear1)
+    layers = [*(f"{LINEAR1}.attn.{name}" for name in ("to_q", "to_k", "to_v")), f"{LINEAR1}.proj_mlp"]
+    rows = stored["lora_unet_single_blocks_0_linear1.lora_up.weight"].split([WIDTH, WIDTH, WIDTH, 4 * WIDTH])
+    expected = {f"{PREFIX}.{layer}.lora_B.weight": part for layer, part in zip(layers, rows, strict=True)}
+    shared = stored["lora_unet_single_blocks_0_linear1.lora_down.weight"]
+    expected |= {f"{PREFIX}.{layer}.lora_A.weight": shared for layer in layers}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    settings = json.loads((tmp_path / "merged" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["alpha_pattern"]) == (4, 2, {})
+
+
+def test_a_merge_writes_what_is_split_again(source, kohya, tmp_path):
+    """The merged adapters are in folders of their components, which tell what they are for."""
+    shardconv.split(source, tmp_path / "split", tp=2, adapters=[kohya])
+    report = shardconv.merge(tmp_path / "split", tmp_path / "merged")
+    assert report.adapters == ("text_encoder/kohya", "transformer/kohya")
+    folders = [tmp_path / "merged" / name / "adapters" / "kohya" for name in ("text_encoder", "transformer")]
+    shardconv.split(tmp_path / "merged", tmp_path / "again", tp=2, adapters=folders)
+    again, split = contents(tmp_path / "again"), contents(tmp_path / "split")
+    ranks = {name: data for name, data in split.items() if "rank-" in name}
+    assert {name: data for name, data in again.items() if "rank-" in name} == ranks
+
+
+def test_an_adapter_in_the_folder_of_the_pipeline_is_no_component(source, kohya, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "pipeline")
+    shutil.copy(kohya, folder / "kohya.safetensors")
+    report = shardconv.split(folder, tmp_path / "split", tp=2, adapters=[folder / "kohya.safetensors"])
+    assert report.left_out == {"kohya.safetensors": "ignored by 'kohya.safetensors'"}
+
+
+def test_names_with_a_prefix_that_new_text_encoders_lack(source, kohya, tmp_path):
+    """Checkpoints of CLIP have it or not, and so do LoRA files."""
+    folder = shutil.copytree(source / "text_encoder", tmp_path / "text_encoder")
+    weights = folder / "model.safetensors"
+    save_file({f"text_model.{name}": one for name, one in load_file(weights).items()}, weights, {"format": "pt"})
+    for name, base in (("old", folder), ("new", source / "text_encoder")):
+        part = change_lora(kohya, tmp_path / "part.safetensors", lambda tensors: _keep(tensors, "lora_te1_"))
+        shardconv.split(base, tmp_path / name, tp=2, adapters=[part])
+    old, new = (load_file(tmp_path / name / "adapters" / "part" / "rank-0-of-2.safetensors") for name in ("old", "new"))
+    assert {name.replace("text_model.", "") for name in old} == {*new}
+
+
+def _keep(tensors, start):
+    for name in [name for name in tensors if not name.startswith(start)]:
+        del tensors[name]
+
+
+def rename(old, new):
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+QKV, PROJ = "lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_attn_proj"
+#: Changes of a file, the component that is split with it or "" for the pipeline, and the error.
+REFUSED = {
+    "layer that is unknown": (
+        rename(f"{PROJ}.alpha", "lora_unet_other.alpha"),
+        "transformer",
+        "FluxTransformer2DModel does not have a layer other: fuse it into the pipeline in Python",
+    ),
+    "kind of adapter that is unknown": (
+        rename(f"{PROJ}.alpha", f"{PROJ}.dora_scale"),
+        "transformer",
+        f"{PROJ}.dora_scale: is not a tensor of a LoRA adapter that is supported",
+    ),
+    "fused layer of another model": (
+        lambda tensors: tensors.update({f"{QKV}.lora_up.weight": torch.ones(96, 4)}),
+        "transformer",
+        f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, those of transformer_blocks.0.attn.to_q",
+    ),
+    "layer without A": (
+        lambda tensors: tensors.pop(f"{PROJ}.lora_down.weight"),
+        "transformer",
+        "the adapter of transformer_blocks.0.attn.to_out.0 does not have its A",
+    ),
+    "alpha with several numbers": (
+        lambda tensors: tensors.update({f"{PROJ}.alpha": torch.ones(2)}),
+        "transformer",
+        f"{PROJ}.alpha: is F32 [2] (expected one number)",
+    ),
+    "two tensors of a layer": (
+        lambda tensors: tensors.update({f"{PROJ}.lora_A.weight": torch.ones(4, WIDTH)}),
+        "transformer",
+        "are the same tensor of a layer",
+    ),
+    "layers of another component, too": (
+        lambda tensors: tensors.update({"lora_te1_text_model_x.alpha": torch.ones(1)}),
+        "transformer",
+        "has layers of text_encoder, transformer, and this is one model: pass the pipeline",
+    ),
+    "component that is not sharded": (
+        lambda tensors: tensors.update({"unet.x.lora_A.weight": torch.ones(4, 4)}),
+        "",
+        "is for transformer, unet, and unet is not sharded (expected only text_encoder, text_encoder_2, transformer)",
+    ),
+    "layers without a component": (
+        lambda tensors: [tensors.update({name.replace("lora_unet_", ""): tensors.pop(name)}) for name in [*tensors]],
+        "",
+        "does not name the component that it is for",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unusual_files_are_refused(source, kohya, tmp_path, case):
+    change, component, text = REFUSED[case]
+
+    def apply(tensors):
+        _keep(tensors, "lora_unet_")
+        change(tensors)
+
+    adapter = change_lora(kohya, tmp_path / "changed.safetensors", apply)
+    with pytest.raises((PlanError, UsageError)) as error:
+        shardconv.split(source / component, tmp_path / "split", tp=2, adapters=[adapter])
+    assert text in str(error.value)
+
+
+def test_metadata_beside_alphas_is_refused(source, kohya, tmp_path):
+    tensors = {name: one for name, one in load_file(kohya).items() if name.startswith(PROJ)}
+    for text, message in (('{"transformer.r": 4}', "has both lora_adapter_metadata and"), ("[", "is not JSON")):
+        save_file(tensors, tmp_path / "x.safetensors", {"lora_adapter_metadata": text})
+        with pytest.raises(ShardconvError, match=message):
+            shardconv.split(source / "transformer", tmp_path / "split", tp=2, adapters=[tmp_path / "x.safetensors"])
