@@ -1,6 +1,7 @@
 """The command line: output streams, exit codes and imports; and the public names of the package."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -338,6 +339,23 @@ def test_table_fits_a_narrow_terminal(commands):
     for name, *cells in rows:
         assert f"{name} count {cells[0]}, dtype {cells[1]}, shape {cells[2]}, shard {cells[3]}," in words
         assert cells[-1] in words
+
+
+def test_reasons_go_below_the_rows_at_110_columns(commands):
+    shown = on_a_terminal(commands["plan"], columns=110).partition("\n\n")[2].splitlines()
+    wide = [re.split("  +", line) for line in call(*commands["plan"]).out.partition("\n\n")[2].splitlines()]
+    assert max(map(len, shown)) <= 110
+    assert re.split("  +", shown[0]) == wide[0][:-1]
+    for *cells, reason in wide[1:]:
+        at = next(number for number, line in enumerate(shown) if re.split("  +", line) == cells)
+        below = itertools.takewhile(lambda line: line.startswith("  "), shown[at + 1 :])
+        assert " ".join(line.strip() for line in below) == reason
+
+
+@pytest.mark.parametrize("has_color", [True, False])
+def test_table_has_color_on_a_terminal(commands, has_color):
+    settings = {"TERM": "xterm-256color"} | ({} if has_color else {"NO_COLOR": "1"})
+    assert (COLOR.search(on_a_terminal(commands["plan"], columns=110, **settings)) is not None) == has_color
 
 
 def test_table_on_a_wide_terminal(commands):

@@ -2,11 +2,11 @@
 
 import gc
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardconv.commands.command import COST, Flag, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
+from shardconv.commands.listed_sizes import ListedSizes
 from shardconv.commands.options import COUNT, Number, SourcePath
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
@@ -91,7 +91,7 @@ def show_cost(
     *,
     link: "Link | None",
     page: HtmlFile | None,
-    tp: int | None,
+    listed: ListedSizes,
 ) -> None:
     """Print memory and communication cost.
 
@@ -101,19 +101,19 @@ def show_cost(
         flags: the values of :data:`COST_OPTIONS`.
         options: options of the plan.
         link: the measured link; None for the link of ``flags``.
-        page: the file of ``--html``, if there is one; it has the cost of all supported sizes, also with ``tp``.
-        tp: the tensor parallel size; None for all that are supported.
+        page: the file of ``--html``, if there is one; it has the cost of all supported sizes.
+        listed: the tensor parallel sizes.
     """
     with ImportPhase():
         from shardconv.html.page import write_page
         from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
         from shardconv.tensor.cost import Link
-    planned, no_plan = (None, None) if page is None else plan_for_page(src, tp, **options)
+    planned, no_plan = (None, None) if page is None else plan_for_page(src, listed.tp, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(
             src,
-            tps=None if tp is None else sorted({tp, *curve}),
+            tps=None if listed.tps is None else sorted({*listed.tps, *curve}),
             batch=flags["batch"],
             seq=flags["seq"],
             link=link or Link(flags["alpha"], flags["beta"]),
@@ -122,9 +122,10 @@ def show_cost(
         )
     if page is not None:
         page.write(console, write_page(planned, no_plan=no_plan, cost=report))
-    report = replace(report, costs=tuple(cost for cost in report.costs if tp in (None, cost.tp)))
+    report = listed.of_cost(report)
     padded = f", and the {NUM_PADDED} up to {MAX_PADDED_TP} with the least padding" if options["pad"] else ""
-    bound = [] if tp else [f"tp: the supported sizes up to {MAX_TP}{padded}; --tp N counts another"]
+    every = f"the supported sizes up to {MAX_TP}{padded}{listed.where}; --tp N counts another"
+    bound = [] if listed.tps else [f"tp: {every}"]
     gaps = _gaps(report)
     console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])
     console.table(_COLUMNS, [_row(cost) for cost in report.costs])
@@ -142,7 +143,7 @@ def _head(report: "CostReport") -> list[str]:
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}",
         f"per rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
-        f"link: {_link(report.link)}; times are of communication alone, by rings, which is an upper bound",
+        f"link: {_link(report.link)}; times: communication only; ring collectives; upper bound",
         *report.notes,
     ]
 

@@ -10,12 +10,12 @@ import click
 from click.core import ParameterSource
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
-from shardconv.commands.command import CHECKS, PLAN, REPORT, Command, Flag, Option, chosen
+from shardconv.commands.command import CHECKS, REPORT, Command, Flag, Option, chosen
 from shardconv.commands.cost import COST_OPTIONS, measured_link, show_cost
 from shardconv.commands.html import HtmlFile
+from shardconv.commands.listed_sizes import MEMORY, TPS, ListedSizes
 from shardconv.commands.options import (
     BASE,
-    COUNT,
     FAMILY,
     HTML_OPTIONS,
     PLAN_OPTIONS,
@@ -55,8 +55,8 @@ _PLAN, _COST, _HTML = ([str(option.name) for option in some] for some in (PLAN_O
 _APPLYING = {
     "families": _DISPLAY,
     "propose": (*_DISPLAY, *(option.name for option in SOURCE_OPTIONS), "check_model"),
-    "prove": (*_DISPLAY, *_PLAN, "check_model", "tp"),
-    "cost": (*_DISPLAY, *_PLAN, *_COST, *_HTML, "tp"),
+    "prove": (*_DISPLAY, *_PLAN, "check_model", "tps"),
+    "cost": (*_DISPLAY, *_PLAN, *_COST, *_HTML, "tps", "memory"),
     "measure_link": (*_DISPLAY, *_COST),
 }
 
@@ -66,7 +66,6 @@ _NUMBER = re.compile(r"\d+")
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
-_TP = "Show the placement of every tensor for this tensor parallel size. [default: list the supported sizes]"
 _FAMILIES = Option(
     REPORT, "--list-families families", "List the families and the model types that they serve, or those that contain "
     "WORD.",
@@ -78,9 +77,10 @@ _FAMILIES = Option(
     cls=Command,
     params=[
         click.Argument(["src"], type=SOURCE_PATH, required=False),
-        Option(PLAN, "--tp", _TP, type=COUNT, metavar="N"),
+        TPS,
         *PLAN_OPTIONS,
         BASE,
+        MEMORY,
         Flag(REPORT, "--all show_all", "Print a line per tensor, not one for all layers."),
         _FAMILIES,
         Flag(REPORT, "--propose", "Print a plan file that is derived from the modules of a small model."),
@@ -93,14 +93,15 @@ _FAMILIES = Option(
     ],
     epilog="shardconv plan llama\n"
     "shardconv plan hf://org/llama --tp 8\n"
-    "shardconv plan llama --tp 8 --cost\n"
+    "shardconv plan llama --cost --memory 80GB\n"
     "shardconv plan --list-families qwen",
 )
 def plan(
     console: Console,
     src: SourcePath | None,
     *,
-    tp: int | None,
+    tps: tuple[int, ...] | None,
+    memory: int | None,
     families: str | None,
     propose: bool,
     prove: bool,
@@ -130,26 +131,27 @@ def plan(
     if families is not None:
         _show_families(families, console)
         return
+    listed = ListedSizes(tps, memory)
     page = HtmlFile.of(html, overwrite=overwrite, sources=(src, base))
     link = measured_link(console, is_reported=src is None) if is_measured else None
     if src is None or (is_measured and link is None):
         return
     if is_cost:
-        show_cost(src, console, flags, options, link=link, page=page, tp=tp)
+        show_cost(src, console, flags, options, link=link, page=page, listed=listed)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
         _show_proposal(src, console, options)
     elif prove:
-        show_proof(src, console, tp, options, check_model=check_model is not False)
+        show_proof(src, console, tps or (), options, check_model=check_model is not False)
     else:
         with console.progress("read headers", counts=True) as progress, header_progress(progress):
-            report = report_plan(src, tp=tp, base=base, dtype=dtype, **options)
+            report = report_plan(src, tp=listed.tp, base=base, dtype=dtype, **options)
         if page is not None:
             from shardconv.html.page import write_page
 
             page.write(console, write_page(report))
-        _show_plan(report, console, model_notes(checked), show_all=show_all)
+        _show_plan(listed.of_plan(report), console, model_notes(checked), listed, show_all=show_all)
 
 
 def _check_options(src: SourcePath | None, **outputs: bool) -> None:
@@ -196,18 +198,22 @@ def _show_proposal(src: SourcePath, console: Console, options: dict[str, Any]) -
     console.document(propose_plan(src, **chosen(options, SOURCE_OPTIONS)), tomllib.loads)
 
 
-def _show_plan(report: "PlanReport", console: Console, of_model: list[str], *, show_all: bool) -> None:
+def _show_plan(
+    report: "PlanReport", console: Console, of_model: list[str], listed: ListedSizes, *, show_all: bool
+) -> None:
     if show_all and report.tp is None:
         raise UsageError("--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N")
     found = [*notes(report.assumed, report.left_out), *of_model]
-    console.report(report, _plan_lines(report, found), quiet_warnings=notes(report.assumed, {}))
-    if report.tp is not None:
-        console.table(
-            ("tensor", "count", "dtype", "shape", "shard", "placement", "why"), _plan_rows(report, show_all=show_all)
-        )
+    console.report(report, _plan_lines(report, found, listed), quiet_warnings=notes(report.assumed, {}))
+    if listed.is_list:
+        rows = zip(report.supported_tp, report.supported_bytes, strict=True)
+        console.table(("tp", "weights per rank"), [(str(tp), size(num_bytes)) for tp, num_bytes in rows])
+    elif report.tp is not None:
+        columns = ("tensor", "count", "dtype", "shape", "shard", "placement", "why")
+        console.table(columns, _plan_rows(report, show_all=show_all), ends_with_remark=True)
 
 
-def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
+def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     if report.stored_tp is not None and len(report.ranks) < report.stored_tp:
@@ -221,22 +227,22 @@ def _plan_lines(report: "PlanReport", found: list[str]) -> list[str]:
         stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
         lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
     lines += [*component_notes(report), *adapter_notes(report.adapters), *found]
-    lines.append(f"supported tp: {', '.join(map(str, report.supported_tp)) or 'none'}")
+    lines.append(f"supported tp{listed.where}: {', '.join(map(str, report.supported_tp)) or 'none'}")
     blocks: dict[tuple[str, str], list[BlockedTp]] = {}
     for blocked in report.blocked_tp:
         blocks.setdefault((blocked.tensor, _NUMBER.sub("", blocked.reason)), []).append(blocked)
     for (tensor, _), equal in blocks.items():
         lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
-        listed = [one for at, one in enumerate(report.padded_tp) if one.tp <= _LISTED or at < _LEAST]
-        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in listed]
+        padded = [one for at, one in enumerate(report.padded_tp) if one.tp <= _LISTED or at < _LEAST]
+        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in padded]
         others = len(report.padded_tp) - len(sizes_with)
         more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
         lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
     lines += padding_notes(report.padding)
     if report.tp is not None:
-        lines += [f"tp {report.tp}: {sizes(report.rank_bytes)} per rank", ""]
-    return lines
+        lines.append(f"tp {report.tp}: {sizes(report.rank_bytes)} per rank")
+    return [*lines, ""] if report.tp is not None or listed.is_list else lines
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:

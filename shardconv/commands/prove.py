@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def show_proof(
-    src: SourcePath, console: Console, tp: int | None, options: dict[str, Any], *, check_model: bool
+    src: SourcePath, console: Console, tps: tuple[int, ...], options: dict[str, Any], *, check_model: bool
 ) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     with ImportPhase():
         from shardconv.proof.prove import prove
     with console.progress("prove", counts=True) as progress:
-        report = prove(src, tps=() if tp is None else (tp,), check_model=check_model, progress=progress, **options)
+        report = prove(src, tps=tps, check_model=check_model, progress=progress, **options)
     gaps = _gaps(report)
     lines = [*_proof_lines(report), *gaps, _verdict(report)]
     console.report(report, lines, quiet_warnings=gaps if report.is_proven else lines)

@@ -195,17 +195,28 @@ class Console:
         if not self.quiet and lines:
             echo("\n".join(lines), err=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table for people; on a terminal that is too narrow for it, some lines for each row."""
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, ends_with_remark: bool = False) -> None:
+        """Print a table for people, in color on a terminal; on one that is too narrow, some lines for each row.
+
+        Args:
+            columns: the headings.
+            rows: the cells of each row.
+            ends_with_remark: whether the last column is dim, and goes below its row on a narrow terminal.
+        """
         if self.as_json or self.quiet:
             return
         rows = [[visible(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
         terminal_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths)
-        if sum(widths) - 2 > terminal_width:
+        if sum(widths) - 2 <= terminal_width:
+            lines = [_aligned(row, widths, is_last_dim=ends_with_remark) for row in rows]
+        elif ends_with_remark and sum(widths[:-1]) - 2 <= terminal_width:
+            columns = columns[:-1]
+            lines = [line for row in rows for line in _above_remark(row, widths[:-1], terminal_width)]
+        else:
             click.echo("\n".join(_entries(columns, rows, terminal_width)))
             return
-        click.echo("\n".join(_aligned(row, widths) for row in (columns, *rows)))
+        click.echo("\n".join([_styled(_aligned(columns, widths[: len(columns)]), bold=True, fg="cyan"), *lines]))
 
     @contextmanager
     def progress(self, what: str, *, counts: bool = False) -> Iterator[Progress | None]:
@@ -232,8 +243,23 @@ class Console:
                 display.close()
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+def _aligned(cells: Sequence[str], widths: Sequence[int], *, is_last_dim: bool = False) -> str:
+    """A line of a table."""
+    *others, last = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return "".join([*others, _styled(last.rstrip(), dim=is_last_dim)]).rstrip()
+
+
+def _above_remark(cells: Sequence[str], widths: Sequence[int], width: int) -> list[str]:
+    """A line of a table, and the last cell below it."""
+    below = textwrap.wrap(cells[-1], width, initial_indent="  ", subsequent_indent="  ")
+    return [_aligned(cells[:-1], widths), *(_styled(line, dim=True) for line in below)]
+
+
+def _styled(text: str, *, bold: bool = False, dim: bool = False, fg: str | None = None) -> str:
+    """A text with a style, on a terminal that shows styles."""
+    if not (bold or dim) or not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return click.style(text, bold=bold, dim=dim, fg=fg)
 
 
 def _entries(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:

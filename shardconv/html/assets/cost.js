@@ -57,7 +57,7 @@ function costParts(cost) {
 function costSettings({ model, batch, seq, dtype, link }) {
   const speed = link.beta ? `${size(1 / link.beta)}/s` : 'infinite bandwidth';
   const run = `${model ?? 'No model class'}, ${counted(batch, 'prompt')} of ${counted(seq, 'token')} in ${dtype}`;
-  const times = 'Times are of communication alone, by rings, which is an upper bound.';
+  const times = 'Times: communication only; ring collectives; upper bound.';
   return `${run}; link of ${duration(link.alpha)} per message and ${speed}. ${times}`;
 }
 

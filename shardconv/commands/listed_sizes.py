@@ -1,0 +1,110 @@
+"""``--tp`` with several sizes, and ``--memory``, of ``plan``: the tensor parallel sizes that a report lists."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardconv.commands.command import PLAN, REPORT, Option
+from shardconv.commands.options import COUNT
+from shardconv.support.errors import UsageError
+from shardconv.support.formatting import parse_size, size
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.operations.plan_report import PlanReport
+    from shardconv.runtime.cost_report import CostReport
+
+
+class _Sizes(click.ParamType[tuple[int, ...]]):
+    """Tensor parallel sizes with commas between them."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The sizes of a text, ascending."""
+        return tuple(sorted({int(COUNT.convert(text, param, ctx)) for text in value.split(",")}))
+
+
+class _Memory(click.ParamType[int]):
+    """Bytes, or a size such as 80GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The bytes of a text."""
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+TPS = Option(
+    PLAN, "--tp tps", "Show the placement of every tensor for this tensor parallel size; with several sizes, such as "
+    "2,4,8, list only these. [default: list all]",
+    type=_Sizes(), metavar="N[,N...]",
+)  # fmt: skip
+MEMORY = Option(
+    REPORT, "--memory", "List only sizes whose weights per rank fit, or with --cost the total. SIZE is such as 80GB.",
+    type=_Memory(), metavar="SIZE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSizes:
+    """The sizes that a report lists.
+
+    Attributes:
+        tps: the sizes of ``--tp``; None for all.
+        memory: the most bytes per rank; None for any.
+    """
+
+    tps: tuple[int, ...] | None
+    memory: int | None
+
+    @property
+    def tp(self) -> int | None:
+        """The size of the plan, if there is one size."""
+        return self.tps[0] if self.tps and len(self.tps) == 1 else None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether sizes are compared."""
+        return self.memory is not None or (self.tps is not None and len(self.tps) > 1)
+
+    @property
+    def where(self) -> str:
+        """The condition on sizes; empty for none."""
+        return "" if self.memory is None else f" that fit into {size(self.memory)} per rank"
+
+    def of_plan(self, report: "PlanReport") -> "PlanReport":
+        """A report on a plan with these sizes only.
+
+        Raises:
+            UsageError: if the report does not cover a size.
+        """
+        covered = {*report.supported_tp, *(one.tp for one in report.blocked_tp)}
+        listed = {*self.tps} if self.tps and self.tp is None else covered
+        if unknown := sorted(listed - covered):
+            raise UsageError(f"--tp cannot list {unknown[0]} together with other sizes: pass it alone")
+        fitting = {
+            tp: num_bytes
+            for tp, num_bytes in zip(report.supported_tp, report.supported_bytes, strict=True)
+            if tp in listed and (self.memory is None or num_bytes <= self.memory)
+        }
+        return replace(
+            report,
+            supported_tp=tuple(fitting),
+            supported_bytes=tuple(fitting.values()),
+            blocked_tp=tuple(one for one in report.blocked_tp if one.tp in listed),
+            padded_tp=tuple(one for one in report.padded_tp if one.tp in listed),
+        )
+
+    def of_cost(self, report: "CostReport") -> "CostReport":
+        """A report on cost with these sizes only; the weights count where the total is not known."""
+        costs = tuple(
+            cost
+            for cost in report.costs
+            if (self.tps is None or cost.tp in self.tps)
+            and (self.memory is None or (cost.memory_bytes or cost.weight_bytes) <= self.memory)
+        )
+        return replace(report, costs=costs)

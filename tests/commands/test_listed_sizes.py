@@ -1,0 +1,62 @@
+"""``--tp`` with several sizes, and ``--memory``, of ``plan``."""
+
+import json
+
+import pytest
+
+from tests.support.checkpoints import DEMO
+from tests.support.command import call
+from tests.support.matrix import needs_torch
+
+
+def planned(*options: str) -> dict:
+    return json.loads(call("plan", DEMO, *options, "--json").out)
+
+
+def test_several_sizes_are_listed():
+    every, some = planned(), planned("--tp", "8,2,3")
+    bytes_of = dict(zip(every["supported_tp"], every["supported_bytes"], strict=True))
+    assert some["supported_tp"] == [2, 8]
+    assert some["supported_bytes"] == [bytes_of[2], bytes_of[8]]
+    assert [one["tp"] for one in some["blocked_tp"]] == [one["tp"] for one in some["padded_tp"]] == [3]
+    assert some["tp"] is None
+    assert call("plan", DEMO, "--tp", "8,2,3").out.endswith("\n\ntp  weights per rank\n2   3.39 MB\n8   916 kB\n")
+
+
+def test_sizes_that_fit():
+    bytes_of = dict(zip(planned()["supported_tp"], planned()["supported_bytes"], strict=True))
+    assert planned("--memory", str(bytes_of[4]))["supported_tp"] == [4, 8]
+    assert planned("--memory", str(bytes_of[4] - 1))["supported_tp"] == [8]
+    assert planned("--memory", "1.7GB", "--tp", "1,8")["supported_tp"] == [1, 8]
+    assert "\nsupported tp that fit into 1 kB per rank: none\n" in call("plan", DEMO, "--memory", "1kB").out
+
+
+@needs_torch
+def test_costs_that_fit():
+    options = ["--cost", "--seq", "16"]
+    total = {cost["tp"]: cost["memory_bytes"] for cost in planned(*options)["costs"]}
+    assert sorted(total) == [1, 2, 4, 8]
+    fitting = planned(*options, "--memory", str(total[2]))["costs"]
+    assert [cost["tp"] for cost in fitting] == [tp for tp, memory in total.items() if memory <= total[2]]
+    assert [cost["tp"] for cost in planned(*options, "--tp", "2,4")["costs"]] == [2, 4]
+
+
+@needs_torch
+def test_several_sizes_are_proven():
+    assert [proof["tp"] for proof in planned("--prove", "--tp", "2,4")["proofs"]] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tp", "2,99"], "--tp cannot list 99 together with other sizes: pass it alone"),
+        (["--tp", "2,x"], "Invalid value for '--tp': got 'x', expected an integer from 1"),
+        (["--memory", "2x"], "Invalid value for '--memory': is not a size (got '2x'"),
+        (["--memory", "2GB", "--propose"], "--memory does not apply to --propose: remove one of the two"),
+        (["--tp", "2,4", "--all"], "--all lists the tensors of a plan, which is for one tensor parallel size"),
+    ],
+)
+def test_wrong_values_are_refused(options, message):
+    result = call("plan", DEMO, *options)
+    assert result.code == 2
+    assert message in result.err
