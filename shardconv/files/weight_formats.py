@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import folder_name, local_path
+from shardconv.files.text_files import read_json
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"
@@ -195,12 +196,28 @@ def conversion_instructions(folder: AnyPath, names: Collection[str]) -> str:
     """
     target = _output_name(folder, "safetensors")
     if gguf := next((name for name in names if name.endswith(".gguf")), None):
+        if class_name := _class_of_diffusers(folder):
+            return (
+                f"Convert it in Python:\nimport torch\nfrom diffusers import {class_name}, GGUFQuantizationConfig\n"
+                f"model = {class_name}.from_single_file({str(folder / gguf)!r}, config={str(folder)!r}, "
+                "quantization_config=GGUFQuantizationConfig(torch.bfloat16), torch_dtype=torch.bfloat16)\n"
+                f"model.dequantize().save_pretrained({target!r})"
+            )
         return _python_steps(
             "Convert it",
             "from transformers import AutoModelForCausalLM",
             f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, gguf_file={gguf!r}).save_pretrained({target!r})",
         )
     return "Convert it to safetensors first, with the library that wrote it."
+
+
+def _class_of_diffusers(folder: AnyPath) -> str | None:
+    """The class of diffusers that a config in a folder names."""
+    try:
+        found = read_json(folder / CONFIG_NAME).get("_class_name")
+    except SourceError:
+        return None
+    return found if isinstance(found, str) and found.isidentifier() else None
 
 
 def without_weights(path: AnyPath) -> str:

@@ -135,7 +135,7 @@ def known_tensors(
         model: the model.
         tensors: name to shard.
         folder: the checkpoint, for messages.
-        dtype: of values, except in modules that diffusers keeps in float32; None as they are stored.
+        dtype: of values; None as they are stored. Those of modules that diffusers keeps in float32 are float32.
         unused: patterns of tensors that the model need not use.
 
     Raises:
@@ -150,10 +150,8 @@ def known_tensors(
     }
     check_report(report, type(model).__name__, folder, unused)
     kept = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
-    if dtype is None:
-        return known
     dtypes = {name: torch.float32 if kept.intersection(name.split(".")) else dtype for name in known}
-    return {name: one.to(dtypes[name]) if one.is_floating_point() else one for name, one in known.items()}
+    return {name: one.to(dtypes[name] or one.dtype) if one.is_floating_point() else one for name, one in known.items()}
 
 
 def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Sequence[str] = ()) -> None:

@@ -72,14 +72,14 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
     if given := given_options(options, ("model",) if options["component"] is None else ()):
         raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
     is_split = is_split_pipeline(path)
+    if is_split:
+        refuse_other_tp(path, read_pipeline_manifest(path).tp, options["tp"])
+    pipeline = (open_split_folders if is_split else open_source_pipeline)([path], options)
     if not is_split and options["tp"] is None:
         raise SplitCheckpointError(
             f"{path}: is not a split pipeline: make one with shardconv split {path} --tp N, or load it without "
             f"splitting it: {option(tp='N')}"
         )
-    if is_split:
-        refuse_other_tp(path, read_pipeline_manifest(path).tp, options["tp"])
-    pipeline = (open_split_folders if is_split else open_source_pipeline)([path], options)
     opened[:] = [pipeline]
     component = options["component"] or next(iter(pipeline.components))
     if component not in pipeline.components:

@@ -124,9 +124,9 @@ def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineO
         if options.adapter is not None:
             adapted_components(pipeline, options.adapter)
         return pipeline.tp
+    open_pipeline(path, components=options.plan.get("components", ()), ignore=options.plan.get("ignore", ()))
     if options.tp is None:
         raise UsageError(f"{path}: is not split: pass {option('tp')}, or split it (shardconv split {path} --tp N)")
-    open_pipeline(path, components=options.plan.get("components", ()), ignore=options.plan.get("ignore", ()))
     return options.tp
 
 

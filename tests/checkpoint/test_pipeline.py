@@ -362,8 +362,11 @@ REFUSED = {
     "two variants": (two_variants, SourceError, "component transformer .*2 variants of a checkpoint"),
     "weights beside the components": (single_file, SourceError, "not of a component: flux1-dev.safetensors.*ignore"),
     "GGUF": (
-        lambda folder: (folder / "transformer" / "model.safetensors").rename(folder / "transformer" / "q4.gguf"),
-        SourceError, "transformer/q4.gguf: is in the format GGUF, .*component transformer .*ignore",
+        lambda folder: (
+            (folder / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}'),
+            (folder / "transformer" / "model.safetensors").rename(folder / "transformer" / "q4.gguf"),
+        ),
+        SourceError, r"(?s)transformer/q4.gguf: is in the format GGUF.*ignore.*FluxTransformer2DModel.from_single_file",
     ),
     "component in another folder": (index(**{"../x": ["a", "B"]}), SourceError, "'../x': is not a name of a folder"),
     "malformed component": (index(unet=["diffusers"]), SourceError, "unet: is not .library, class."),
@@ -395,6 +398,15 @@ def test_the_class_that_converts_original_names(tmp_path, names, kind):
         shardconv.split(tmp_path / "model.safetensors", tmp_path / "out", tp=TP)
 
 
+def test_the_remedy_for_gguf_names_the_class_of_diffusers(tmp_path):
+    (tmp_path / "q4.gguf").touch()
+    for name, text in (("FluxTransformer2DModel", "FluxTransformer2DModel.from_single_file("), ("", "AutoModelFor")):
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+        with pytest.raises(SourceError) as error:
+            shardconv.split(tmp_path, tmp_path / "split", tp=TP)
+        assert text in str(error.value)
+
+
 def test_a_component_of_an_unknown_class_can_be_copied(source, tmp_path):
     shutil.copytree(source, tmp_path / "source")
     unknown_model(tmp_path / "source")
@@ -409,7 +421,7 @@ def test_files_that_are_ignored(source, tmp_path, change):
     change(tmp_path / "source")
     pattern = "flux1-dev.safetensors" if change is single_file else "transformer/*.fp16.safetensors"
     report = shardconv.split(tmp_path / "source", tmp_path / "split", tp=TP, ignore=(pattern,))
-    assert [*report.left_out] == [pattern.replace("*", "model")]
+    assert report.left_out == {pattern.replace("*", "model"): f"ignored by {pattern!r}"}
     assert shardconv.verify(tmp_path / "split", against=tmp_path / "source").differences == ()
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source)

@@ -415,6 +415,20 @@ def other_split(source: Path, *, tp: int = TP) -> Path:
     return place
 
 
+def vae_with_variants(source: Path) -> None:
+    """Add a component that is copied, in two variants."""
+    index = json.loads((source / "model_index.json").read_text())
+    (source / "model_index.json").write_text(json.dumps({**index, "vae": ["diffusers", "AutoencoderKL"]}))
+    (source / "vae").mkdir()
+    for name in ("model.safetensors", "model.fp16.safetensors"):
+        copied("transformer/model.safetensors", f"vae/{name}")(source)
+
+
+def lora(name: str) -> Change:
+    """Add a LoRA file with this tensor."""
+    return lambda source: save_file({name: torch.zeros(2, 64)}, source / "lora.safetensors")
+
+
 def replace_component(split: Path, other: Path) -> None:
     """Replace the transformer of a split pipeline."""
     shutil.rmtree(split / "transformer")
@@ -473,7 +487,7 @@ class Case:
         interrupted: a change of the source and the staging folder between a split that fails and one that resumes it.
         has_locks: whether the file system of the destination supports locks.
         has_plan: whether plan and split get the plan file that the change wrote.
-        options: further options of plan and split.
+        options: further options of plan and split; SOURCE in them is the path of the source.
         left_out: files of the source that these options exclude.
         layout: the layout of the rank files.
         max_file_size: of the split checkpoint that is damaged.
@@ -500,6 +514,13 @@ class Case:
 def of_pipeline(outcome: Outcome, change: Change) -> Case:
     """The row of a pipeline that cannot be split."""
     return Case(refused(outcome) | {"plan --prove": na("a proof is of one model")}, change, base="pipeline")
+
+
+def split_with(outcome: Outcome, change: Change, *options: str) -> Case:
+    """The row of a pipeline that is split with options of this command."""
+    return Case(
+        every(COMMANDS, na("an option of split")) | {"split": outcome}, change, base="pipeline", options=options
+    )
 
 
 def damaged_pipeline(outcome: Outcome, damage: Damage) -> Case:
@@ -1063,6 +1084,24 @@ CASES: Mapping[str, Case] = {
         error("component transformer", "2 variants", "--ignore"),
         copied("transformer/model.safetensors", "transformer/model.fp16.safetensors"),
     ),
+    "copied component with two variants": of_pipeline(
+        error("component vae (AutoencoderKL) has 2 variants", "--ignore vae/model.safetensors"), vae_with_variants,
+    ),
+    "component in the format GGUF": of_pipeline(
+        error("transformer/q4.gguf", "GGUF", "AutoModelForCausalLM"),
+        lambda at: (at / "transformer" / "model.safetensors").rename(at / "transformer" / "q4.gguf") and None,
+    ),
+    "LoRA file for a component that is not sharded": split_with(
+        error("unet is not sharded", "load_lora_weights"),
+        lora("unet.down.lora_A.weight"), "--adapter", "SOURCE/lora.safetensors",
+    ),
+    "LoRA file with a layer that the component lacks": split_with(
+        error("transformer.other.lora_A.weight", "does not have a layer other", "load_lora_weights"),
+        lora("transformer.other.lora_A.weight"), "--adapter", "SOURCE/lora.safetensors",
+    ),
+    "pipeline for an engine": split_with(
+        error("--for vllm is for one model", "pass a component"), lambda _: None, "--for", "vllm",
+    ),
     "single-file checkpoint beside the components": of_pipeline(
         error("flux1-dev.safetensors", "--ignore"),
         copied("transformer/model.safetensors", "flux1-dev.safetensors"),
@@ -1078,6 +1117,13 @@ CASES: Mapping[str, Case] = {
     "split component that is missing": damaged_pipeline(
         error("component transformer (FluxTransformer2DModel) is missing"),
         lambda _, split: shutil.rmtree(split / "transformer"),
+    ),
+    "split pipeline without model_index.json": damaged_pipeline(
+        error("model_index.json"), lambda _, split: (split / "model_index.json").unlink()
+    ),
+    "split pipeline without its manifest": damaged_pipeline(
+        error("split components (", "without shardconv-pipeline.json"),
+        lambda _, split: (split / "shardconv-pipeline.json").unlink(),
     ),
     "model_index.json edited after the split": damaged_pipeline(
         error("model_index.json: differs from its checksum"),
@@ -1119,7 +1165,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 423, "warning": 10, "na": 858}
+COUNTS = {"right": 249, "error": 440, "warning": 10, "na": 911}
 
 
 def counts() -> Counter[str]:
@@ -1213,7 +1259,8 @@ def split_of(case: Case, source: Path, split: Path) -> Path:
 
 
 def options_of(case: Case, source: Path) -> list[Any]:
-    return [*case.options, *(["--rules", source.with_name("plan.toml")] if case.has_plan else [])]
+    given = [one.replace("SOURCE", str(source)) for one in case.options]
+    return [*given, *(["--rules", source.with_name("plan.toml")] if case.has_plan else [])]
 
 
 # --- the commands ---------------------------------------------------------------------------------------------------
@@ -1539,7 +1586,7 @@ DEFAULT_SOURCES = {
     "fp8 with one scale per tensor",
 }  # fmt: skip
 #: Options of split that load does not have.
-ONLY_OF_SPLIT = {"--dtype", "--layout", "--ranks", "--resume"}
+ONLY_OF_SPLIT = {"--adapter", "--dtype", "--layout", "--ranks", "--resume"}
 #: Cases that have an outcome of loading, without those of commands that write files.
 OF_A_SOURCE = [
     name

@@ -116,6 +116,23 @@ def test_components_have_the_dtype_that_is_stored_or_asked_for(axis, source, spl
 
 
 @on_ranks("pair")
+def test_modules_that_diffusers_keeps_in_float32(axis, wan_bf16):
+    source, split = wan_bf16
+    expected = {name: one.dtype for name, one in unsharded(source, dtype=torch.bfloat16).transformer.named_parameters()}
+    assert {*expected.values()} == {torch.bfloat16, torch.float32}
+    for options in ({}, {"dtype": "bf16"}):
+        found = shardconv.load(split, component="transformer", device="cpu", group=axis, **options)
+        assert {name: one.dtype for name, one in found.named_parameters()} == expected
+
+
+@pytest.fixture
+def wan_bf16(tmp_path):
+    source = write_diffusion(tmp_path / "source", "wan", torch.bfloat16)
+    shardconv.split(source, tmp_path / "split", tp=2)
+    return source, tmp_path / "split"
+
+
+@on_ranks("pair")
 def test_chosen_components_of_a_source(axis, source, split):
     whole = unsharded(source)
     pipeline = shardconv.load(source, tp=2, components=("transformer",), device="cpu", group=axis)

@@ -19,7 +19,7 @@ SHARDED = ("text_encoder", "transformer")
 
 
 def write_pipeline(folder: Path, *, seed: int = 0, kv_heads: int = 2) -> Path:
-    """Write a pipeline; its text encoder has two files with an index, and its VAE two variants."""
+    """Write a pipeline; its text encoder has two files with an index."""
     write_checkpoint(folder / "text_encoder", parts=2, seed=seed)
     write_checkpoint(folder / "transformer", config=llama_config(layers=1, kv_heads=kv_heads), seed=seed + 10)
     write_index(folder, COMPONENTS)
@@ -32,10 +32,7 @@ def write_pipeline(folder: Path, *, seed: int = 0, kv_heads: int = 2) -> Path:
     for name, text in texts.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    for variant in ("", ".fp16"):
-        write_weights(
-            folder / "vae" / f"diffusion_pytorch_model{variant}.safetensors", {"conv.weight": ("F16", (4, 4))}
-        )
+    write_weights(folder / "vae" / "diffusion_pytorch_model.safetensors", {"conv.weight": ("F16", (4, 4))})
     return folder
 
 

@@ -21,6 +21,7 @@ from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
+from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.families.loading import model_type_of
 from shardconv.plan.grid import VALUES
@@ -49,6 +50,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: AnyAdapter) -> PlannedS
         )
     adapter = adapter.on(source.specs, planned.planner.rules, model_type_of(source.config or {}))
     merge = _Merge(adapter, source, planned.planner.rules)
+    settings = [path for name, path in adapter.source.auxiliary_files.items() if name == ADAPTER_CONFIG]
     merged = replace(
         source,
         converted_from=merge.stored(),
@@ -58,7 +60,7 @@ def with_merged_adapter(planned: PlannedSource, adapter: AnyAdapter) -> PlannedS
     return planned._replace(
         source=merged,
         planner=planned.planner.assuming(*planned.planner.assumed, *merge.assumed()),
-        paths=(*planned.paths, *adapter.source.paths, *adapter.source.auxiliary_files.values()),
+        paths=(*planned.paths, *adapter.source.paths, *settings),
     )
 
 

@@ -220,7 +220,7 @@ def report_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     reports = {name: _call(operation, pipeline, name, options) for name in pipeline.components}
     return combine(
         reports, source=str(paths[0]), components=pipeline.components, copied=pipeline.copied,
-        left_out={**pipeline.left_out, **_left_out(reports)},
+        left_out={**_left_out(reports), **pipeline.left_out},
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
         reports, paths=tuple(map(str, paths)), against=None if source is None else str(source.first), tp=pipeline.tp,
         layout=next(iter(reports.values())).layout, ranks=tuple(sorted(ranks)),
         seconds=time.perf_counter() - began, components=pipeline.components, copied=pipeline.copied,
-        left_out={**left_out, **_left_out(reports)},
+        left_out={**_left_out(reports), **left_out},
     )  # fmt: skip
     verified: R = replace(
         report,
@@ -382,7 +382,7 @@ class _Run:
             return self._write(writer, reports)
 
         outcome = writer.run(pipeline.paths, write, began=began)
-        left_out = {"left_out": {**pipeline.left_out, **_left_out(reports)}} if hasattr(first, "left_out") else {}
+        left_out = {"left_out": {**_left_out(reports), **pipeline.left_out}} if hasattr(first, "left_out") else {}
         return combine(reports, **outcome, **left_out, components=pipeline.components, copied=pipeline.copied)
 
     def _plan(self, name: str) -> WriteReport:

@@ -1,12 +1,15 @@
 """Auxiliary files of a new checkpoint: config, tokenizer and others, copied or written with other contents."""
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple, Self
 
 import xxhash
 
+from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
@@ -85,8 +88,12 @@ class AuxiliaryFiles:
         made = {name: checksum(one.text.encode()) for name, one in self.made.items()}
         return {name: checksum_file(path) for name, path in self.copied.items()} | made
 
-    def write(self, folder: Path) -> dict[str, str]:
+    def write(self, folder: Path, threads: int | None = None) -> dict[str, str]:
         """Copy and write the files into a folder.
+
+        Args:
+            folder: the folder.
+            threads: number of threads, each of which copies one file at a time; None for the default.
 
         Returns:
             Name to checksum.
@@ -95,10 +102,18 @@ class AuxiliaryFiles:
             IntegrityError: if a checksum is not the expected one.
             SourceError: if a file changes during the copy, or the config has changed since the plan was made.
         """
-        checksums = {}
-        for name, path in self.copied.items():
+        for name in self.names:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            checksums[name] = _copy(path, folder / name)
+        stopping, copies = Event(), list[Future[str]]()
+        with ThreadPoolExecutor(threads or default_threads(), thread_name_prefix="shardconv") as pool:
+            try:
+                copies += (pool.submit(_copy, path, folder / name, stopping) for name, path in self.copied.items())
+                checksums = {name: copy.result() for name, copy in zip(self.copied, copies, strict=True)}
+            except BaseException:
+                stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        for name, path in self.copied.items():
             if self.expected is not None and checksums[name] != self.expected[name]:
                 raise IntegrityError(f"{path}: differs from its checksum: restore the original file")
         for name, new in self.made.items():
@@ -110,13 +125,15 @@ class AuxiliaryFiles:
         return checksums
 
 
-def _copy(path: AnyPath, target: Path) -> str:
-    """Copy a file with its permissions, and return its checksum."""
+def _copy(path: AnyPath, target: Path, stopping: Event) -> str:
+    """Copy a file with its permissions, and return its checksum; ends early if another thread is ``stopping``."""
     size = file_bytes(path)
     running = xxhash.xxh3_128()
     with InputFiles([path], [b""], [size]) as inputs, create(target, inputs.mode) as copy:
         inputs.prefetch([(0, 0, size)])
         for chunk in chunks(inputs, size):
+            if stopping.is_set():
+                raise InterruptedError("another thread failed, or the user interrupted the copy")
             running.update(chunk)
             copy.write(chunk)
         inputs.check_unchanged()

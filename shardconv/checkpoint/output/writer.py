@@ -250,7 +250,7 @@ class CheckpointWriter:
             open_folder = partial(self.destination.writing, new, journal)
             with self.team.staging(self.destination.path, open_folder) as folder:
                 checksums = self._copy(reader, inputs, folder, weights, journal)
-                copied = self.auxiliary.write(folder.path) if self.team.is_leader else {}
+                copied = self.auxiliary.write(folder.path, self.options.threads) if self.team.is_leader else {}
                 yield Staged(folder, checksums, copied, inputs.mode, 0 if journal is None else journal.resumed_bytes)
                 if self.team.size > 1 and self.team.is_leader:  # before any process renames its folder
                     self.destination.check(new, ())

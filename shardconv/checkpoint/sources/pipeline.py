@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
 
-from shardconv.checkpoint.engine.layout import PIPELINE_NAME
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options, list_folder
 from shardconv.checkpoint.sources.source import model_name
 from shardconv.checkpoint.sources.source_files import check_portable, is_portable_name
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
-from shardconv.files.weight_formats import CONFIG_NAME, INDEX_NAME, is_trainer_state, is_weights
+from shardconv.files.weight_formats import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    NUMBERED_NAME,
+    conversion_instructions,
+    is_trainer_state,
+    is_weights,
+    variants,
+)
 from shardconv.support.errors import SourceError, UsageError, option
 
 #: Patterns of classes that do not have weights.
@@ -67,7 +75,7 @@ class Pipeline:
 
 def is_pipeline(path: AnyPath) -> bool:
     """Whether a path is the folder of a pipeline, split or not."""
-    return (path / INDEX_NAME).exists()
+    return (path / INDEX_NAME).exists() or (path / PIPELINE_NAME).exists()
 
 
 def open_pipeline(
@@ -99,6 +107,8 @@ def open_pipeline(
         )
     check_portable(path, folder.kept)
     classes = read_index(path)
+    if held := [name for name in classes if f"{name}/{MANIFEST_NAME}" in folder.kept]:
+        raise SourceError(without_manifest(path, held))
     names = {one: [name for name in folder.kept if name.startswith(f"{one}/")] for one in classes}
     copied = {name: why for name, one in classes.items() if (why := _why_copied(folder, name, one, names[name]))}
     _refuse_other_weights(folder, classes)
@@ -115,10 +125,18 @@ def open_pipeline(
         (path,), sharded, copied,
         files=folder.regular_files(name for name in folder.kept if name not in inner),
         inner_files=tuple(inner),
-        left_out={name: why for name, why in folder.left_out.items() if name.partition("/")[0] not in sharded},
+        left_out=folder.left_out,
         ignore=folder.ignore,
         own={one: {"ignore": found} if (found := tuple(_patterns(folder, one))) else {} for one in sharded},
     )  # fmt: skip
+
+
+def without_manifest(path: AnyPath, components: Sequence[str]) -> str:
+    """The message for a split pipeline whose manifest is missing; ``components`` are those that are split."""
+    return (
+        f"{path}: has split components ({', '.join(components)}) without {PIPELINE_NAME}: restore it, split the "
+        f"pipeline again, or pass a component"
+    )
 
 
 def read_index(path: AnyPath) -> dict[str, str]:
@@ -153,11 +171,14 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
     _check_class(folder, name, class_name)
     weights = [file for file in files if is_weights(file) and not is_trainer_state(file)]
     if weights and _matches(class_name, (*_UNSHARDED, *_WITHOUT_WEIGHTS)):
+        _refuse_variants(folder, name, class_name, weights)
         return f"{class_name}, not sharded"
     if gguf := next((file for file in weights if file.endswith(".gguf")), None):
+        place = folder.path / gguf
         raise SourceError(
-            f"{folder.path / gguf}: is in the format GGUF, which is not supported in pipelines: download the component "
-            f"{name} ({class_name}) as safetensors, or leave the file out with {option(ignore=[gguf])}"
+            f"{place}: is in the format GGUF, which is not supported: download the component {name} ({class_name}) as "
+            f"safetensors, or leave the file out with {option(ignore=[gguf])}. "
+            f"{conversion_instructions(place.parent, [place.name])}"
         )
     if weights:
         return ""
@@ -167,6 +188,17 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
             "folder again"
         )
     return f"{class_name}, without weights"
+
+
+def _refuse_variants(folder: SourceFolder, name: str, class_name: str, weights: Sequence[str]) -> None:
+    """Refuse several variants of a component that is copied, of which libraries load the default one."""
+    unnumbered = [one for one in weights if not NUMBERED_NAME.fullmatch(one)]
+    if held := next(variants(unnumbered), None):
+        others = held[1:]
+        raise SourceError(
+            f"{folder.path}: component {name} ({class_name}) has {len(held)} variants ({', '.join(held)}): leave out "
+            f"all files of the others, such as with {ignore_options(others, folder.kept.keys() - {*others})}"
+        )
 
 
 def _check_class(folder: SourceFolder, name: str, class_name: str) -> None:

@@ -11,16 +11,17 @@ from msgspec import field
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
-from shardconv.checkpoint.sources.pipeline import Pipeline
+from shardconv.checkpoint.sources.pipeline import Pipeline, without_manifest
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.rank_files import is_regular_file
 from shardconv.checkpoint.split.sealed_file import read_sealed
 from shardconv.files.checksums import checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import missing_hint
+from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.support.errors import SplitCheckpointError
 from shardconv.support.structs import Data
 
@@ -111,6 +112,9 @@ def read_pipeline_manifest(folder: AnyPath) -> PipelineManifest:
     try:
         return read_sealed(folder / PIPELINE_NAME, PipelineManifest, _check, _AGAIN)
     except (FileNotFoundError, NotADirectoryError) as error:
+        held = [one.name for one in folder.iterdir() if is_split(one)] if folder.is_dir() else []
+        if held:
+            raise SplitCheckpointError(without_manifest(folder, held)) from error
         problem = "is not a split pipeline" if folder.exists() else f"does not exist{missing_hint(folder)}"
         raise SplitCheckpointError(f"{folder}: {problem}: make one with shardconv split {folder} --tp N") from error
 
@@ -148,6 +152,8 @@ def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -
                 "every host"
             )
         _check_components(manifest, path)
+        if not for_report and not (path / INDEX_NAME).exists():
+            raise SplitCheckpointError(f"{path}: {INDEX_NAME} is missing, but {PIPELINE_NAME} lists it: {_AGAIN}")
         if not for_report and (found := component_differences(manifest, path)):
             raise SplitCheckpointError(f"{path}: {found[0]}: {_AGAIN}")
     inner = {name: read_manifest(paths[0] / name) for name in first.components}
