@@ -53,6 +53,8 @@ PURPOSES = {
         "ShardconvError", "SourceError", "PlanError", "SplitCheckpointError", "IntegrityError", "PlanWarning",
     ),
 }  # fmt: skip
+#: Pages with tables that need the width of the table of contents.
+_WIDE = {"models.md", "diffusion-models.md"}
 #: Classes of the page of reports that no command prints with ``--json``, or only as a part of another.
 _PARTS_OF_REPORTS = (
     "shardconv.checkpoint.operations.plan_report.TensorReport", "shardconv.plan.tp_sizes.PaddingReport",
@@ -129,6 +131,8 @@ def with_reference(markdown: str) -> str:
 def on_page_markdown(markdown: str, *, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Resolve links between pages, generate the reference, and add charts to the results of benchmarks."""
     del config, files
+    if page.file.src_uri in _WIDE:
+        page.meta["hide"] = ["toc"]
     return with_charts(with_reference(site_links(markdown, page.file.src_uri)))
 
 
