@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the same names as in _HOMES
     from shardconv.layers import RowParallelLinear as RowParallelLinear
     from shardconv.layers import VocabParallelClassifier as VocabParallelClassifier
     from shardconv.layers import VocabParallelEmbedding as VocabParallelEmbedding
+    from shardconv.layers import clip_grad_norm_ as clip_grad_norm_
     from shardconv.plan.placement import Placement as Placement
     from shardconv.plan.plan import Plan as Plan
     from shardconv.policies.policy import Layer as Layer
@@ -89,6 +90,7 @@ _HOMES = {
         "RowParallelLinear",
         "VocabParallelClassifier",
         "VocabParallelEmbedding",
+        "clip_grad_norm_",
     ),
     "shardconv.plan.placement": ("Placement",),
     "shardconv.plan.plan": ("Plan",),

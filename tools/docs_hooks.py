@@ -47,7 +47,7 @@ PURPOSES = {
     "Build and train parallel models": (
         "init_parallel", "destroy_parallel", "ParallelLinear", "ColumnParallelLinear", "RowParallelLinear",
         "LoRALinear", "ParallelEmbedding", "VocabParallelEmbedding", "VocabParallelClassifier",
-        "ParallelCrossEntropyLoss", "ParallelDropout",
+        "ParallelCrossEntropyLoss", "ParallelDropout", "clip_grad_norm_",
     ),
     "Errors and warnings": (
         "ShardconvError", "SourceError", "PlanError", "SplitCheckpointError", "IntegrityError", "PlanWarning",

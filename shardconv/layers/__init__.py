@@ -1,6 +1,7 @@
 """Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal those of torch."""
 
 from shardconv.layers import functional, init
+from shardconv.layers.clipping import clip_grad_norm_
 from shardconv.layers.column_row_linear import ColumnParallelLinear, RowParallelLinear, VocabParallelClassifier
 from shardconv.layers.dropout import ParallelDropout
 from shardconv.layers.embedding import ParallelEmbedding, VocabParallelEmbedding
@@ -22,6 +23,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelClassifier",
     "VocabParallelEmbedding",
+    "clip_grad_norm_",
     "functional",
     "get_parallel_dim",
     "init",
