@@ -22,8 +22,10 @@ REPORTS = {
     "plan": "shardconv.checkpoint.operations.plan_report.PlanReport",
     "plan-list-families": "shardconv.plan.families.loading.FamilyList",
     "plan-prove": "shardconv.proof.prove.ProofReport",
+    "plan-prove-pipeline": "shardconv.proof.prove.PipelineProof",
     "plan-measure-link": "shardconv.tensor.cost.LinkReport",
     "plan-cost": "shardconv.runtime.cost_report.CostReport",
+    "plan-cost-pipeline": "shardconv.runtime.cost_report.PipelineCost",
     "run": "shardconv.runtime.run.RunReport",
     "run-pipeline": "shardconv.runtime.pipeline_run.PipelineRunReport",
 }

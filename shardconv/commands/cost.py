@@ -14,7 +14,7 @@ from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
-    from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
+    from shardconv.runtime.cost_report import CostReport, PipelineCost, TpCost, Traffic
     from shardconv.tensor.cost import Link, LinkReport
 
 _LINK_NUMBER = Number(float, 0, 1e9)
@@ -105,9 +105,14 @@ def show_cost(
         listed: the tensor parallel sizes.
     """
     with ImportPhase():
+        from shardconv.checkpoint.sources.pipeline import is_pipeline
+        from shardconv.files.paths import open_path
         from shardconv.html.page import write_page
+        from shardconv.runtime.cost_report import PipelineCost
         from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
         from shardconv.tensor.cost import Link
+    if page is not None and is_pipeline(open_path(src)):
+        raise UsageError(f"--html shows the cost of one model (got the pipeline {src}): pass a component")
     planned, no_plan = (None, None) if page is None else plan_for_page(src, listed.tp, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
     with console.progress("count", counts=True) as progress:
@@ -120,6 +125,9 @@ def show_cost(
             progress=progress,
             **options,
         )
+    if isinstance(report, PipelineCost):
+        _show_pipeline(report, console)
+        return
     if page is not None:
         page.write(console, write_page(planned, no_plan=no_plan, cost=report))
     report = listed.of_cost(report)
@@ -129,6 +137,18 @@ def show_cost(
     gaps = _gaps(report)
     console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])
     console.table(_COLUMNS, [_row(cost) for cost in report.costs])
+
+
+def _show_pipeline(report: "PipelineCost", console: Console) -> None:
+    """Print the cost of each component, and the weights of all."""
+    gaps = [f"{name}: {gap}" for name, one in report.components.items() for gap in _gaps(one)]
+    heads = [line for one in report.components.values() for line in _head(one)]
+    lines = [*dict.fromkeys(heads), f"copied components: {size(report.copied_bytes)} on every rank", *gaps, ""]
+    console.report(report, lines, quiet_warnings=gaps)
+    rows = [(name, *_row(cost)) for name, one in report.components.items() for cost in one.costs]
+    unknown = ("-",) * (len(_COLUMNS) - 2)
+    totals = [("all", str(tp), size(weights), *unknown) for tp, weights in report.weight_bytes.items()]
+    console.table(("component", *_COLUMNS), [*rows, *totals])
 
 
 _COLUMNS = (

@@ -21,14 +21,15 @@ def show_proof(
 ) -> None:
     """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
     with ImportPhase():
-        from shardconv.proof.prove import prove
+        from shardconv.proof.prove import PipelineProof, prove
     with console.progress("prove", counts=True) as progress:
         report = prove(src, tps=tps, check_model=check_model, progress=progress, **options)
-    gaps = _gaps(report)
-    lines = [*_proof_lines(report), *gaps, _verdict(report)]
+    models = [*report.components.values()] if isinstance(report, PipelineProof) else [report]
+    gaps = [line for one in models for line in _gaps(one)]
+    lines = [line for one in models for line in (*_proof_lines(one), *_gaps(one), _verdict(one))]
     console.report(report, lines, quiet_warnings=gaps if report.is_proven else lines)
     if not report.is_proven:
-        sys.exit(3 if report.proofs else 1)
+        sys.exit(3 if all(one.proofs for one in models) else 1)
 
 
 def _proof_lines(report: "ProofReport") -> list[str]:

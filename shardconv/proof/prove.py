@@ -5,16 +5,18 @@ the source that the small model does not have, which the proof does not cover.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from msgspec import structs
 
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source
+from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
@@ -68,6 +70,28 @@ class ProofReport:
     is_proven: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PipelineProof:
+    """Proofs of the components of a pipeline of diffusers that are sharded.
+
+    Attributes:
+        source: the path.
+        components: name to the proof of each component.
+        is_proven: whether all are proven.
+    """
+
+    source: str
+    components: Mapping[str, ProofReport]
+    is_proven: bool
+
+
+def prove_each(operation: Callable[..., ProofReport], paths: list[AnyPath], options: Options) -> Any:
+    """Prove the plan of each component of a pipeline: a :class:`PipelineProof`."""
+    reports = call_on_each(operation, open_source_pipeline(paths, options), options)
+    return PipelineProof(str(paths[0]), reports, all(one.is_proven for one in reports.values()))
+
+
+@on_pipelines(prove_each)
 def prove(
     src: SourcePath,
     *,
@@ -84,7 +108,7 @@ def prove(
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
-            transformers.
+            transformers. Of a pipeline of diffusers, the result is a :class:`PipelineProof`.
         tps: tensor parallel sizes to try; by default 2 and 4, and 8 if the plan of the small model supports it.
         check_model: first compare names and shapes of the source with those of the model that its config names.
         progress: called with the number of tensor parallel sizes that were compared, and of all.

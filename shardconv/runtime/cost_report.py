@@ -1,7 +1,7 @@
 """The report of ``shardconv plan --cost``: memory per rank, and communication cost."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardconv.runtime.dry_run import Usage
@@ -115,3 +115,29 @@ class CostReport:
     link: Link
     costs: tuple[TpCost, ...]
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCost:
+    """Memory and communication cost of a pipeline of diffusers.
+
+    Attributes:
+        source: the path.
+        components: name to the cost of each component that is sharded.
+        copied_bytes: bytes of the weights of the other components, which every rank holds.
+        weight_bytes: tensor parallel size to the bytes of all weights on a rank, the maximum over ranks, for the sizes
+            of all components.
+    """
+
+    source: str
+    components: Mapping[str, CostReport]
+    copied_bytes: int
+    weight_bytes: Mapping[int, int]
+
+    @classmethod
+    def of(cls, source: str, components: Mapping[str, CostReport], copied_bytes: int) -> "PipelineCost":
+        """Sum up the weights of the components."""
+        first, *others = ({cost.tp: cost.weight_bytes for cost in one.costs} for one in components.values())
+        tps = [tp for tp in first if all(tp in one for one in others)]
+        weights = {tp: copied_bytes + sum(one[tp] for one in (first, *others)) for tp in tps}
+        return cls(source, components, copied_bytes, weights)

@@ -5,21 +5,23 @@ run of the converted model, without values, other processes or a GPU. What canno
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read_config_alone
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, file_bytes
 from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.weight_formats import is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
@@ -27,7 +29,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.tp_sizes import padding_report, tp_sizes
-from shardconv.runtime.cost_report import CostReport, TpCost
+from shardconv.runtime.cost_report import CostReport, PipelineCost, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
 from shardconv.support.errors import PlanError, RunError, ShardconvError, option
 from shardconv.tensor.cost import Link
@@ -42,6 +44,14 @@ SEQ = 2048
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
 
+def cost_of_each(operation: Callable[..., CostReport], paths: list[AnyPath], options: Options) -> Any:
+    """Estimate the cost of each component of a pipeline, and that of all: a :class:`PipelineCost`."""
+    pipeline = open_source_pipeline(paths, options)
+    copied = sum(file_bytes(path) for name, path in pipeline.files.items() if is_weights(name) and not is_index(name))
+    return PipelineCost.of(str(paths[0]), call_on_each(operation, pipeline, options), copied)
+
+
+@on_pipelines(cost_of_each)
 def estimate_cost(
     src: SourcePath,
     *,
@@ -62,7 +72,8 @@ def estimate_cost(
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
             transformers; or such a config alone, or a folder with a config and without weights: weights are then those
-            of the class.
+            of the class. Of a pipeline of diffusers, the result is a
+            :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
             to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
         batch: prompts per batch.

@@ -23,7 +23,9 @@ COMMANDS = {
     "plan": ["plan", DEMO, "--tp", "2"],
     "plan-list-families": ["plan", "--list-families", "llama"],
     "plan-prove": ["plan", DEMO, "--prove", "--tp", "2"],
+    "plan-prove-pipeline": ["plan", "{}/pipeline", "--prove", "--tp", "2", "--component", "text_encoder_2"],
     "plan-cost": ["plan", DEMO, "--cost", "--tp", "2"],
+    "plan-cost-pipeline": ["plan", "{}/pipeline", "--cost", "--tp", "2"],
     "plan-propose": ["plan", DEMO, "--propose"],
     "plan-measure-link": ["plan", "--measure-link"],
     "run": ["run", "{}/split", "--prompt", "An", "--device", "cpu", "--max-new-tokens", "2"],
@@ -60,12 +62,15 @@ def home(tmp_path_factory):
     return folder
 
 
-_WITH_MODEL = {"plan-prove", "plan-cost", "plan-propose", "plan-measure-link", "run", "run-pipeline"}
+_WITH_MODEL = {
+    "plan-prove", "plan-prove-pipeline", "plan-cost", "plan-cost-pipeline", "plan-propose", "plan-measure-link", "run",
+    "run-pipeline",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", cases(COMMANDS, lambda name: name not in _WITH_MODEL))
 def test_output_conforms_to_its_schema(home, capfd, name):
-    if name == "run-pipeline":
+    if name.endswith("-pipeline") and not (home / "pipeline").exists():
         from tests.support.diffusion import write_diffusion  # noqa: PLC0415 - imports diffusers, which takes seconds
 
         write_diffusion(home / "pipeline", "flux")

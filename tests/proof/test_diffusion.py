@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from safetensors.torch import load_file
+
 from shardconv.checkpoint.operations.split import split
 from shardconv.convert.model import config_fields
 from shardconv.hf.build import build_small
@@ -19,6 +21,7 @@ from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
 from shardconv.support.errors import PlanError, RunError
+from tests.support.diffusion import write_diffusion
 from tests.support.matrix import MATRIX, cases
 from tests.support.verdicts import verdict
 from tools.model_matrix import diffusion
@@ -178,3 +181,35 @@ def test_a_changed_config_is_refused(tmp_path):
     split(tmp_path / "wan", tmp_path / "split", tp=1)
     with pytest.raises(RunError, match="tensors that WanTransformer3DModel does not use"):
         load(tmp_path / "split", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    return write_diffusion(tmp_path_factory.mktemp("pipeline") / "flux", "flux")
+
+
+def test_a_pipeline_is_proven_by_components(pipeline):
+    report = prove(pipeline, tps=[2], components=("text_encoder", "transformer"))
+    assert [(name, one.model) for name, one in report.components.items()] == [
+        ("text_encoder", "CLIPTextModel"), ("transformer", "FluxTransformer2DModel")
+    ]  # fmt: skip
+    assert report.is_proven
+    (proof,) = report.components["transformer"].proofs
+    assert proof.is_right
+
+
+def test_a_rank_holds_the_weights_of_all_components(pipeline, tmp_path):
+    """Those of split files, and those of files that are copied."""
+    report = estimate_cost(pipeline, tps=[1, 2])
+    split(pipeline, tmp_path / "split", tp=2)
+    ranks = [load_file(path) for path in (tmp_path / "split").glob("*/rank-0-of-2.safetensors")]
+    sharded = sum(tensor.nbytes for tensors in ranks for tensor in tensors.values())
+    assert report.copied_bytes == (pipeline / "vae" / "diffusion_pytorch_model.safetensors").stat().st_size
+    assert report.weight_bytes[2] == sharded + report.copied_bytes
+    assert report.components["text_encoder"].costs[1].prefill.sent_bytes > 0
+    assert "inputs are not tokens" in report.components["transformer"].costs[1].not_counted
+
+
+def test_a_size_that_one_component_does_not_support(pipeline):
+    with pytest.raises(PlanError, match=r"component text_encoder \(CLIPTextModel\): "):
+        estimate_cost(pipeline, tps=[8])

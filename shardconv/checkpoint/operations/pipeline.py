@@ -217,7 +217,7 @@ def report_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     """Report on all components of a pipeline, split or not."""
     is_split = is_split_pipeline(paths[0])
     pipeline = (open_split_folders if is_split else open_source_pipeline)(paths, options)
-    reports = {name: _call(operation, pipeline, name, options) for name in pipeline.components}
+    reports = call_on_each(operation, pipeline, options)
     return combine(
         reports, source=str(paths[0]), components=pipeline.components, copied=pipeline.copied,
         left_out={**_left_out(reports), **pipeline.left_out},
@@ -236,7 +236,7 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
         own = {**options, "progress": _part(progress, done, size, total)}
         if source is not None:
             own |= {"against": source.first / name, **source.own[name]}
-        reports[name] = _call(operation, pipeline, name, own)
+        reports[name] = call_on(operation, pipeline, name, own)
         done += size
     manifests = {path: read_pipeline_manifest(path) for path in paths}
     damages = [text for path, manifest in manifests.items() for text in _damages(manifest, path, len(paths))]
@@ -291,7 +291,12 @@ def _left_out(reports: Mapping[str, Any]) -> dict[str, str]:
     return {f"{one}/{name}": why for one, report in reports.items() for name, why in report.left_out.items()}
 
 
-def _call(operation: Callable[..., R], pipeline: Pipeline, name: str, options: Options) -> R:
+def call_on_each(operation: Callable[..., R], pipeline: Pipeline, options: Options) -> dict[str, R]:
+    """Component to the result of an operation on it."""
+    return {name: call_on(operation, pipeline, name, options) for name in pipeline.components}
+
+
+def call_on(operation: Callable[..., R], pipeline: Pipeline, name: str, options: Options) -> R:
     """Apply an operation to a component; its errors name the component."""
     folders = [path / name for path in pipeline.paths]
     src = folders if len(folders) > 1 else folders[0]
@@ -393,7 +398,7 @@ class _Run:
         return report
 
     def _call(self, name: str, inner: Destination, **changed: object) -> Any:  # noqa: ANN401 - see run
-        return _call(self.operation, self.pipeline, name, {**self.options, "dst": inner, **changed})
+        return call_on(self.operation, self.pipeline, name, {**self.options, "dst": inner, **changed})
 
     def _write(self, writer: CheckpointWriter, reports: dict[str, Any]) -> int:
         """Write all components, and replace their reports; returns the bytes that an interrupted run had written."""
