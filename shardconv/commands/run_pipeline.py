@@ -32,7 +32,7 @@ PICTURE_OPTIONS = (
 PICTURE_NAMES = frozenset(str(option.name) for option in PICTURE_OPTIONS)
 #: Options of models that apply to pipelines, too.
 _SHARED = frozenset({
-    "src", "prompt", "seed", "device", "dtype", "adapter", "check", "verify", "tp", "as_json", "quiet",
+    "src", "prompt", "seed", "device", "dtype", "dequantize", "adapter", "check", "verify", "tp", "as_json", "quiet",
     *(str(option.name) for option in PLAN_OPTIONS),
 })  # fmt: skip
 

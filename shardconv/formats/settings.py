@@ -167,7 +167,7 @@ def _torchao(table: Mapping[str, object]) -> Iterator[Scheme]:
 
 def _quanto(table: Mapping[str, object]) -> Iterator[Scheme]:
     layers = [layer for layer in table.values() if isinstance(layer, Mapping)]
-    kinds = {str(layer.get("weights")).removeprefix("q") for layer in layers or [table]}
+    kinds = {str(one.get("weights", one.get("weights_dtype"))).removeprefix("q") for one in layers or [table]}
     if packed := sorted(kind for kind in kinds if not kind.startswith(("int8", "float8"))):
         raise PlanError(
             f"Quanto with weights of {packed[0]!r:.20} is not supported (expected int8, float8): a byte holds rows of "

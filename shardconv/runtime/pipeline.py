@@ -1,7 +1,7 @@
 """Load pipelines: their sharded components one after the other, and all others by diffusers."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.pipelines import build_pipeline
 from shardconv.runtime.device import as_torch_dtype
+from shardconv.runtime.rank_tensors import is_quantized
 from shardconv.runtime.ranks import connect_ranks
 from shardconv.support.errors import RunError, SplitCheckpointError, UsageError, option
 
@@ -43,23 +44,37 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     check_same(path, axis, {"files of pipelines": pipeline.expected})
     run_on_all(axis, partial(_check_files, pipeline, verify=options["verify"]))
     names = [*pipeline.components] if options["component"] is None else [options["component"]]
-    adapted = (
-        names
-        if options["adapter"] is None or len(names) == 1
-        else run_on_all(axis, partial(adapted_components, pipeline, options["adapter"]))
-    )
+    own = run_on_all(axis, partial(_own_options, pipeline, names, options))
     progress, loaded = options["progress"], dict[str, nn.Module]()
     for at, name in enumerate(names):
         step = None if progress is None else partial(_report_step, progress, at, len(names))
         given = {"path": path / name, "device": device, "group": axis, "component": None, "progress": step}
-        given |= {} if name in adapted else {"adapter": None}
-        loaded[name] = load_one(**{**options, **pipeline.own.get(name, {}), **given})
+        loaded[name] = load_one(**{**options, **own[name], **given})
     if options["component"] is not None:
         return loaded[options["component"]]
     dtype = as_torch_dtype(options["dtype"]) or _main_dtype(loaded)
     assert isinstance(path, Path)  # checked by _open
     built = run_on_all(axis, partial(build_pipeline, path / INDEX_NAME, loaded, dtype))
     return built if device.type == "cpu" else built.to(device)
+
+
+def _own_options(pipeline: Pipeline, names: Sequence[str], options: Options) -> dict[str, Options]:
+    """Component to its options that are not those of the pipeline: adapters and dequantization where they apply."""
+    given: dict[str, Options] = {name: dict(pipeline.own.get(name, {})) for name in names}
+    if len(names) == 1:
+        return given
+    if options["adapter"] is not None:
+        adapted = adapted_components(pipeline, options["adapter"])
+        given |= {name: {**given[name], "adapter": None} for name in names if name not in adapted}
+    if options["dequantize"]:
+        quantized = [name for name in names if is_quantized(_open_component(pipeline, name, options).manifest)] or names
+        given |= {name: {**given[name], "dequantize": False} for name in names if name not in quantized}
+    return given
+
+
+def _open_component(pipeline: Pipeline, name: str, options: Options) -> Loadable:
+    plan: Any = {**{one: options[one] for one in PLAN_DEFAULTS if one in options}, **pipeline.own.get(name, {})}
+    return replace(open_loadable(pipeline.first / name, tp=options["tp"], options=plan), pipeline=pipeline.first)
 
 
 def _report_step(progress: Callable[[int, int], None], at: int, count: int, done: int, total: int) -> None:
@@ -92,8 +107,7 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
             f"or load one component with {option(component='NAME')}"
         )
-    plan: Any = {name: options[name] for name in PLAN_DEFAULTS if name in options}
-    return replace(open_loadable(path / component, tp=options["tp"], options=plan), pipeline=path)
+    return _open_component(pipeline, component, options)
 
 
 def adapted_components(pipeline: Pipeline, adapter: StrPath) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -48,6 +48,7 @@ class PipelineOptions:
         width: of the picture in pixels; None for the default of the pipeline.
         device: such as ``cpu`` or ``cuda``; None for the accelerator where there is one.
         dtype: dtype of the models, such as ``bf16``; None as they are stored.
+        dequantize: load quantized layers as unquantized ones.
         adapter: the name of a split adapter to apply, also to the pipeline of ``check``; None for none.
         check: the unsharded pipeline to compare with, in float32; None for no comparison.
         verify: check files against their checksums while they are read.
@@ -62,6 +63,7 @@ class PipelineOptions:
     width: int | None = None
     device: str | None = None
     dtype: str | None = None
+    dequantize: bool = False
     adapter: Path | None = None
     check: Path | None = None
     verify: bool = True
@@ -170,7 +172,8 @@ def run_pipeline(
     with progress() as show:
         pipeline = load(
             path, tp=options.tp, device=options.device, dtype="fp32" if options.check else options.dtype,
-            adapter=options.adapter, verify=options.verify, progress=show, **options.plan,
+            dequantize=options.dequantize, adapter=options.adapter, verify=options.verify, progress=show,
+            **options.plan,
         )  # fmt: skip
     load_seconds, prompts = time.perf_counter() - began, gather([*prompts])[0]
     files, seconds = list[Path](), None
@@ -214,7 +217,23 @@ def _generate(pipeline: Any, prompts: Sequence[str], options: PipelineOptions, *
     _check_arguments(pipeline, given)
     pipeline.set_progress_bar_config(disable=True)
     with patch.object(pipeline, "check_inputs", partial(_check_inputs, pipeline, pipeline.check_inputs)):
-        return pipeline(**given)[0]
+        try:
+            return pipeline(**given)[0]
+        except RuntimeError as error:
+            _refuse_dtypes(pipeline, error)
+            raise
+
+
+def _refuse_dtypes(pipeline: Any, error: RuntimeError) -> None:
+    """Raise the error of a pipeline with the dtypes of its components, if these differ."""
+    models = {name: one for name, one in pipeline.components.items() if isinstance(one, nn.Module)}
+    dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in models.items()}
+    if len({*dtypes.values()}) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise RunError(
+            f"{type(pipeline).__name__}: its components have several dtypes ({listed}): {one_line(error)}: pass "
+            f"{option('dtype')}"
+        ) from error
 
 
 def _check_inputs(pipeline: Any, check: Callable[..., None], *values: object, **named: object) -> None:

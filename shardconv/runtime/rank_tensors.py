@@ -183,9 +183,9 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
     Raises:
         RunError: if a split checkpoint has any.
     """
-    specs = quantized_tensors(manifest)
-    if not ((manifest.config or {}).get(SETTINGS_KEY) or any(spec.grid for spec in specs.values())):
+    if not is_quantized(manifest):
         return
+    specs = quantized_tensors(manifest)
     dtype = _weight_dtype(manifest.config, specs)
     name = str(dtype).removeprefix("torch.")
     needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.tp
@@ -193,6 +193,12 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
         f"{folder}: is quantized: pass {option(dequantize=True)} to load it as {name}, with about {size(needed)} per "
         f"rank in place of {size(manifest.rank_layout.rank_bytes[0])}"
     )
+
+
+def is_quantized(manifest: Manifest) -> bool:
+    """Whether a checkpoint has quantized layers, or settings of some."""
+    has_settings = bool((manifest.config or {}).get(SETTINGS_KEY))
+    return has_settings or any(spec.grid for spec in quantized_tensors(manifest).values())
 
 
 def _weight_dtype(config: Mapping[str, object] | None, specs: Mapping[str, TensorSpec]) -> torch.dtype:
