@@ -59,7 +59,7 @@ def test_failed_verification(commands):
     write_checkpoint(Path("other"), config=llama_config(layers=1), seed=1)
     result, quiet = (call(*commands["verify"], "--against", "other", option) for option in ("--json", "-q"))
     assert (result.code, bool(json.loads(result.out)["differences"])) == (3, True)
-    assert (quiet.code, quiet.out, "DIFFERENT  " in quiet.err) == (3, "", True)
+    assert (quiet.code, quiet.out, "differs: " in quiet.err) == (3, "", True)
 
 
 @each_command

@@ -362,7 +362,7 @@ def test_summary_of_models_equals_that_of_the_table():
     page = (ROOT / "docs" / "concepts.md").read_text("utf-8")
     summary = page.partition("<!-- models -->\n")[2].partition("<!-- end of models -->")[0]
     assert summary in (ROOT / "docs" / "models.md").read_text("utf-8")
-    assert summary.startswith("| task | types | right on 2 and 4 ranks |")
+    assert summary.startswith("| task | types | passed at tp 2 and 4 |")
     rows = [line.split(" | ") for line in summary.splitlines()[2:]]
     types, right = (sum(int(row[column]) for row in rows) for column in (1, 2))
     claim = f"{right} of {types} (task, model type) pairs of transformers are correct at tp 2 and 4"

@@ -31,7 +31,7 @@ def merge(console: Console, src: tuple[SourcePath, ...], output: SourcePath | No
     """Merge the split checkpoint DIR into its source, byte for byte.
 
     DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
-    Several folders have some of the ranks each.
+    Pass all folders if each has only some ranks.
     """
     from shardconv.checkpoint.operations.merge import merge as run
 

@@ -36,20 +36,20 @@ def _proof_lines(report: "ProofReport") -> list[str]:
     numel = f"{report.num_parameters:,} randomly initialized parameters"
     lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
     for proof in report.proofs:
-        tokens = {True: ", greedy tokens equal", False: ", greedy tokens DIFFERENT", None: ""}[proof.tokens]
+        tokens = {True: ", greedy tokens equal", False: ", greedy tokens differ", None: ""}[proof.tokens]
         gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
         found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
-        verdict = "right" if proof.is_right else "DIFFERENT" if found else "FAILED TO RUN"
+        verdict = "passed" if proof.has_passed else "failed" if found else "failed to run"
         lines.append(
             f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
         )
     if report.num_grids:
-        verdict = "DIFFERENT" if report.grid_differences else "right"
+        verdict = "failed" if report.grid_differences else "passed"
         kinds = counted(report.num_grids, "kind")
         lines.append(
             f"{kinds} of quantized weights: {verdict}: dequantized shards are shards of the dequantized weight"
         )
-        lines += [f"DIFFERENT  {line}" for line in report.grid_differences]
+        lines += [f"differs: {line}" for line in report.grid_differences]
     return lines
 
 

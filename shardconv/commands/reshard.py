@@ -47,7 +47,7 @@ def reshard(console: Console, src: tuple[SourcePath, ...], output: SourcePath | 
     """Rewrite the split checkpoint DIR for another size or layout.
 
     DIR may also be a folder with rank files of another tool, or a URL.
-    Several folders have some of the ranks each.
+    Pass all folders if each has only some ranks.
     """
     from shardconv.checkpoint.operations.reshard import reshard as run
 

@@ -190,7 +190,7 @@ def show_report(report: "RunReport", console: Console, *, is_text: bool, tempera
     else:
         console.report(report, _output_lines(report), quiet_lines=_quiet_lines(report, is_text=is_text))
     console.note(_figures(report))
-    console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
+    console.warn([*report.notes, *(f"differs: {line}" for line in report.differences or ())])
     if report.differences == ():
         console.note([_verdict(report, temperature)])
 

@@ -90,7 +90,7 @@ def _show(report: "PipelineRunReport", console: Console) -> None:
     )
     made = "" if report.seconds is None else f"; {counted(len(report.files), 'picture')} in {report.seconds:.2f} s"
     console.note([f"{loaded}{made}"])
-    console.warn([*report.notes, *(f"DIFFERENT  {line}" for line in report.differences or ())])
+    console.warn([*report.notes, *(f"differs: {line}" for line in report.differences or ())])
     if report.differences == ():
         console.note([
             "equal to the unsharded pipeline in float32, for this prompt: latents after one step differ by at most "

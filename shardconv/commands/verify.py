@@ -68,7 +68,7 @@ def verify(
 ) -> None:
     """Compare the split checkpoint DIR with its checksums.
 
-    Several folders have some of the ranks each. With --against, also with its source, and with --engine, with the
+    Pass all folders if each has only some ranks. With --against, also with its source, and with --engine, with the
     model of an engine. Exits 3 on a difference.
     """
     from shardconv.checkpoint.operations.verify import verify as run
@@ -138,7 +138,7 @@ def _warnings(report: "VerifyReport", remedies: list[str]) -> list[str]:
     warnings = [
         *(f"{name}: is in the folder, but not part of this split checkpoint" for name in report.other_weights),
         *([] if report.has_checksums else [f"no checksums: the checkpoint was {origin}"]),
-        *(f"DIFFERENT  {line}" for line in report.differences[:_MAX_LINES]),
+        *(f"differs: {line}" for line in report.differences[:_MAX_LINES]),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]
     if remedies:

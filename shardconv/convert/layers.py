@@ -228,8 +228,8 @@ def _is_converted(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> b
     if not is_same:
         expected = ", ".join(f"{option}={value}" for option, value in options.items())
         raise ValueError(
-            f"is already parallel, as {layer} (expected {expected}): load the unsharded model to convert it otherwise, "
-            f"or convert the other layers in an nn.ModuleList without it"
+            f"is already converted, to {layer} (expected {expected}): load the unsharded model to convert it in "
+            f"another way, or convert the other layers in an nn.ModuleList without it"
         )
     return True
 

@@ -46,7 +46,7 @@ class ModelCheck:
     ignored: tuple[str, ...]
 
     @property
-    def is_right(self) -> bool:
+    def is_match(self) -> bool:
         """Whether names and shapes are those of the model, except for tensors that it does not need."""
         return not (self.unused or self.missing or self.mismatched or self.failed)
 

@@ -203,8 +203,9 @@ class Unit:
             firsts, per_rank = [rank // (tp // total) for rank in range(tp)], 1
         elif total % tp:
             padding = f" ({self.count} padded to a multiple of {self.multiple})" if self.multiple > 1 else ""
-            replicas = f", nor is {tp} a multiple of {self.count}" if self.replicate else ""
-            raise IndivisibleError(f"{total}{padding} is not a multiple of {tp}{replicas}")
+            if self.replicate:
+                raise IndivisibleError(f"{tp} neither divides {total}{padding} nor is a multiple of {self.count}")
+            raise IndivisibleError(f"{total}{padding} is not a multiple of {tp}")
         else:
             per_rank = total // tp
             firsts = [rank * per_rank for rank in range(tp)]
@@ -274,7 +275,7 @@ def _shard_dim(dim: int, segments: tuple[Unit, ...], tp: int, groups: int, padde
     width, total = sum(units.width for units in segments), padded_groups or groups
     has_full_groups = total % tp == 0 and all(units.multiple == 1 for units in segments)
     if not has_full_groups and tp % total:
-        raise IndivisibleError(f"{total} is not a multiple of {tp}, nor is {tp} a multiple of {total}")
+        raise IndivisibleError(f"{tp} neither divides {total} nor is a multiple of {total}")
     per_rank, group_ranks = (total // tp, 1) if has_full_groups else (1, tp // total)
     starts = accumulate((units.width for units in segments), initial=0)
     shards = [(start, units.shards(group_ranks)) for start, units in zip(starts, segments, strict=False)]

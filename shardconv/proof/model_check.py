@@ -65,7 +65,7 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
         RunError: as :func:`check_model`.
     """
     found = check_model(config, specs)
-    if not found.is_right:
+    if not found.is_match:
         raise SourceError(
             f"{path}: its tensors are not those of {found.model} by its config ({found.differences()}): give the "
             f"config.json of this checkpoint with {option(config='FILE')}, or download the checkpoint again; to shard "
@@ -90,7 +90,7 @@ def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
         found = check_model(config, specs)
     except RunError as error:
         raise PlanError(f"the config of the padded checkpoint: {error.message}: {remedy}") from error
-    if not found.is_right:
+    if not found.is_match:
         raise PlanError(
             f"the config of the padded checkpoint: {found.model} does not have the padded tensors by it "
             f"({found.differences()}): {remedy}"

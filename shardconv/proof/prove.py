@@ -157,7 +157,7 @@ def prove(
         num_grids=len({name for name, _ in grids}),
         grid_differences=differences,
         unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
-        is_proven=bool(proofs) and all(proof.is_right for proof in proofs) and not differences,
+        is_proven=bool(proofs) and all(proof.has_passed for proof in proofs) and not differences,
     )
 
 

@@ -56,7 +56,7 @@ class Proof:
     note: str
 
     @property
-    def is_right(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all differences are rounding."""
         is_near = self.output is not None and self.output <= OUTPUT_LIMIT
         return is_near and self.tokens is not False and (self.gradient or 0.0) <= GRADIENT_LIMIT

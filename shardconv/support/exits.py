@@ -117,7 +117,7 @@ class _Raise:
 
 
 class _Again:
-    """A handler of SIGALRM that delivers a signal that was put off."""
+    """A handler of SIGALRM that delivers a deferred signal."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -217,7 +217,7 @@ def test_against_another_model_is_one_difference(made, tmp_path):
     other = write_checkpoint(tmp_path / "other", config=llama_config(hidden=32))
     result = call("verify", made / "split", "--against", other)
     assert result.code == 3
-    (line,) = [line for line in result.out.splitlines() if line.startswith("DIFFERENT")]
+    (line,) = [line for line in result.out.splitlines() if line.startswith("differs: ")]
     assert f"{other}: is another model (of " in line
     assert "verification failed: 1 difference: pass the source that was split to --against" in result.out
 

@@ -168,7 +168,7 @@ def check_ties(axis):
     """Check that messages name tied layers, and that tied layers are converted together."""
     model = Tied(24)
     convert_parallel_embedding(model, 0, group=axis)
-    message = r"^head \(tied to embedding\): is already parallel, as VocabParallelClassifier\(.*gather_output=False\)"
+    message = r"^head \(tied to embedding\): is already converted, to VocabParallelClassifier\(.*gather_output=False\)"
     refused(model, message, axis)
     model = Tied(21)
     refused(

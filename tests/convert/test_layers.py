@@ -92,7 +92,7 @@ def test_model(axis):
     convert_parallel_embedding(nn.ModuleList([embedding]), 0, group=axis)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     for dim, options in ((0, {}), (-1, {"gather_output": True})):
-        with pytest.raises(ValueError, match="0: is already parallel"):
+        with pytest.raises(ValueError, match="0: is already converted"):
             convert_parallel_linear(nn.ModuleList([up]), dim, group=axis, **options)
     model.train()
     unsharded.inner["down"].bias.requires_grad_(False)

@@ -45,7 +45,7 @@ def test_experts_are_distributed_over_ranks(made, ranks, model_type):
     kind, folder = made(model_type)
     shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
     request = PlanRequest(experts="expert")
-    assert verdict(ranks, "pair", getattr(transformers, kind), folder / "source", folder / "split", request) == "right"
+    assert verdict(ranks, "pair", getattr(transformers, kind), folder / "source", folder / "split", request) == "passed"
     assert shardconv.verify(folder / "split", against=folder / "source").differences == ()
     shardconv.merge(folder / "split", folder / "back")
     assert contents(folder / "back") == contents(folder / "source")

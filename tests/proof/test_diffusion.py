@@ -30,7 +30,7 @@ from tools.model_matrix.trial import DIFFUSION, model_class, specs_in_memory, tr
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 ROWS = diffusion.written()
-RIGHT = [row.model_type for row in ROWS if row.is_right]
+RIGHT = [row.model_type for row in ROWS if row.has_passed]
 #: One stream beside an MLP, norms over all heads, and two streams.
 DEFAULT = ("FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel")
 
@@ -87,7 +87,7 @@ def small_model(name, *, heads=HEADS, **fields):
 @pytest.mark.parametrize("name", cases(RIGHT, lambda name: name in DEFAULT))
 def test_classes_are_right(ranks, tmp_path, name):
     row = try_type(ranks, tmp_path, DIFFUSION, name, [2], at_default_size=False)
-    assert row.verdicts == ("right",), row
+    assert row.verdicts == ("passed",), row
 
 
 @pytest.mark.parametrize("variant", cases(VARIANTS, lambda variant: variant == "Wan, images to videos"))
@@ -97,7 +97,7 @@ def test_variants_are_right(ranks, tmp_path, variant):
     model.save_pretrained(tmp_path / "source")
     split(tmp_path / "source", tmp_path / "split", tp=2)
     paths = (tmp_path / "source", tmp_path / "split")
-    assert verdict(ranks, "pair", type(model), *paths, PlanRequest()) == "right"
+    assert verdict(ranks, "pair", type(model), *paths, PlanRequest()) == "passed"
 
 
 def test_page_has_all_classes():
@@ -146,10 +146,10 @@ def test_wrong_rules_are_detected(tmp_path):
 def test_tensors_of_another_model_are_refused():
     model = small_model("WanTransformer3DModel")
     config, specs = config_fields(model), specs_in_memory(model)
-    assert check_model(config, specs).is_right
+    assert check_model(config, specs).is_match
     other = small_model("WanVACETransformer3DModel")
     found = check_model(config, specs_in_memory(other))
-    assert (found.missing, bool(found.unused), found.is_right) == ((), True, False)
+    assert (found.missing, bool(found.unused), found.is_match) == ((), True, False)
 
 
 def test_a_config_alone_is_planned(tmp_path):

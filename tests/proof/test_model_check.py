@@ -52,7 +52,7 @@ def llama(tmp_path):
 def test_checkpoints_of_the_hub_pass(checkpoint, name):
     found = checked(checkpoint(name))
     assert found.differences() == ""
-    assert found.is_right
+    assert found.is_match
 
 
 @pytest.mark.parametrize("model_type", RENAMED)
@@ -182,9 +182,9 @@ def test_configs_of_other_models(llama, fields, kind, count):
 def test_stored_or_missing_heads_of_tied_embeddings_pass(llama):
     """transformers loads both."""
     change_config(llama, {"tie_word_embeddings": True})
-    assert checked(llama).is_right
+    assert checked(llama).is_match
     rewritten(llama, drop("lm_head.weight"))
-    assert checked(llama).is_right
+    assert checked(llama).is_match
 
 
 @pytest.mark.parametrize("function", [shardconv.check_source, shardconv.prove])
@@ -196,7 +196,7 @@ def test_missing_tensor_is_an_error_of_functions(llama, function):
 
 def test_matching_checkpoint_is_reported(llama, tmp_path):
     found = shardconv.check_source(llama)
-    assert (found.model, found.is_right) == ("LlamaForCausalLM", True)
+    assert (found.model, found.is_match) == ("LlamaForCausalLM", True)
     line = "names and shapes are those of LlamaForCausalLM"
     for arguments in (["plan", llama], ["split", llama, "--tp", "2", "-o", tmp_path / "split"]):
         result = call(*arguments, "--check-model")

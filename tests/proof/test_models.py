@@ -50,7 +50,7 @@ TRIED = [model_type for name in family_names() if name != NAMES_FAMILY for model
 @pytest.mark.parametrize("model_type", TRIED)
 def test_types_of_every_family_are_right(ranks, tmp_path, model_type):
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
-    assert row.verdicts == ("right",), row
+    assert row.verdicts == ("passed",), row
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_types_do_not_mix_devices(device_ranks, tmp_path, model_type):
     """Forward and backward on a disguised CPU, where tensors of two devices are an error."""
     kind = KIND_OF[model_type]
     row = try_type(device_ranks, tmp_path, kind, model_type, [2], at_default_size=False, checking=check_disguised)
-    assert row.is_right != (model_type in NOT_ON_DEVICES), row
+    assert row.has_passed != (model_type in NOT_ON_DEVICES), row
 
 
 def test_models_are_right_on_eight_ranks(tmp_path):
@@ -81,18 +81,19 @@ def test_models_are_right_on_eight_ranks(tmp_path):
             assert any(planned.placement.has_replicas for planned in plan.tensors.values())
             assert sharded_fraction(opened.specs, plan) > 0.9
             assert (
-                verdict(eight_ranks, "eight", type(made), folder / "source", folder / "split", PlanRequest()) == "right"
+                verdict(eight_ranks, "eight", type(made), folder / "source", folder / "split", PlanRequest())
+                == "passed"
             )
         for model_type in ("mamba2", "swin"):  # with fewer heads than ranks
             row = try_type(eight_ranks, tmp_path, KIND_OF[model_type], model_type, [8], at_default_size=False)
-            assert row.verdicts == ("right",), row
+            assert row.verdicts == ("passed",), row
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3n_text", "wav2vec2"])
 def test_gradients_are_those_of_training(ranks, tmp_path, model_type):
     """A type without a training step would be compared in eval mode."""
     row = try_type(ranks, tmp_path, KIND_OF[model_type], model_type, [2], at_default_size=False)
-    assert (row.verdicts, "gradients" in row.note) == (("right",), False), row
+    assert (row.verdicts, "gradients" in row.note) == (("passed",), False), row
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_how_attention_is_sharded(ranks, tmp_path, model_type, attention, cache)
 
 def test_gathered_attention_has_a_reason():
     kind = "image classification"
-    row = Row(kind, "swin", "swin", ("right", "right"), 1.0, attention="heads, gathered", reasons=("few heads",))
+    row = Row(kind, "swin", "swin", ("passed", "passed"), 1.0, attention="heads, gathered", reasons=("few heads",))
     assert not unexplained([row], is_all=False)
     problems = unexplained([replace(row, reasons=("few heads", ""))], is_all=False)
     assert problems == ["gathered, without a reason in the family file: swin"]
@@ -131,7 +132,7 @@ def test_linear_attention_of_default_sizes(ranks, tmp_path):
     for layout, tp in (("pair", 2), ("four", 4)):
         split(tmp_path / "source", tmp_path / "split", tp=tp, overwrite=True)
         paths = (tmp_path / "source", tmp_path / "split")
-        assert verdict(ranks, layout, type(model), *paths, PlanRequest()) == "right"
+        assert verdict(ranks, layout, type(model), *paths, PlanRequest()) == "passed"
 
 
 def verdict_on(ranks, folder, model_type, text):
@@ -150,7 +151,7 @@ def verdict_on(ranks, folder, model_type, text):
 )
 def test_models_with_correct_rules_are_right(ranks, tmp_path, model_type):
     """The types of the next two tests."""
-    assert verdict_on(ranks, tmp_path, model_type, "") == "right"
+    assert verdict_on(ranks, tmp_path, model_type, "") == "passed"
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -158,7 +159,7 @@ def test_wrong_rules_are_detected(ranks, tmp_path, what):
     """The model can be split with them, but its outputs differ."""
     model_type, rules = WRONG[what]
     text = f"[units]\nelement = {{}}\n[rules]\n{rules}\n"
-    assert not verdict_on(ranks, tmp_path, model_type, text).startswith("right")
+    assert not verdict_on(ranks, tmp_path, model_type, text).startswith("passed")
 
 
 @pytest.mark.parametrize("what", WRONG_OVERRIDES)
@@ -166,4 +167,4 @@ def test_wrong_overrides_are_detected(ranks, tmp_path, what):
     model_type, overrides = WRONG_OVERRIDES[what]
     units = "[units]\nreplicated = { count = 2, replicate = true }\n"
     text = f"{units}[modules]\n{overrides}\n"
-    assert not verdict_on(ranks, tmp_path, model_type, text).startswith("right")
+    assert not verdict_on(ranks, tmp_path, model_type, text).startswith("passed")

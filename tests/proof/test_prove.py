@@ -82,7 +82,7 @@ def test_wrong_plan_is_not_proven(tmp_path):
         '"**.q_proj" = { style = "packed_colwise", segments = ["element", "element"] }\n'
     )
     result = run("plan", DEMO, "--rules", plan, "--prove", "--tp", "2")
-    assert (result.code, "tp 2: DIFFERENT" in result.out, "not proven" in result.out) == (3, True, True), result.err
+    assert (result.code, "tp 2: failed" in result.out, "not proven" in result.out) == (3, True, True), result.err
 
 
 #: Tensor parallel size at which a plan fails, to the plan; smaller heads or sizes would not show the mistake.
@@ -104,13 +104,13 @@ def test_plans_that_are_correct_for_smaller_heads_only(ranks, tmp_path, fails_at
     for tp, layout in {2: "pair", 4: "four"}.items():
         shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, rules=plan, overwrite=True)
         request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-        assert verdict(ranks, layout, type(made), tmp_path / "source", tmp_path / "split", request) == "right"
+        assert verdict(ranks, layout, type(made), tmp_path / "source", tmp_path / "split", request) == "passed"
     report = shardconv.prove(DEMO, rules=plan)
     assert not report.is_proven
     proof = report.proofs[-1]
-    assert (proof.tp, proof.output, proof.is_right) == (fails_at, None, False)
+    assert (proof.tp, proof.output, proof.has_passed) == (fails_at, None, False)
     assert re.search(r"fails to run: RuntimeError: shape '\[2, 7, -1, 32\]' is invalid", proof.note)
-    assert all(other.is_right for other in report.proofs[:-1])
+    assert all(other.has_passed for other in report.proofs[:-1])
 
 
 def test_proof_names_heads_that_it_makes_smaller(tmp_path):
@@ -222,7 +222,7 @@ def test_proposal_is_proven(ranks, tmp_path, model_type):
     plan.write_text(result.out)
     shardconv.split(source, tmp_path / "split", tp=2, rules=plan)
     request = PlanRequest(plan_file=(plan.name, plan.read_text()))
-    assert verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", request) == "right"
+    assert verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", request) == "passed"
 
 
 def test_remedy_where_overrides_of_the_family_do_not_fit_the_plan_file(tmp_path):
@@ -258,7 +258,7 @@ def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
     assert (report.family, "transformers' own plan" in report.assumed[0]) == (TRANSFORMERS, True)
     assert (
         verdict(ranks, "pair", type(model), tmp_path / "source", tmp_path / "split", PlanRequest(TRANSFORMERS))
-        == "right"
+        == "passed"
     )
 
 

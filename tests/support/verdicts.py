@@ -26,4 +26,4 @@ def verdict(run: Any, layout: str, kind: Any, source: Path, split: Path, request
     if not isinstance(found, str) and found.gradient is None:
         return f"wrong: {found}"
     result = verdict_of(found)
-    return result if result == "right" else f"{result}: {found}"
+    return result if result == "passed" else f"{result}: {found}"

@@ -3,7 +3,7 @@
     python -m tools.model_matrix [[--update | --disguised] TYPE ...]
 
 Without types it runs all of them, and writes docs/models.md and its summary in docs/concepts.md. With
---update it replaces the rows of the types that it runs. It fails if the result of a type is wrong without a reason in
+--update it replaces the rows of the types that it runs. It fails if a type fails without a reason in
 :data:`~tools.model_matrix.trial.REASONS`, if less of a type is sharded than expected without a reason in
 :data:`~tools.model_matrix.trial.LESS_SHARDED`, and if a reason is not needed. Only these reasons are written by hand.
 
@@ -47,7 +47,7 @@ def rows(types: list[str], *, is_disguised: bool) -> Iterator[Row]:
                         )
                     else:
                         row = try_type(run, home, kind, model_type)
-                        yield replace(row, padded=try_padded(run, home)) if row.is_right else row
+                        yield replace(row, padded=try_padded(run, home)) if row.has_passed else row
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
@@ -68,7 +68,7 @@ def main() -> int:
         print(row.kind, row.model_type, row.family, how, *verdicts, sharded, error, row.note, flush=True)
     if "--disguised" in options:
         known = REASONS | NOT_ON_DEVICES
-        problems = [row.model_type for row in found if row.is_right == (row.model_type in known)]
+        problems = [row.model_type for row in found if row.has_passed == (row.model_type in known)]
     else:
         if types and "--update" in options:
             new = {(row.kind, row.model_type): row for row in found}

@@ -3,7 +3,7 @@
     python -m tools.model_matrix.diffusion [--update] [CLASS ...]
 
 Without classes it runs all of them, and writes the page. With --update it replaces the rows of the classes that it
-runs. It fails if a result is wrong without a reason in :data:`REASONS`, and if a reason is not needed.
+runs. It fails if a class fails without a reason in :data:`REASONS`, and if a reason is not needed.
 """
 
 import re
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "diffusion-models.md"
 #: Names of model classes that are transformers for denoising.
 _TRANSFORMER = re.compile(r"(?!.*(ControlNet|Vae)).*(Transformer|DiT)")
 
-#: Reason to the classes that are not right.
+#: Class that does not pass to the reason.
 _REASONS = {
     "no family: its inputs are packed sequences of texts, images, sound and actions": ("Cosmos3OmniTransformer",),
     "no family: its inputs are features of proteins": ("RFD4ProteinaTransformer",),
@@ -54,7 +54,7 @@ def try_class(run: Any, home: Path, name: str) -> Row:
     if family_for(name) is None:
         return Row(DIFFUSION, name, note=REASONS.get(name, "no family"))
     row = try_type(run, home, DIFFUSION, name)
-    return replace(row, padded=try_padded(run, home)) if row.is_right else row
+    return replace(row, padded=try_padded(run, home)) if row.has_passed else row
 
 
 def rows(names: list[str]) -> Iterator[Row]:
@@ -72,8 +72,8 @@ def rows(names: list[str]) -> Iterator[Row]:
 
 def page(found: list[Row]) -> str:
     """The text of docs/diffusion-models.md."""
-    right = [row for row in found if row.is_right]
-    padded = sum(row.padded == "right" for row in right)
+    passed = [row for row in found if row.has_passed]
+    padded = sum(row.padded == "passed" for row in passed)
     lines = [
         "# Diffusion models",
         "",
@@ -87,7 +87,7 @@ def page(found: list[Row]) -> str:
         "  the class's default size.",
         "- *error*: the larger error of outputs and gradients.",
         "",
-        f"Of {len(found)} classes, {len(right)} are right on 2 and 4 ranks, and {padded} of these on 3, padded. The",
+        f"Of {len(found)} classes, {len(passed)} pass at tp 2 and 4, and {padded} of these at tp 3, padded. The",
         "others are refused, with the reason in the note. UNets, ControlNets and VAEs are refused, too.",
         "",
         _COLUMNS,
@@ -117,16 +117,16 @@ def written() -> list[Row]:
 
 
 def unexplained(found: list[Row]) -> list[str]:
-    """Results that are not right and do not have a reason, and reasons that are not needed."""
-    wrong = {row.model_type for row in found if not row.is_right}
-    padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
+    """Failures without a reason, and reasons that are not needed."""
+    failed = {row.model_type for row in found if not row.has_passed}
+    padded = {row.model_type for row in found if row.padded in ("failed", "error")}
     tried = {row.model_type for row in found}
     return [
         f"{what}: {', '.join(sorted(names))}"
         for what, names in (
-            ("not right, without a reason", wrong - REASONS.keys()),
-            ("wrong with padding", padded),
-            ("a reason that is not needed", REASONS.keys() & tried - wrong),
+            ("failed, without a reason", failed - REASONS.keys()),
+            ("failed with padding", padded),
+            ("a reason that is not needed", REASONS.keys() & tried - failed),
         )
         if names
     ]

@@ -39,9 +39,9 @@ def table(found: list[Row]) -> str:
         for row in (row for row in found if row.kind == kind):
             two, four = (*row.verdicts, "", "")[:2]
             note = row.note
-            if row.is_right and not row.is_sharded:
+            if row.has_passed and not row.is_sharded:
                 note = "; ".join(dict.fromkeys(filter(None, [*row.note.split("; "), LESS_SHARDED.get(row.model_type)])))
-            elif not row.is_right:
+            elif not row.has_passed:
                 note = REASONS.get(row.model_type, row.note)
             sharded, error = (f"{row.sharded:.1%}", f"{row.error:.0e}") if row.verdicts else ("", "")
             text = re.sub(r"[|<>]", " ", "; ".join(filter(None, [note, *(f"gathered: {one}" for one in row.reasons)])))
@@ -62,17 +62,18 @@ _COLUMNS = "| type | family | attention | cache | tp 2 | tp 4 | tp 3 | sharded |
 def summary(found: list[Row]) -> list[str]:
     """The table of counts, with a row for each task."""
     lines = [
-        f"| task | types | right on 2 and 4 ranks | of these, {LEAST_SHARDED:.0%} sharded | right on 3, padded "
-        "| attention gathered | not right |",
+        f"| task | types | passed at tp 2 and 4 | of these, {LEAST_SHARDED:.0%} sharded | passed at tp 3, padded "
+        "| attention gathered | failed |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
         of_kind = [row for row in found if row.kind == kind]
-        right = [row for row in of_kind if row.is_right]
-        sharded, wrong = sum(row.is_sharded for row in right), [row.model_type for row in of_kind if not row.is_right]
-        gathered, padded = sum(row.is_gathered for row in of_kind), sum(row.padded == "right" for row in right)
-        counts = (len(of_kind), len(right), sharded, padded, gathered)
-        lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {', '.join(wrong) or 'none'} |")
+        passed = [row for row in of_kind if row.has_passed]
+        sharded = sum(row.is_sharded for row in passed)
+        failed = [row.model_type for row in of_kind if not row.has_passed]
+        gathered, padded = sum(row.is_gathered for row in of_kind), sum(row.padded == "passed" for row in passed)
+        counts = (len(of_kind), len(passed), sharded, padded, gathered)
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {', '.join(failed) or 'none'} |")
     return lines
 
 
@@ -106,21 +107,21 @@ def write(found: list[Row]) -> None:
 
 def unexplained(found: list[Row], *, is_all: bool) -> list[str]:
     """Results without a reason; and, if all types were run (``is_all``), reasons that no result needs."""
-    wrong = {row.model_type for row in found if not row.is_right}
-    less = {row.model_type for row in found if row.is_right and not row.is_sharded}
-    padded = {row.model_type for row in found if row.padded in ("wrong", "fails")}
-    untrained = {row.model_type for row in found if row.is_right and "gradients" in row.note}
+    failed = {row.model_type for row in found if not row.has_passed}
+    less = {row.model_type for row in found if row.has_passed and not row.is_sharded}
+    padded = {row.model_type for row in found if row.padded in ("failed", "error")}
+    untrained = {row.model_type for row in found if row.has_passed and "gradients" in row.note}
     unreasoned = {row.model_type for row in found if row.is_gathered and not all(row.reasons or [""])}
     families = {row.family for row in found if row.family} & set(family_names())
     reasons = {name: load_family(name).gathered for name in families}
     ungathered = {name for name, reason in reasons.items() if reason and not reason.startswith("only ")}
     ungathered -= {row.family for row in found if row.is_gathered}
-    needless = (set(REASONS) - wrong) | (set(LESS_SHARDED) - less) | (set(NOT_TRAINED) - untrained)
+    needless = (set(REASONS) - failed) | (set(LESS_SHARDED) - less) | (set(NOT_TRAINED) - untrained)
     return [
         f"{what}: {', '.join(sorted(which))}"
         for what, which in (
-            ("wrong, without a reason", wrong - set(REASONS)),
-            ("wrong with padding", padded),
+            ("failed, without a reason", failed - set(REASONS)),
+            ("failed with padding", padded),
             (f"less than {LEAST_SHARDED:.0%} sharded, without a reason", less - set(LESS_SHARDED)),
             ("no gradients of a training step, without a reason", untrained - set(NOT_TRAINED)),
             ("gathered, without a reason in the family file", unreasoned),

@@ -1,6 +1,6 @@
 """Try one model type: a small model of it, split, loaded, and compared with the unsharded one.
 
-Also defines the tasks of the types, and the reasons for types that are wrong or not fully sharded.
+Also defines the tasks of the types, and the reasons for types that fail or are not fully sharded.
 """
 
 import json
@@ -60,7 +60,7 @@ KINDS = {
     "other models": OTHERS,
 }
 
-#: Reason to the types that are not right.
+#: Type that does not pass to the reason.
 _REASONS = {
     "transformers cannot build a model: all layers would share keys, but one layer of each kind has to compute them": (
         "gemma4_assistant", "gemma4_unified_assistant",
@@ -69,7 +69,7 @@ _REASONS = {
 }  # fmt: skip
 REASONS = {model_type: reason for reason, types in _REASONS.items() for model_type in types}
 
-#: Reason to the types that are right, but of which less than LEAST_SHARDED is sharded.
+#: Type that passes, but of which less than LEAST_SHARDED is sharded, to the reason.
 _LESS_SHARDED = {
     "its integer buffers are replicated": ("ibert",),
     "the adapters of its shared blocks are replicated": ("zamba2",),
@@ -97,7 +97,7 @@ class Row:
         kind: a key of KINDS.
         model_type: the type.
         family: the family whose rules shard it; "" without one.
-        verdicts: for each number of ranks ``right``, ``wrong``, ``fails`` or ``no plan``.
+        verdicts: for each number of ranks ``passed``, ``failed``, ``error`` or ``no plan``.
         sharded: the sharded fraction of the bytes of matrices, of a model of default size; of the small model, where
             that cannot be built.
         error: the largest relative error of outputs and gradients, at any number of ranks.
@@ -126,9 +126,9 @@ class Row:
         return "gathered" in self.attention
 
     @property
-    def is_right(self) -> bool:
-        """Whether it is right at every tensor parallel size."""
-        return bool(self.verdicts) and set(self.verdicts) == {"right"}
+    def has_passed(self) -> bool:
+        """Whether it passed at every tensor parallel size."""
+        return bool(self.verdicts) and set(self.verdicts) == {"passed"}
 
     @property
     def is_sharded(self) -> bool:
@@ -212,11 +212,11 @@ def worst(found: list[Any]) -> OutputDifferences | str:
 
 
 def verdict_of(found: OutputDifferences | str) -> str:
-    """``right``, ``wrong`` or ``fails``."""
+    """``passed``, ``failed`` or ``error``."""
     if isinstance(found, str):
-        return "fails"
+        return "error"
     is_near = found.output <= OUTPUT_LIMIT and (found.gradient or 0.0) <= GRADIENT_LIMIT
-    return "right" if is_near and found.tokens is not False else "wrong"
+    return "passed" if is_near and found.tokens is not False else "failed"
 
 
 def try_type(
@@ -303,4 +303,4 @@ def try_padded(run: Any, home: Path) -> str:
     try:
         return verdict_of(worst(run("three", check, kind, source, place, PlanRequest(pad=1), home / REFERENCE)))
     except AssertionError:
-        return "fails"
+        return "error"

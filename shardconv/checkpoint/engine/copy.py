@@ -232,7 +232,7 @@ class Side(Protocol):
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead, if bytes of it are read; the calling thread copies it after the one read ahead last."""
+        """Prefetch a stripe for the calling thread."""
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for: the copy failed or was interrupted."""

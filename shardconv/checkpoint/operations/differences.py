@@ -63,8 +63,8 @@ def tensor_differences(specs: Mapping[str, TensorSpec], source: Source) -> list[
     if is_other_model(specs, source):
         total = len(specs.keys() | source.specs.keys())
         return [
-            f"{source.path}: is another model (of {total} tensors, {len(missing)} are not in it, {len(other)} are only "
-            f"in it, and {len(changed)} have another dtype or shape)"
+            f"{source.path}: is another model (of {total} tensors, {len(missing)} are missing, {len(other)} are extra, "
+            f"and {len(changed)} differ in dtype or shape)"
         ]
     differences = [f"{name}: is not in {source.path}" for name in missing]
     differences += [f"{name}: is in {source.path} only" for name in other]

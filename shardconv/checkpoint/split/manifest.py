@@ -162,7 +162,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     @property
     def shared(self) -> "Manifest":
-        """The part that is equal in all folders of the same split; all of it in a folder with all ranks."""
+        """The fields that all folders of a split share."""
         return self if self.is_complete else replace(self, ranks=(), checksums=None, source_name="")
 
     @cached_property
