@@ -30,7 +30,7 @@ _OUTPUT = destination_option(
 def merge(console: Console, src: tuple[SourcePath, ...], output: SourcePath | None, **options: Any) -> None:
     """Merge the split checkpoint DIR into its source, byte for byte.
 
-    DIR may also be a folder that vLLM saved with save_sharded_state, one with rank files of another tool, or a URL.
+    DIR may also be a folder with rank files of another tool, such as vLLM's save_sharded_state, or a URL.
     Pass all folders if each has only some ranks.
     """
     from shardconv.checkpoint.operations.merge import merge as run

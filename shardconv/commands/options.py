@@ -120,7 +120,9 @@ IGNORE = Option(
     SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern. Repeatable.", metavar="PATTERN",
     multiple=True,
 )  # fmt: skip
-CONFIG = Option(SOURCE, "--config", "Read this config.json, or that of this folder, instead of that of SRC.", type=PATH)
+CONFIG = Option(
+    SOURCE, "--config", "Read this config.json, or the config of this folder, instead of the config of SRC.", type=PATH
+)
 FROM = Option(
     SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
     type=click.Choice(SOURCE_LAYOUTS),
@@ -165,8 +167,8 @@ def engine_option(default: str) -> Option:
 #: How a source is read and planned: the keys of :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 PLAN_OPTIONS = (
     Option(
-        PLAN, "--rules", "Use this family, or try the rules of this plan file (TOML or JSON) before those of the "
-        "family. [default: the family of the config's model_type]",
+        PLAN, "--rules", "Use the rules of this family, or try this plan file (TOML or JSON) before the family. "
+        "[default: the family of the config's model_type]",
         type=_Family(has_files=True), default="auto", metavar="NAME|FILE",
     ),
     Option(

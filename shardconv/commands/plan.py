@@ -51,7 +51,7 @@ _LISTED, _LEAST = 16, 3
 
 _DISPLAY = ("src", "as_json", "quiet")
 _PLAN, _COST, _HTML = ([str(option.name) for option in some] for some in (PLAN_OPTIONS, COST_OPTIONS, HTML_OPTIONS))
-#: Output in place of the plan to the options that apply to it, besides those of every output.
+#: Output in place of the plan to the options that apply to it, besides the options of every output.
 _APPLYING = {
     "families": _DISPLAY,
     "propose": (*_DISPLAY, *(option.name for option in SOURCE_OPTIONS), "check_model"),
@@ -83,7 +83,7 @@ _FAMILIES = Option(
         MEMORY,
         Flag(REPORT, "--all show_all", "Print a line per tensor, not one for all layers."),
         _FAMILIES,
-        Flag(REPORT, "--propose", "Print a plan file that is derived from the modules of a small model."),
+        Flag(REPORT, "--propose", "Derive a plan file from the modules of a small model, and print it."),
         *HTML_OPTIONS,
         dtype_option(REPORT),
         Flag(CHECKS, "--prove", "Compare a small sharded model of this kind with the unsharded one."),
@@ -116,8 +116,7 @@ def plan(
     """Show how SRC would be sharded, and why.
 
     Without --tp, list the supported tensor parallel sizes. Reads the headers and the config only. SRC is a
-    .safetensors or PyTorch file, an index, a folder, or the URL of one; or a split checkpoint, whose stored plan is
-    shown.
+    .safetensors or PyTorch file, an index, a folder, or the URL of one. For a split checkpoint, show its stored plan.
     """
     from shardconv.checkpoint.operations.plan_report import report_plan
     from shardconv.files.folder import header_progress

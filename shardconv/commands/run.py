@@ -107,9 +107,9 @@ def run(
 ) -> None:
     """Run the model of SRC with one process per rank. Under torchrun, this process is one of them.
 
-    SRC is a split checkpoint, or with --tp one that is not split: a .safetensors file, an index, or a folder; or
-    the URL of one. The options under Source and Plan are for the latter, as a split checkpoint stores its plan.
-    SRC may also be a pipeline of diffusers, which writes a picture for each prompt.
+    SRC is a split checkpoint, or with --tp a source: a .safetensors file, an index, a folder, or the URL of one.
+    The options under Source and Plan are for sources, because a split checkpoint stores its plan. A pipeline of
+    diffusers writes a picture for each prompt.
     """
     gc.enable()  # disabled by cli.py; models have reference cycles
     from shardconv.checkpoint.sources.pipeline import is_pipeline

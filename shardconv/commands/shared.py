@@ -103,7 +103,7 @@ def model_notes(check: "ModelCheck | None") -> list[str]:
     if check is None:
         return []
     ignored = f"; not used by it: {len(check.ignored)}, as {check.ignored[0]}" if check.ignored else ""
-    return [f"names and shapes are those of {check.model}{ignored}"]
+    return [f"names and shapes match {check.model}{ignored}"]
 
 
 def component_notes(report: "WriteReport | VerifyReport | PlanReport") -> list[str]:

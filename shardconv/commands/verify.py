@@ -68,8 +68,7 @@ def verify(
 ) -> None:
     """Compare the split checkpoint DIR with its checksums.
 
-    Pass all folders if each has only some ranks. With --against, also with its source, and with --engine, with the
-    model of an engine. Exits 3 on a difference.
+    Pass all folders if each has only some ranks. Exits 3 on a difference.
     """
     from shardconv.checkpoint.operations.verify import verify as run
 

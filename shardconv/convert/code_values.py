@@ -42,7 +42,7 @@ class LocalFeatures(NamedTuple):
         layer: the name of the layer.
         full: the number of features of all ranks.
         local: the number of features of this rank.
-        is_fused: whether they consist of several intervals, as those of several segments do.
+        is_fused: whether they consist of several intervals, as for several segments.
     """
 
     layer: str

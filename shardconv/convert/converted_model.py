@@ -59,7 +59,7 @@ class ConvertedModel(PretrainedModel):
         """
         if any(isinstance(module, LoRALayer) for module in self.modules()):
             raise ValueError(
-                "the model has adapters, whose tensors are not those of its class: merge them with shardconv split "
+                "the model has adapters, whose tensors are not tensors of its class: merge them with shardconv split "
                 "--merge-adapter, or load the model without them"
             )
         options.setdefault("is_main_process", self.axis.rank == 0)
@@ -77,7 +77,7 @@ class ConvertedModel(PretrainedModel):
 
 
 def extend_model_class(model: nn.Module, axis: Axis) -> None:
-    """Change the class of a model of transformers to a :class:`ConvertedModel`; leave that of other models unchanged.
+    """Change the class of a model of transformers to a :class:`ConvertedModel`; leave other models unchanged.
 
     Args:
         model: the model, whose layers are already converted.
@@ -93,7 +93,7 @@ def extend_model_class(model: nn.Module, axis: Axis) -> None:
 
 
 def refuse_saving(model: nn.Module) -> None:
-    """Replace the method ``save_pretrained`` of modules with shards: it would write those of one rank, silently."""
+    """Replace ``save_pretrained`` of modules with shards: it would silently write the shards of one rank."""
     writers = [(name, one) for name, one in model.named_modules() if hasattr(one, _SAVE)]
     for name, module in writers:
         has_shards = any(isinstance(one, ParallelModule) and one.axis.size > 1 for one in module.modules())
@@ -141,7 +141,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Name to full tensor, in its original order and without padding, detached, on the device of the shard. Tied names
-        have the same tensor. Tensors that are not sharded are those of ``module.state_dict()``.
+        have the same tensor. Tensors that are not sharded are taken from ``module.state_dict()``.
 
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP

@@ -136,7 +136,7 @@ def _find_mismatch(layers: list[_Step], is_planned: bool) -> tuple[_Producer, _S
 def is_elementwise(layer: nn.Module) -> bool:
     """Whether a layer is known to compute each feature by itself, with gradients that are local, too."""
     if type(layer).__module__ == _ACTIVATIONS:
-        return next(layer.parameters(), None) is None  # whose gradients would be those of the local features
+        return next(layer.parameters(), None) is None  # whose gradients would be for the local features only
     return type(layer).forward in _ELEMENTWISE_FORWARDS and "forward" not in vars(layer)
 
 

@@ -53,7 +53,7 @@ _TRANSPOSING = ("transpose", "swapaxes", "swapdims", "movedim", "permute")
 _OPERATIONS = (*_DIVIDING, *_OVER_DIM, *_TRANSPOSING, "glu")
 #: Functions that read the type of a parameter, not its numbers.
 _OF_TYPE = ("isinstance", "hasattr", "type", "len", "to", "type_as", "is_tensor", "size", "dim", "numel")
-#: Literal numbers up to this one are those of segments, such as q, k, v.
+#: Literal numbers up to this one count segments, such as q, k, v.
 _MAX_SEGMENTS = 4
 
 
@@ -312,7 +312,7 @@ class ForwardReader(CodeReader):
     def _cut(
         self, name: str, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]
     ) -> Value:
-        """Read a division into segments, or into parts of a size such as that of a head."""
+        """Read a division into segments, or into parts of a size such as the size of a head."""
         named = [options[one] for one in ("chunks", "split_size_or_sections", "split_size", "dim") if one in options]
         given = [Value(2), *(inputs or named or [Value(-1)])] if name == "glu" else [*inputs, *named]
         if len(given) < 2 or given[1].number not in LAST_DIMS:
@@ -420,7 +420,7 @@ def _is_literal(size: Value) -> bool:
 
 
 def _sizes(name: str, inputs: list[Value], options: dict[str, Value]) -> list[Value]:
-    """The sizes of a reshape; of einops, those of the group that features are divided into, such as ``(h d)``."""
+    """The sizes of a reshape; of einops, the sizes of the group that features are divided into, such as ``(h d)``."""
     if name != "rearrange":
         named = [value for option, value in options.items() if option in ("shape", "sizes")]
         return flat([*inputs[name == "unflatten" :], *named])

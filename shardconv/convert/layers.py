@@ -59,7 +59,7 @@ def convert_parallel_linear(
     """Convert every nn.Linear in a module, or the module itself if it is one, to a parallel layer, in place.
 
     All ranks have to hold the same values, which is checked. A second conversion with the same ``dim`` changes nothing.
-    An embedding whose weight is tied to that of a linear layer is converted with it, so that they stay tied.
+    An embedding whose weight is tied to a linear layer is converted with it, so that they stay tied.
 
     Args:
         module: a module, or a single nn.Linear.
@@ -98,7 +98,7 @@ def convert_parallel_linear(
 def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
     """Convert every nn.Embedding in a module, or the module itself if it is one, to a parallel layer, in place.
 
-    Otherwise as :func:`convert_parallel_linear`. A linear layer whose weight is tied to that of an embedding is
+    Otherwise as :func:`convert_parallel_linear`. A linear layer whose weight is tied to an embedding is
     converted with it, and still gathers its output.
 
     Args:

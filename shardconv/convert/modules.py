@@ -58,7 +58,7 @@ class Substituted:
         self._values, self._without = values, without
 
     def __enter__(self) -> None:
-        """Add the substitutes to those of the thread."""
+        """Add the substitutes to the thread's."""
         self._before = current_substitution.values
         kept = {key: value for key, value in self._before.items() if key[0] is not self._without}
         current_substitution.values = {**kept, **self._values}

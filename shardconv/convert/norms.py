@@ -19,7 +19,7 @@ class GlobalRMSNorm(Sharded):
     sqrt((l + eps) / (m + eps)).
     """
 
-    eps: float | None  # of torch.nn.RMSNorm; None for that of the dtype
+    eps: float | None  # of torch.nn.RMSNorm; None for the default of the dtype
     variance_epsilon: float  # the name of eps in most models
     normalized_shape: tuple[int, ...]  # of torch.nn.RMSNorm
 
@@ -46,8 +46,8 @@ class GlobalRMSNorm(Sharded):
 class GlobalLayerNorm(Sharded):
     """A layer norm over sharded features. All-gathers two numbers per row; padding is not part of them.
 
-    Mean and variance of all features follow from those of each rank: see Chan, Golub and LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances" (1979).
+    Mean and variance of all features follow from the mean and variance of each rank: see Chan, Golub and LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
     """
 
     eps: float
@@ -127,7 +127,7 @@ class GroupedRMSNorm(Sharded):
 
 
 class NormsOfHeads(ParallelModule):
-    """Layer norms in a list, one for each head; a rank computes those of its heads.
+    """Layer norms in a list, one for each head; a rank computes the norms of its heads.
 
     Attributes:
         heads: the placement of the heads.

@@ -100,7 +100,7 @@ class Overrides:
         return bool(self.limits or self.inputs) or any(_is_part(value, full) for full, value in pairs)
 
     def changes_code(self) -> bool:
-        """Whether the module computes by other code than that of its class."""
+        """Whether the module computes by other code than its class."""
         return any((self.new_class is not None, self.extensions, self.gathers))
 
 

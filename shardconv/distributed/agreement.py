@@ -47,7 +47,7 @@ def is_first_rank() -> bool:
 def attempt(step: Callable[[], T]) -> tuple[list[T], ShardconvError | None]:
     """Run a step; return its result in a list, which is empty if it fails, and the error.
 
-    Errors other than those of shardconv become a :class:`RunError` with the type of the error.
+    Errors of other libraries become a :class:`RunError` with the type of the error.
     """
     try:
         return [step()], None

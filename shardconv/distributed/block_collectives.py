@@ -42,7 +42,7 @@ class BlockGrid:
     dims: tuple[int, ...]
 
     def box(self, rank: int) -> Box:
-        """Slices of a rank's block in the full tensor. No block is larger than that of rank 0."""
+        """Slices of a rank's block in the full tensor. Rank 0 has the largest block."""
         bounds = [(0, size) for size in self.shape]
         stride = math.prod(self.sizes)
         for dim, size in zip(self.dims, self.sizes, strict=True):

@@ -153,7 +153,7 @@ def init_parallel(
         tensor: tensor parallel size. One of the three sizes can be -1; it is then computed from the other two.
         data: data parallel size.
         pipeline: pipeline parallel size.
-        device_type: ``cpu``, ``cuda``, ``xpu``; by default that of an accelerator if available.
+        device_type: ``cpu``, ``cuda``, ``xpu``; by default an accelerator's if there is one.
         ranks: global ranks in the order of the mesh; by default all. Only these ranks call this function. The others
             can create other groups at the same time.
 

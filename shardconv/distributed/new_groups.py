@@ -30,7 +30,7 @@ def new_members_group(ranks: Sequence[int], backend: str | None = None) -> dist.
 
     Args:
         ranks: global ranks of the members, in the order of the group.
-        backend: torch's name of the backend; None for that of the world.
+        backend: torch's name of the backend; None for the backend of the world.
     """
     _align_group_counts(ranks)
     group: dist.ProcessGroup = dist.new_group(

@@ -52,8 +52,8 @@ def with_gradient(input: TensorT, run: Callable[[TensorT], TensorT], gradient: C
     Args:
         input: the tensor.
         run: computes the output, which must not be ``input`` itself; autograd does not trace it.
-        gradient: computes the gradient of the input from that of the output. For gradients of higher order it must be
-            differentiable.
+        gradient: computes the gradient of the input from the gradient of the output. For gradients of higher
+            order it must be differentiable.
     """
     return _Operation.apply(input, run, gradient)
 

@@ -87,7 +87,7 @@ def check_engine(path: StrPath) -> EngineReport:
 
 
 def _manifest(folder: Path) -> Manifest:
-    """The manifest of a split checkpoint; for files that vLLM saved, that of a split with the same files."""
+    """The manifest of a split checkpoint; for files that vLLM saved, the manifest of a split with the same files."""
     source = open_if_external(folder, None)
     if source is None or source.layout != _LAYOUT:
         return read_manifest(folder)

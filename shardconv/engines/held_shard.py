@@ -173,7 +173,7 @@ def select(view: Tensor, shard: HeldShard) -> Selection | None:
 
 
 def _view_dim(size: int, stride: int, level_strides: Sequence[int]) -> ViewDim:
-    """The dim of a view, in the outermost level whose stride divides that of the dim."""
+    """The dim of a view, in the outermost level whose stride divides the stride of the dim."""
     level = next(level for level, level_stride in enumerate(level_strides) if stride % level_stride == 0)
     return ViewDim(size, level, stride // level_strides[level])
 

@@ -132,7 +132,7 @@ class _Kind:
 
 
 def _stop(scheme: Scheme) -> int | None:
-    """Where a layer's name stops in the name of its values."""
+    """The position at which a layer's name ends in the name of its values."""
     return -len(scheme.format.values.suffix) or None
 
 

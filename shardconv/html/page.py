@@ -58,7 +58,7 @@ def write_page(
     parts = {
         "title": html.escape(visible(_title(plan, cost, verify))),
         "style": _asset("page.css"),
-        "script": f"'use strict';\n{{\n{script}}}\n",  # a block: its names are not those of the window
+        "script": f"'use strict';\n{{\n{script}}}\n",  # a block: its names are not names of the window
         "data": data.replace("<", "\\u003c"),  # no name can close the block of data, or open another
     }
     parts["policy"] = _policy(parts["script"], parts["style"])

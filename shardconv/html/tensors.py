@@ -18,7 +18,7 @@ Runs = tuple[tuple[Value, int], ...]
 
 #: A path component that is a number as :func:`str` prints it.
 _NUMBER = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
-#: The most numbers that a pattern replaces: of a layer, an expert, and those of submodels.
+#: The most numbers that a pattern replaces: of a layer, of an expert, and of submodels.
 _MAX_NUMBERS = 4
 
 #: Tuples of numbers as nested ranges: ``[first, last]``, and with further numbers ``[first, last, RANGES]``.
@@ -97,7 +97,7 @@ class Layers:
     Attributes:
         name: their path, with ``*`` for the number; of tensors without a number, the path of their module.
         first: the number of the first layer, or None.
-        last: that of the last.
+        last: the number of the last.
         num_tensors: the number of tensors of each layer.
         num_bytes: bytes of the full tensors of each layer.
         ranks: the bytes of each layer on each rank.

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal those of torch."""
+"""Tensor-parallel layers: parameters are sharded over the ranks of the tensor axis, results equal torch's."""
 
 from shardconv.layers import functional, init
 from shardconv.layers.clipping import clip_grad_norm_

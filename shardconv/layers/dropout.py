@@ -79,7 +79,7 @@ def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -
 
     Args:
         axis: the ranks.
-        device: device whose generator is compared, beside that of the CPU.
+        device: device whose generator is compared, beside the CPU's.
         has_others: also compare the generators of Python and numpy.
 
     Raises:

@@ -56,7 +56,7 @@ def parallel_embedding(
         weight: this rank's shard: [ceil(num_embeddings / tp), embedding_dim] with dim=0, [num_embeddings,
             embedding_dim / tp] with dim=-1.
         padding_idx: row of the full table that gets no gradient; counted from the end if negative.
-        max_norm: used rows with a larger norm are scaled down to it, in place; the norm is that of the full row.
+        max_norm: used rows with a larger norm are scaled down to it, in place; the norm is computed over the full row.
         norm_type: p of that norm.
         scale_grad_by_freq: divide gradients by the number of times that their id is in the input.
         sparse: make the gradient of the shard a sparse tensor.
@@ -187,7 +187,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         num_embeddings: number of rows of the full table; with dim=0 it is padded to a multiple of tp.
         embedding_dim: number of columns of the full table.
         padding_idx: as in nn.Embedding.
-        max_norm: as in nn.Embedding; the norm is that of the full row.
+        max_norm: as in nn.Embedding; the norm is computed over the full row.
         norm_type: as in nn.Embedding.
         scale_grad_by_freq: as in nn.Embedding.
         sparse: as in nn.Embedding.
@@ -310,7 +310,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         """Call :func:`shardconv.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
 
         Raises:
-            ValueError: also if ``dim`` is not that of the class.
+            ValueError: also if ``dim`` is not the dim of the class.
         """
         return public_function("convert_parallel_embedding")(module, cls._checked_dim(dim), group=group)
 

@@ -1,4 +1,4 @@
-"""Initialization of shards: the gathered values are those of the unsharded layer, at any tensor parallel size.
+"""Initialization of shards: gathered values equal the values of the unsharded layer, at any tensor parallel size.
 
 Every rank initializes the full tensor, by any function of ``torch.nn.init``, and keeps its shard. So fans are those of
 the full tensor, values do not depend on tp, and the default generator ends in the same state as for the unsharded
@@ -78,9 +78,9 @@ def shard_init_(
     Args:
         init_method: a function of ``torch.nn.init``, or one with the same interface.
         tensor: this rank's shard: a parameter of a parallel layer, or any tensor if ``placement`` is passed.
-        placement: how the full tensor is sharded; by default that of the parameter. A tensor that is not a shard gets
-            the same values on every rank.
-        group: the ranks; by default those of the layer, else see :func:`~shardconv.distributed.as_axis`.
+        placement: how the full tensor is sharded; by default the parameter's placement. A tensor that is not a
+            shard gets the same values on every rank.
+        group: the ranks; by default the layer's ranks, else see :func:`~shardconv.distributed.as_axis`.
         kwargs: passed to ``init_method``.
 
     Returns:

@@ -71,7 +71,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.
         split_sizes: sizes of the segments of the sharded dim, such as [q; k; v]; each is sharded over all ranks.
         placement: placement of the sharded dim, instead of ``split_sizes``.
-        weight: this rank's shard, used without a copy, such as that of a tied embedding.
+        weight: this rank's shard, used without a copy, such as the shard of a tied embedding.
         weight_init: an initializer, or its name (see :data:`~shardconv.layers.init.INITIALIZERS`).
         bias_init: likewise.
         device: device of the parameters, which may be ``meta``.
@@ -152,7 +152,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         """Return the class of layers with this ``dim``: this class, or a class derived from ParallelLinear.
 
         Raises:
-            ValueError: if ``dim`` is not supported, or another one than that of the class.
+            ValueError: if ``dim`` is not supported, or differs from the dim of the class.
         """
         sharded_dim = weight_dim(dim)
         found: Any = ParallelLinear if sharded_dim is None else cls._classes[sharded_dim]
@@ -222,7 +222,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         return placement
 
     def _place(self, placement: Placement) -> None:
-        """Set the placements of all parameters from that of the weight."""
+        """Set the placements of all parameters from the placement of the weight."""
         raise NotImplementedError
 
     def _tie(self, weight: nn.Parameter) -> None:
@@ -291,7 +291,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         """Call :func:`shardconv.convert_parallel_linear`; on a class for one ``dim``, that is the default.
 
         Raises:
-            ValueError: also if ``dim`` is not that of the class.
+            ValueError: also if ``dim`` is not the dim of the class.
         """
         convert = public_function("convert_parallel_linear")
         dim = cls.dim if dim is None else dim

@@ -130,13 +130,13 @@ class LoRALinear(LoRALayer):
         alpha: the product is scaled by ``alpha / rank``; by default by 1.
         has_magnitude: add a ``magnitude``, initially the norms (DoRA).
         has_bias: add a ``lora_bias``, which is scaled like the product; initially zero.
-        device: device of these parameters, which may be ``meta``; by default that of the layer.
+        device: device of these parameters, which may be ``meta``; by default the layer's device.
 
     Shape:
         - lora_a: [rank, in_features], or [rank, in_features / tp] where the layer is row parallel.
         - lora_b: [out_features, rank], or [out_features / tp, rank] where the layer is column parallel.
         - magnitude, lora_bias: [out_features], or [out_features / tp] where the layer is column parallel.
-        - input and output: those of the layer.
+        - input and output: as for the layer.
 
     Raises:
         ValueError: if ``rank`` is less than 1.
@@ -220,14 +220,14 @@ class LoRAEmbedding(LoRALayer):
         rank: rank of the low-rank product.
         alpha: the product is scaled by ``alpha / rank``; by default by 1.
         has_magnitude: add a ``magnitude`` of each column of the table (DoRA).
-        device: device of these parameters, which may be ``meta``; by default that of the layer. Their values are not
+        device: device of these parameters, which may be ``meta``; by default the layer's device. Their values are not
             initialized.
 
     Shape:
         - lora_a: [rank, num_embeddings], or [rank, ceil(num_embeddings / tp)] where the vocabulary is sharded.
         - lora_b: [embedding_dim, rank], or [embedding_dim / tp, rank] where the embedding dim is sharded.
         - magnitude: [embedding_dim], or [embedding_dim / tp] likewise.
-        - input and output: those of the layer.
+        - input and output: as for the layer.
 
     Raises:
         ValueError: if ``rank`` is less than 1, or the layer has a ``max_norm``.

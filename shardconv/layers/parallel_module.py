@@ -92,7 +92,7 @@ class ParallelModule(nn.Module):
         return self.own_tensor(name) if placement is None else gather_shards(self.shard(name), placement, self.axis)
 
     def shard(self, name: str) -> Tensor:
-        """Return a parameter for use in forward: gradients of replicas are summed, and those of padding are zero."""
+        """Return a parameter for use in forward; gradients of replicas are summed, gradients of padding are zero."""
         parameter, placement = self.own_tensor(name), self.placements.get(name)
         if placement is None:
             return parameter

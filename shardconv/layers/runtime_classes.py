@@ -48,7 +48,7 @@ def new_class(original: type, bases: tuple[type, ...], attributes: Mapping[str, 
 
 
 def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
-    """Return the class of a converted module: methods of ``kind``, which call those of the module's own class.
+    """Return the class of a converted module: methods of ``kind``, which call the methods of the module's own class.
 
     Embeddings go behind the module's own class: they take the place of nn.Embedding among the bases of a derived one.
 

@@ -36,7 +36,7 @@ def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = Fal
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """View the bytes of a tensor in one dim; if it is not contiguous, those of a copy that is."""
+    """View the bytes of a tensor, or of a contiguous copy, in one dim."""
     values = tensor.detach().contiguous()
     return values.as_strided((values.numel(),), (1,)).view(torch.uint8)  # view(-1) of one element keeps its stride
 

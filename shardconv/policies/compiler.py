@@ -31,7 +31,7 @@ class CompiledPolicies(NamedTuple):
     Attributes:
         family: the rules: one for each tensor that a policy names, and one for all others.
         layer_classes: the parallel classes of linear layers for which a policy names one.
-        new_classes: the classes that take the place of those of modules.
+        new_classes: the classes that replace the classes of modules.
         attributes: attributes of modules, or ``config.`` and fields of their config, with their values on each rank.
     """
 
@@ -241,7 +241,7 @@ class _MatchedModule:
 
 
 def _is_of_class(module: nn.Module, kind: object) -> bool:
-    """Whether a class is exactly that of a module. A function, as type checkers would narrow the module to ``kind``."""
+    """Whether a module is exactly of a class. A function, as type checkers would narrow the module to ``kind``."""
     return type(module) is kind
 
 

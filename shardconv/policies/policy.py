@@ -97,8 +97,8 @@ class Layer:
 class Policy(ABC):
     """Base of policies, each of which shards the modules of exactly one class, such as a model's decoder layers.
 
-    The methods are those of parallelformers: its policies work after their imports are changed. Tensors that no policy
-    names are replicated. Pass policies to :func:`~shardconv.convert_model`.
+    The methods have the names of parallelformers: its policies work after their imports are changed. Tensors that no
+    policy names are replicated. Pass policies to :func:`~shardconv.convert_model`.
 
     Args:
         layer: the module to which the policy applies.

@@ -95,7 +95,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def set_training(model: nn.Module) -> None:
-    """Set a model to training mode, without dropout: masks of local features would differ from those of all features.
+    """Set a model to training mode, without dropout: masks of local features would differ from masks of all features.
 
     Batch norms stay in eval mode, as the statistics of one or two examples mean nothing.
     """
@@ -144,7 +144,7 @@ class OutputDifferences(NamedTuple):
         gradient: the largest difference of a gradient of the converted model, relative to the largest value of that
             gradient, or to a thousandth of the largest value of all gradients if that is larger; None if the unsharded
             model does not have gradients.
-        note: why the gradients are not those of training or do not exist; "" if they are.
+        note: why the gradients are not from training mode, or do not exist; "" if they are.
         cache: bytes of the cache after a forward pass, as a fraction of the unsharded model's; None if the model does
             not generate text or does not have a cache.
         problem: why the sharded model failed to run; "" if it did not.
@@ -165,7 +165,7 @@ class Reference(NamedTuple):
         inputs: of the model.
         output: floating-point outputs of a forward pass, by name.
         tokens: of greedy decoding with a cache; None if the model does not generate text.
-        is_training: whether the gradients are those of training mode; else they are those of eval mode, as the model
+        is_training: whether the gradients are from training mode; else they are from eval mode, as the model
             cannot be trained with these inputs.
         gradients: parameter name to gradient, None for parameters without one; None if both modes fail.
         note: see :class:`OutputDifferences`.
@@ -202,7 +202,7 @@ def write_reference(kind: type[PretrainedModel], source: Path, path: Path) -> No
     is_training, note = True, ""
     gradients, problem = _gradients(kind, source, inputs, is_training=True)
     if problem:
-        is_training, note = False, f"gradients are those of eval mode, as the model cannot be trained: {problem}"
+        is_training, note = False, f"gradients are from eval mode, as the model cannot be trained: {problem}"
         gradients, problem = _gradients(kind, source, inputs, is_training=False)
     if problem:
         note = f"no gradients: {problem}"

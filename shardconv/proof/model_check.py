@@ -1,4 +1,4 @@
-"""Compare the names and shapes of a checkpoint with those of the model that its config names.
+"""Compare the names and shapes of a checkpoint with the model that its config names.
 
 Owns the comparison and its messages. Reads headers and config only, and allocates no memory for values.
 """
@@ -67,7 +67,7 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
     found = check_model(config, specs)
     if not found.is_match:
         raise SourceError(
-            f"{path}: its tensors are not those of {found.model} by its config ({found.differences()}): give the "
+            f"{path}: its tensors do not match {found.model} by its config ({found.differences()}): give the "
             f"config.json of this checkpoint with {option(config='FILE')}, or download the checkpoint again; to shard "
             f"the tensors as they are, omit {option(check_model=True)} (for a proof: {option(check_model=False)})"
         )
@@ -112,7 +112,7 @@ def _run_small(config: Mapping[str, object]) -> None:
 
 
 def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> ModelCheck:
-    """Compare tensors with those of the model class that a config names.
+    """Compare tensors with the model class that a config names.
 
     Args:
         config: the content of ``config.json``.

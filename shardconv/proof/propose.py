@@ -32,7 +32,7 @@ from shardconv.support.errors import PlanError
 #: The tensor parallel size of the plans that are compared.
 _TP = 2
 
-#: The blocks to propose: those of modules that many models have.
+#: The blocks to propose: of modules that many models have.
 _COMMON = (
     "attention", "bert_embeddings", "bert_heads", "bert_layer", "decoder", "gated_delta_net", "heads",
     "latent_attention", "layer", "layer_without_attention", "mamba2", "mlp", "mlp_of_any_width", "moe", "norms",
@@ -73,7 +73,7 @@ def with_blocks(proposal: Family, model: PretrainedModel) -> Family:
 
 
 def _expanded(proposal: Family) -> Family:
-    """The rules of a proposal, including those of its blocks."""
+    """The rules of a proposal, including the rules of its blocks."""
     return expand_family(proposal, Family(proposal.name))
 
 
@@ -198,7 +198,7 @@ def _for_source(proposal: Family, names: Iterable[str], used: Sequence[Rule], ba
     Args:
         proposal: for the small model.
         names: of the tensors of the source.
-        used: the rules that match a tensor of the source, those of blocks included.
+        used: the rules that match a tensor of the source, including rules of blocks.
         base: the family that the plan file inherits.
     """
     matched, mounts = _first_matching(proposal.rules, names), {rule.mount for rule in used}

@@ -47,7 +47,7 @@ class ProofReport:
         num_parameters: of the small model.
         proofs: one for each tensor parallel size that was tried.
         skipped: the tensor parallel sizes that were not tried, each with the reason.
-        note: the heads of the small model that are smaller than those of the source; "" if there are none.
+        note: the heads of the small model that are smaller than the source's; "" if there are none.
         supported_tp: the tensor parallel sizes that the source supports.
         num_grids: kinds of quantized weights, of which dequantized shards were compared; 0 without quantization.
         grid_differences: the tensors whose dequantized shards are not the shards of the dequantized weight.
@@ -110,7 +110,7 @@ def prove(
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
             transformers. Of a pipeline of diffusers, the result is a :class:`PipelineProof`.
         tps: tensor parallel sizes to try; by default 2 and 4, and 8 if the plan of the small model supports it.
-        check_model: first compare names and shapes of the source with those of the model that its config names.
+        check_model: first compare names and shapes of the source with the model that its config names.
         progress: called with the number of tensor parallel sizes that were compared, and of all.
         options: see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 

@@ -45,7 +45,7 @@ class Proof:
         gradient: the largest difference of a gradient, relative to the largest value of that gradient; None without
             gradients.
         sharded_fraction: fraction of the elements of matrices that is sharded.
-        note: why the gradients are not those of training or do not exist, or why the model failed to run; else "".
+        note: why the gradients are not from training mode or do not exist, or why the model failed to run; else "".
     """
 
     tp: int

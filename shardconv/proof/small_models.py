@@ -48,7 +48,7 @@ def write_small_model(
         has_real_counts: whether it has as many heads as the source instead, if such a model can be built.
 
     Returns:
-        The model, and which of its heads are smaller than those of the source; "" if there are none.
+        The model, and which of its heads are smaller than the source's; "" if there are none.
 
     Raises:
         RunError: if no small model can be built and run.

@@ -112,7 +112,7 @@ class ShardconvError(Exception):
 
     @property
     def message(self) -> str:
-        """The whole message, for that of another exception."""
+        """The message with its options as data, for the message of another exception."""
         return ": ".join(map(str, self.args))
 
     def __str__(self) -> str:

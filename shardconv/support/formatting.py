@@ -31,7 +31,7 @@ _SHAPELESS = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Text with escapes in place of control characters and the like, except for those of ``keep``."""
+    """Text with escapes in place of control characters and the like, except for the characters of ``keep``."""
     if text.isprintable():
         return text
     return "".join(

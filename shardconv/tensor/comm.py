@@ -83,7 +83,7 @@ class CommSpec:
     | to_partial | full tensor | summand: full tensor on rank 0, zeros on the others | identity | |
     | shard_to_partial | block | summand: block in a tensor of zeros | chunk | |
 
-    Blocks are those of :func:`torch.chunk`, applied for one axis after the other. After an all_gather or all_reduce,
+    Blocks are made by :func:`torch.chunk`, for one axis after the other. After an all_gather or all_reduce,
     all ranks have to compute the same values and the same loss.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Communication cost: time of a collective from its bytes, by the alpha-beta model.
 
-The formulas are those of the ring algorithms in Thakur, Rabenseifner and Gropp, "Optimization of Collective
+The formulas are for the ring algorithms in Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH" (2005), section 4. With n ranks and s bytes, a collective is a number of consecutive
 messages, and a number of bytes that each rank sends:
 

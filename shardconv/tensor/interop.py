@@ -57,7 +57,7 @@ class ChunkedShard(Tensor):
     Args:
         shard: [*], tensor with the shape, dtype and device of the shard.
         chunks: chunks of this rank; may be empty.
-        device: device of the chunks, if it differs from that of ``shard``.
+        device: device of the chunks, if it differs from the device of ``shard``.
     """
 
     chunks: tuple[Chunk, ...]
@@ -209,7 +209,7 @@ def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTen
 
 
 def num_chunks(placement: Placement) -> int | None:
-    """Number of chunks of the dim if they are those of ``torch.chunk``, else None.
+    """Number of chunks of the dim if ``torch.chunk`` makes the same chunks, else None.
 
     Replicas of a chunk have to be on adjacent ranks, the same number for each chunk.
     """

@@ -96,7 +96,7 @@ def redistribution_cost(
 
 
 def gradient_placements(placements: Sequence[Placement]) -> Placements:
-    """Return the placements of the gradient: those of the tensor, with ``Partial`` replaced by ``Replicate``."""
+    """Return the placements of the gradient: the tensor's, with ``Partial`` replaced by ``Replicate``."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 

@@ -27,7 +27,7 @@ def from_local(
     """Create a DTensor from the local tensors of the ranks. Differentiable; uses :meth:`DTensor.from_local`.
 
     Args:
-        local: shard, replica or summand of this rank. It is not compared with those of other ranks.
+        local: shard, replica or summand of this rank. It is not compared with other ranks.
         mesh: torch's mesh.
         placements: torch's placements, one per mesh axis.
         shape: shape of the full tensor, if shards differ in size as of :func:`torch.chunk`; by default all shards have

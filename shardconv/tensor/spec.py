@@ -1,7 +1,7 @@
 """Layouts of sharded tensors: torch's placements, checked, and converted to and from dim -> mesh axes.
 
 A layout is one ``Replicate``, ``Shard`` or ``Partial`` for each axis of a torch DeviceMesh. If several axes shard the
-same dim, the first axis splits it first, and each split is that of :func:`torch.chunk`. Nothing here communicates.
+same dim, the first axis splits it first, and each split is made by :func:`torch.chunk`. Nothing here communicates.
 """
 
 import math

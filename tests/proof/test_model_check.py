@@ -197,7 +197,7 @@ def test_missing_tensor_is_an_error_of_functions(llama, function):
 def test_matching_checkpoint_is_reported(llama, tmp_path):
     found = shardconv.check_source(llama)
     assert (found.model, found.is_match) == ("LlamaForCausalLM", True)
-    line = "names and shapes are those of LlamaForCausalLM"
+    line = "names and shapes match LlamaForCausalLM"
     for arguments in (["plan", llama], ["split", llama, "--tp", "2", "-o", tmp_path / "split"]):
         result = call(*arguments, "--check-model")
         assert (result.code, line in result.out) == (0, True), result.err
