@@ -8,9 +8,13 @@ import torch
 
 pytest.importorskip("diffusers")
 
+import diffusers
+from diffusers.loaders import lora_conversion_utils
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.hf.build import build_small
+from shardconv.hf.diffusion import default_fields, small_config
 from shardconv.support.errors import PlanError, ShardconvError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.diffusion import write_diffusion
@@ -162,3 +166,71 @@ def test_metadata_beside_alphas_is_refused(source, kohya, tmp_path):
         save_file(tensors, tmp_path / "x.safetensors", {"lora_adapter_metadata": text})
         with pytest.raises(ShardconvError, match=message):
             shardconv.split(source / "transformer", tmp_path / "split", tp=2, adapters=[tmp_path / "x.safetensors"])
+
+
+#: Class to the fields of a config, the converter of diffusers, and original layers to the features of input and output.
+ORIGINAL = {
+    "HunyuanVideoTransformer3DModel": (
+        {},
+        "_convert_hunyuan_video_lora_to_diffusers",
+        {
+            **{f"double_blocks.0.{stream}_attn_qkv": (64, 192) for stream in ("img", "txt")},
+            **{f"double_blocks.0.{stream}_attn_proj": (64, 64) for stream in ("img", "txt")},
+            **{f"double_blocks.0.{stream}_mlp.fc1": (64, 256) for stream in ("img", "txt")},
+            **{f"double_blocks.0.{stream}_mlp.fc2": (256, 64) for stream in ("img", "txt")},
+            **{f"double_blocks.0.{stream}_mod.linear": (64, 384) for stream in ("img", "txt")},
+            "single_blocks.0.linear2": (320, 64),
+            "single_blocks.0.modulation.linear": (64, 192),
+        },
+    ),
+    "WanTransformer3DModel": (
+        {"image_dim": 1280, "added_kv_proj_dim": 5120},
+        "_convert_non_diffusers_wan_lora_to_diffusers",
+        {
+            **{f"blocks.0.{attention}_attn.{one}": (64, 64) for attention in ("self", "cross") for one in "qkvo"},
+            "blocks.0.cross_attn.k_img": (64, 64),
+            "blocks.0.cross_attn.v_img": (64, 64),
+            "blocks.0.ffn.0": (64, 96),
+            "blocks.0.ffn.2": (96, 64),
+            "time_projection.1": (64, 384),
+            "text_embedding.0": (24, 64),
+            "text_embedding.2": (64, 64),
+            "time_embedding.0": (16, 64),
+            "time_embedding.2": (64, 64),
+            "img_emb.proj.1": (28, 28),
+            "img_emb.proj.3": (28, 64),
+            "head.head": (64, 32),
+        },
+    ),
+    "ZImageTransformer2DModel": (
+        {},
+        "_convert_non_diffusers_z_image_lora_to_diffusers",
+        {
+            "layers.0.attention.out": (48, 48),
+            "noise_refiner.0.attention.to_q": (48, 48),
+            "layers.1.feed_forward.w1": (48, 128),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("class_name", ORIGINAL)
+def test_names_are_those_of_the_converters_of_diffusers(tmp_path, class_name):
+    """Of files without an alpha, with which the converters multiply weights."""
+    fields, converter, layers = ORIGINAL[class_name]
+    kind = getattr(diffusers, class_name)
+    build_small(kind, small_config({**default_fields(kind), **fields})).save_pretrained(tmp_path / "base")
+    sizes = {name: (*features, 4, None) for name, features in layers.items()}
+    adapter = write_lora(tmp_path / "lora.safetensors", {"diffusion_model.": sizes})
+    stored = load_file(adapter)
+    if "hunyuan" in converter:
+        stored = {one.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): stored[one] for one in stored}
+    expected = {
+        name.replace("transformer.", f"{PREFIX}.", 1): one
+        for name, one in getattr(lora_conversion_utils, converter)(stored).items()
+    }
+    shardconv.split(tmp_path / "base", tmp_path / "split", tp=2, adapters=[adapter])
+    shardconv.merge(tmp_path / "split" / "adapters" / "lora", tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
+from shardconv.checkpoint.sources.diffusers_classes import diffusers_classes
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options, list_folder
 from shardconv.checkpoint.sources.source import model_name
 from shardconv.checkpoint.sources.source_files import check_portable, is_portable_name
@@ -25,13 +26,6 @@ from shardconv.files.weight_formats import (
 )
 from shardconv.support.errors import SourceError, UsageError, option
 
-#: Patterns of classes that do not have weights.
-_WITHOUT_WEIGHTS = ("*Tokenizer*", "*Scheduler*", "*Processor*", "*FeatureExtractor*", "*Guid*")
-#: Patterns of classes that are not sharded: most of their layers are convolutions, or they are small.
-_UNSHARDED = (
-    "*Autoencoder*", "*VAE*", "VQModel", "PaellaVQModel", "*UNet*", "*ControlNet*", "*Adapter", "*SafetyChecker",
-    "*Normalizer", "*HifiGan", "*Vocoder", "*Upsampler*", "*Watermark*",
-)  # fmt: skip
 #: The most weight files in a message.
 _MAX_NAMES = 5
 
@@ -170,7 +164,8 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
         )
     _check_class(folder, name, class_name)
     weights = [file for file in files if is_weights(file) and not is_trainer_state(file)]
-    if weights and _matches(class_name, (*_UNSHARDED, *_WITHOUT_WEIGHTS)):
+    known = diffusers_classes()
+    if weights and _matches(class_name, (*known.unsharded, *known.without_weights)):
         _refuse_variants(folder, name, class_name, weights)
         return f"{class_name}, not sharded"
     if gguf := next((file for file in weights if file.endswith(".gguf")), None):
@@ -182,7 +177,7 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
         )
     if weights:
         return ""
-    if f"{name}/{CONFIG_NAME}" in files and not _matches(class_name, _WITHOUT_WEIGHTS):
+    if f"{name}/{CONFIG_NAME}" in files and not _matches(class_name, known.without_weights):
         raise SourceError(
             f"{folder.path / name}: component {name} ({class_name}) has {CONFIG_NAME} and no weights: download the "
             "folder again"
