@@ -3,8 +3,8 @@
 import inspect
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -216,12 +216,12 @@ def _generate(pipeline: Any, prompts: Sequence[str], options: PipelineOptions, *
     given["generator"] = torch.Generator().manual_seed(options.seed)  # of the CPU: all devices get the same noise
     _check_arguments(pipeline, given)
     pipeline.set_progress_bar_config(disable=True)
-    with patch.object(pipeline, "check_inputs", partial(_check_inputs, pipeline, pipeline.check_inputs)):
-        try:
+    try:
+        with _checked_inputs(pipeline):
             return pipeline(**given)[0]
-        except RuntimeError as error:
-            _refuse_dtypes(pipeline, error)
-            raise
+    except RuntimeError as error:
+        _refuse_dtypes(pipeline, error)
+        raise
 
 
 def _refuse_dtypes(pipeline: Any, error: RuntimeError) -> None:
@@ -236,10 +236,17 @@ def _refuse_dtypes(pipeline: Any, error: RuntimeError) -> None:
         ) from error
 
 
-def _check_inputs(pipeline: Any, check: Callable[..., None], *values: object, **named: object) -> None:
-    """Check the values of the arguments of a pipeline as it does itself."""
+def _checked_inputs(pipeline: Any) -> AbstractContextManager[Any]:
+    """Name errors of the values of arguments: those of ``check_inputs``, or all of a pipeline without this method."""
+    if not hasattr(pipeline, "check_inputs"):
+        return _named(pipeline)
+    return patch.object(pipeline, "check_inputs", _named(pipeline)(pipeline.check_inputs))
+
+
+@contextmanager
+def _named(pipeline: Any) -> Iterator[None]:
     try:
-        check(*values, **named)
+        yield
     except ValueError as error:
         raise RunError(f"{type(pipeline).__name__}: {one_line(error)}: correct the option") from error
 

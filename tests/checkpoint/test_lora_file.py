@@ -160,6 +160,11 @@ def test_unusual_files_are_refused(source, kohya, tmp_path, case):
     assert text in str(error.value)
 
 
+def test_a_component_that_is_not_chosen(source, kohya, tmp_path):
+    with pytest.raises(UsageError, match=r"text_encoder is not sharded .*choose it with components="):
+        shardconv.split(source, tmp_path / "split", tp=2, adapters=[kohya], components=("transformer",))
+
+
 def test_metadata_beside_alphas_is_refused(source, kohya, tmp_path):
     tensors = {name: one for name, one in load_file(kohya).items() if name.startswith(PROJ)}
     for text, message in (('{"transformer.r": 4}', "has both lora_adapter_metadata and"), ("[", "is not JSON")):

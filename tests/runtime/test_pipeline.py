@@ -324,6 +324,18 @@ def test_arguments_that_a_pipeline_does_not_take(made, arguments, message):
         _generate(whole, ["a cat"], picture_options(), **arguments)
 
 
+def test_errors_of_a_pipeline_that_does_not_check_its_inputs(made):
+    class Unchecked:
+        def __call__(self, prompt, num_inference_steps, height, width, generator, return_dict):
+            raise ValueError("height must be divisible by 32")
+
+        def set_progress_bar_config(self, disable):
+            assert disable
+
+    with pytest.raises(RunError, match="Unchecked: ValueError: height must be divisible by 32: correct the option"):
+        _generate(Unchecked(), ["a cat"], picture_options())
+
+
 def test_a_pipeline_that_needs_more_than_a_prompt(made):
     class Guided(diffusers.FluxPipeline):
         def __call__(

@@ -163,9 +163,10 @@ def _parts(pipeline: Pipeline, adapter: AnyAdapter) -> Mapping[str, AnyAdapter]:
             )
         return {inside[0]: adapter}
     if other := next((name for name in parts if name not in sharded), None):
+        is_left = pipeline.copied.get(other, "").endswith("not chosen")
         raise UsageError(
             f"{path}: is for {', '.join(parts)}, and {other} is not sharded (expected only {', '.join(sharded)}): "
-            f"{fuse_in_diffusers(path)}"
+            f"{f'choose it with {option(components=[other])}' if is_left else fuse_in_diffusers(path)}"
         )
     return parts
 
