@@ -93,6 +93,7 @@ OPTIONS = {
     ),
     "--overwrite": ("plan split merge reshard verify pad unpad", "test_cli.py::test_overwrite_is_reported"),
     "--pad": ("plan split run reshard", "plan/test_padding.py::test_reported_cost_is_that_of_the_files"),
+    "--pp": ("plan split reshard run", "checkpoint/test_stages.py::test_files_have_the_layers_of_their_stages"),
     "--prompt": ("run", "runtime/test_run.py::test_several_prompts_are_labeled"),
     "--propose": ("plan", "proof/test_prove.py::test_proposal_is_proven"),
     "--prove": ("plan", "proof/test_prove.py::test_wrong_plan_is_not_proven"),
@@ -110,6 +111,10 @@ OPTIONS = {
     "--seed": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--seq": ("plan", "tensor/test_link.py::test_measured_link_is_used_for_costs"),
     "--stacked-layers": ("split", "checkpoint/test_megatron.py::test_stacked_layers"),
+    "--stages": (
+        "plan split reshard run",
+        "checkpoint/test_stages.py::test_plan_has_bytes_of_stages_and_proposes_even_ones",
+    ),
     "--steps": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--temperature": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--threads": (

@@ -2,12 +2,14 @@
 
 import gc
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardconv.commands.command import COST, Flag, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.listed_sizes import ListedSizes
 from shardconv.commands.options import COUNT, Number, SourcePath
+from shardconv.commands.shared import stages_note
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -92,6 +94,7 @@ def show_cost(
     link: "Link | None",
     page: HtmlFile | None,
     listed: ListedSizes,
+    stages: Mapping[str, Any],
 ) -> None:
     """Print memory and communication cost.
 
@@ -103,6 +106,7 @@ def show_cost(
         link: the measured link; None for the link of ``flags``.
         page: the file of ``--html``, if there is one; it has the cost of all supported sizes.
         listed: the tensor parallel sizes.
+        stages: the values of the options for pipeline stages.
     """
     with ImportPhase():
         from shardconv.checkpoint.sources.pipeline import is_pipeline
@@ -113,12 +117,13 @@ def show_cost(
         from shardconv.tensor.cost import Link
     if page is not None and is_pipeline(open_path(src)):
         raise UsageError(f"--html shows the cost of one model (got the pipeline {src}): pass a component")
-    planned, no_plan = (None, None) if page is None else plan_for_page(src, listed.tp, **options)
+    planned, no_plan = (None, None) if page is None else plan_for_page(src, listed.tp, stages, **options)
     curve = () if planned is None else tuple(size for size in planned.supported_tp if size <= MAX_TP)
     with console.progress("count", counts=True) as progress:
         report = estimate_cost(
             src,
             tps=None if listed.tps is None else sorted({*listed.tps, *curve}),
+            **stages,
             batch=flags["batch"],
             seq=flags["seq"],
             link=link or Link(flags["alpha"], flags["beta"]),
@@ -161,7 +166,7 @@ def _head(report: "CostReport") -> list[str]:
     layers = f", {counted(report.num_layers, 'layer')}" if report.num_layers else ""
     prompts, tokens = counted(report.batch, "prompt"), counted(report.seq, "token")
     return [
-        f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}",
+        f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}{stages_note(report.stages)}",
         f"per rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
         f"link: {_link(report.link)}; times: communication only; ring collectives; upper bound",
         *report.notes,

@@ -1,9 +1,10 @@
 """``--html FILE`` of ``plan`` and ``verify``: a report as one page."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Unpack
 
 from shardconv.commands.options import SourcePath
 from shardconv.support.console import Console
@@ -78,13 +79,16 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
             raise OutputError(f"{path}: is not a page of shardconv, so it is not overwritten: choose another file")
 
 
+_NO_STAGES: Mapping[str, Any] = MappingProxyType({})
+
+
 def plan_for_page(
-    src: SourcePath, tp: int | None, **options: "Unpack[PlanOptions]"
+    src: SourcePath, tp: int | None, stages: Mapping[str, Any] = _NO_STAGES, **options: "Unpack[PlanOptions]"
 ) -> "tuple[PlanReport | None, str | None]":
     """The plan to show beside another report, or the reason why there is none."""
     from shardconv.checkpoint.operations.plan_report import report_plan
 
     try:
-        return report_plan(src, tp=tp, **options), None
+        return report_plan(src, tp=tp, **(stages if tp else {}), **options), None
     except ShardconvError as error:
         return None, error.with_options()

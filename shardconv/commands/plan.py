@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from shardconv.commands.options import (
     PLAN_OPTIONS,
     SOURCE_OPTIONS,
     SOURCE_PATH,
+    STAGE_OPTIONS,
     SourcePath,
     check_model_option,
     display_options,
@@ -35,6 +37,7 @@ from shardconv.commands.shared import (
     model_notes,
     notes,
     padding_notes,
+    stages_note,
 )
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
@@ -56,7 +59,7 @@ _APPLYING = {
     "families": _DISPLAY,
     "propose": (*_DISPLAY, *(option.name for option in SOURCE_OPTIONS), "check_model"),
     "prove": (*_DISPLAY, *_PLAN, "check_model", "tps"),
-    "cost": (*_DISPLAY, *_PLAN, *_COST, *_HTML, "tps", "memory"),
+    "cost": (*_DISPLAY, *_PLAN, *_COST, *_HTML, "tps", "pp", "stages", "memory"),
     "measure_link": (*_DISPLAY, *_COST),
 }
 
@@ -78,6 +81,7 @@ _FAMILIES = Option(
     params=[
         click.Argument(["src"], type=SOURCE_PATH, required=False),
         TPS,
+        *STAGE_OPTIONS,
         *PLAN_OPTIONS,
         BASE,
         MEMORY,
@@ -102,6 +106,8 @@ def plan(
     *,
     tps: tuple[int, ...] | None,
     memory: int | None,
+    pp: int,
+    stages: str,
     families: str | None,
     propose: bool,
     prove: bool,
@@ -136,7 +142,8 @@ def plan(
     if src is None or (is_measured and link is None):
         return
     if is_cost:
-        show_cost(src, console, flags, options, link=link, page=page, listed=listed)
+        of_stages = {"pp": pp, "stages": stages}
+        show_cost(src, console, flags, options, link=link, page=page, listed=listed, stages=of_stages)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:
@@ -145,7 +152,7 @@ def plan(
         show_proof(src, console, tps or (), options, check_model=check_model is not False)
     else:
         with console.progress("read headers", counts=True) as progress, header_progress(progress):
-            report = report_plan(src, tp=listed.tp, base=base, dtype=dtype, **options)
+            report = report_plan(src, tp=listed.tp, pp=pp, stages=stages, base=base, dtype=dtype, **options)
         if page is not None:
             from shardconv.html.page import write_page
 
@@ -215,11 +222,8 @@ def _show_plan(
 def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
-    if report.stored_tp is not None and len(report.ranks) < report.stored_tp:
-        lines.append(f"this folder has {name_ranks(report.ranks)} of {report.stored_tp}")
-    if report.stored_tp is not None and report.stored_tp != report.tp:
-        source, held = report.source, counted(report.stored_tp, "rank")
-        lines.append(f"{source} has {held}: this is the plan of shardconv reshard {source} --tp {report.tp}")
+    if report.stored_tp is not None:
+        lines += _stored_lines(report, report.stored_tp * len(report.stored_stages or (0,)))
     if report.engine is not None:
         lines.append(f"sharded at the boundaries of {report.engine} (--for {report.engine})")
     if report.num_quantized:
@@ -240,8 +244,36 @@ def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> 
         lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
     lines += padding_notes(report.padding)
     if report.tp is not None:
-        lines.append(f"tp {report.tp}: {sizes(report.rank_bytes)} per rank")
+        lines += _rank_lines(report, report.tp)
     return [*lines, ""] if report.tp is not None or listed.is_list else lines
+
+
+def _stored_lines(report: "PlanReport", num_ranks: int) -> Iterator[str]:
+    """The ranks of a split checkpoint, and the command whose plan this is, if it is another one."""
+    if len(report.ranks) < num_ranks:
+        yield f"this folder has {name_ranks(report.ranks)} of {num_ranks}"
+    if (report.stored_tp, report.stored_stages) != (report.tp, report.stages):
+        stages = f" --stages {','.join(map(str, report.stages))}" if report.stages else ""
+        yield (
+            f"{report.source} has {counted(num_ranks, 'rank')}{stages_note(report.stored_stages)}: this is the plan of "
+            f"shardconv reshard {report.source} --tp {report.tp}{stages}"
+        )
+
+
+def _rank_lines(report: "PlanReport", tp: int) -> Iterator[str]:
+    """The bytes per rank, for each pipeline stage, and stages that are more even."""
+    if not report.stages:
+        yield f"tp {tp}: {sizes(report.rank_bytes)} per rank"
+        return
+    yield f"tp {tp}{stages_note(report.stages)}:"
+    for stage, layers in enumerate(report.stages):
+        of_stage, first = report.rank_bytes[stage * tp : (stage + 1) * tp], stage * tp
+        yield f"  stage {stage}, {name_ranks([*range(first, first + tp)])}: {layers} layers, {sizes(of_stage)} per rank"
+    if report.even_stages != report.stages:
+        yield (
+            f"more even: --stages {','.join(map(str, report.even_stages))} (at most {size(report.even_bytes)} per rank "
+            f"instead of {size(max(report.rank_bytes))})"
+        )
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:

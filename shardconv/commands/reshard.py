@@ -12,6 +12,7 @@ from shardconv.commands.options import (
     FROM,
     MAX_FILE_SIZE,
     PAD,
+    STAGE_OPTIONS,
     TP,
     WRITE_OPTIONS,
     SourcePath,
@@ -20,7 +21,14 @@ from shardconv.commands.options import (
     engine_option,
     layout_option,
 )
-from shardconv.commands.shared import engine_note, padding_notes, rank_files, show_written, source_progress
+from shardconv.commands.shared import (
+    engine_note,
+    num_ranks_of,
+    padding_notes,
+    rank_files,
+    show_written,
+    source_progress,
+)
 from shardconv.support.console import Console
 from shardconv.support.formatting import counted
 
@@ -32,6 +40,7 @@ from shardconv.support.formatting import counted
         CONFIG,
         FROM,
         TP,
+        *STAGE_OPTIONS,
         engine_option("as in DIR, or the engine of --layout"),
         PAD,
         destination_option("DIR2", "Write this folder.", "NAME-tpN"),
@@ -56,7 +65,7 @@ def reshard(console: Console, src: tuple[SourcePath, ...], output: SourcePath | 
     show_written(
         console,
         report,
-        f"from {counted(report.old_tp, 'rank')} to {report.tp}\n{rank_files(report)}",
+        f"from {counted(report.old_tp * report.old_pp, 'rank')} to {num_ranks_of(report)}\n{rank_files(report)}",
         options,
         num_bytes=report.num_bytes,
         lines=[*padding_notes(report.padding), *report.notes, *engine_note(report.layout)],

@@ -20,11 +20,13 @@ from shardconv.commands.options import (
     PLAN_OPTIONS,
     SOURCE_TP,
     SRC,
+    STAGE_OPTIONS,
     Number,
     SourcePath,
     display_options,
 )
 from shardconv.commands.run_pipeline import PICTURE_NAMES, PICTURE_OPTIONS, refuse_options, run_pipeline
+from shardconv.commands.shared import num_ranks_of, stages_note
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import open_path
 from shardconv.support.console import Console
@@ -69,6 +71,7 @@ class _OneFolder(Command):
     params=[
         SRC,
         SOURCE_TP,
+        *STAGE_OPTIONS,
         *PLAN_OPTIONS,
         Option(GENERATION, "--prompt", _PROMPT, multiple=True, metavar="TEXT"),
         Option(GENERATION, "--token-ids", _IDS, multiple=True, metavar="IDS"),
@@ -133,9 +136,9 @@ def run(
         from shardconv.runtime.launch import launch
         from shardconv.runtime.run import check_run
     given = _run_options(folder, prompt, token_ids, options)
-    tp = check_run(checkpoint, prompt or token_ids, given, rank)
+    num_ranks = check_run(checkpoint, prompt or token_ids, given, rank)
     if rank is None:
-        sys.exit(launch(sys.argv[1:], tp))
+        sys.exit(launch(sys.argv[1:], num_ranks))
     _run_rank(folder, prompt or token_ids, given, console, is_first=rank == 0)
 
 
@@ -144,7 +147,9 @@ def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
     from shardconv.checkpoint.adapters.adapter import SplitAdapter
     from shardconv.checkpoint.split.loadable import open_loadable
 
-    checkpoint = open_loadable(path, tp=options["tp"], options=options["plan"])
+    checkpoint = open_loadable(
+        path, tp=options["tp"], pp=options["pp"], stages=options["stages"], options=options["plan"]
+    )
     if options["adapter"] is not None:
         SplitAdapter.open(options["adapter"], path, checkpoint.manifest.tp)
     return checkpoint
@@ -222,7 +227,8 @@ def _figures(report: "RunReport") -> list[str]:
     """Times, speeds and memory, one line for loading and one for generating."""
     memory = ", ".join(map(size, report.memory_bytes))
     lines = [
-        f"{counted(report.tp, 'rank')} on {report.device}: {size(report.load_bytes)} per rank loaded in "
+        f"{counted(num_ranks_of(report), 'rank')} on {report.device}{stages_note(report.stages)}: "
+        f"{size(report.load_bytes)} per rank loaded in "
         f"{report.load_seconds:.2f} s, {size(report.load_bytes / report.load_seconds)}/s; peak memory per rank {memory}"
     ]
     if report.dequantized_bytes is not None:

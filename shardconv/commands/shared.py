@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.output.writer import WriteReport
     from shardconv.hf.names import ModelCheck
     from shardconv.plan.tp_sizes import PaddingReport
+    from shardconv.runtime.run import RunReport
 
 
 @contextmanager
@@ -139,13 +140,23 @@ def engine_note(layout: str) -> list[str]:
 
 def rank_files(report: "SplitReport | ReshardReport") -> str:
     """The number and size of the rank files, and their layout."""
-    count, ranks = len(report.rank_bytes), getattr(report, "ranks", ())
-    which = f" ({name_ranks(ranks)} of {report.tp})" if count < report.tp else ""
+    count, ranks, num_ranks = len(report.rank_bytes), getattr(report, "ranks", ()), num_ranks_of(report)
+    which = f" ({name_ranks(ranks)} of {num_ranks})" if count < num_ranks else ""
     if report.files_per_rank == 1:
         files = f"{counted(count, 'rank file')}{which} of {sizes(report.rank_bytes)}"
     else:
         files = f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
-    return f"{files}{layout_note(report.layout)}"
+    return f"{files}{layout_note(report.layout)}{stages_note(report.stages)}"
+
+
+def num_ranks_of(report: "SplitReport | ReshardReport | RunReport") -> int:
+    """The number of ranks of all pipeline stages."""
+    return report.tp * max(len(report.stages), 1)
+
+
+def stages_note(num_layers: Sequence[int]) -> str:
+    """The number of layers of each pipeline stage, where there are several."""
+    return f", {len(num_layers)} stages of {', '.join(map(str, num_layers))} layers" if num_layers else ""
 
 
 def layout_note(layout: str) -> str:

@@ -16,6 +16,7 @@ from shardconv.commands.options import (
     PLAN_OPTIONS,
     SPLIT_TP,
     SRC,
+    STAGE_OPTIONS,
     WRITE_OPTIONS,
     SourcePath,
     check_model_option,
@@ -30,6 +31,7 @@ from shardconv.commands.shared import (
     engine_note,
     model_notes,
     notes,
+    num_ranks_of,
     padding_notes,
     rank_files,
     show_written,
@@ -50,6 +52,7 @@ _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default
     params=[
         SRC,
         SPLIT_TP,
+        *STAGE_OPTIONS,
         *PLAN_OPTIONS,
         BASE,
         Option(ADAPTERS, "--adapter adapters", _ADAPTER, type=PATH, multiple=True, metavar="ADAPTER"),
@@ -68,6 +71,7 @@ _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default
     epilog="shardconv split llama --tp 8\n"
     "shardconv split hf://org/llama --tp 8 -o llama-tp8\n"
     "shardconv split llama --tp 8 --layout vllm --max-file-size 5GB\n"
+    "shardconv split llama --tp 8 --pp 2\n"
     "shardconv split llama --layout megatron -o llama-megatron\n"
     "shardconv split llama --tp 8 --dry-run",
 )
@@ -91,7 +95,7 @@ def split(console: Console, src: SourcePath, output: SourcePath | None, *, check
         f"family {report.family}\n{rank_files(report)}",
         options,
         num_bytes=report.source_bytes,
-        copied_bytes=None if len(report.ranks) == report.tp else sum(report.rank_bytes),
+        copied_bytes=None if len(report.ranks) == num_ranks_of(report) else sum(report.rank_bytes),
         lines=[
             *adapter_notes(report.adapters),
             *report.derived,

@@ -120,8 +120,8 @@ def _is_sure(report: "VerifyReport") -> bool:
 
 
 def _head(report: "VerifyReport") -> list[str]:
-    is_complete = len(report.ranks) == report.tp
-    ranks = counted(report.tp, "rank") if is_complete else f"{name_ranks(report.ranks)} of {report.tp}"
+    count = report.tp * report.pp
+    ranks = counted(count, "rank") if len(report.ranks) == count else f"{name_ranks(report.ranks)} of {count}"
     held = f"{ranks}, {report.num_tensors} tensors, {size(report.num_bytes)}"
     return [
         f"{', '.join(report.paths)}: {held}{layout_note(report.layout)}",

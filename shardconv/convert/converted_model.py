@@ -35,10 +35,12 @@ class ConvertedModel(PretrainedModel):
     Attributes:
         axis: the ranks that hold the shards.
         seed_check: compares the random number generators of the ranks.
+        pipeline: the ranks with the same rank in each pipeline stage; None for one stage.
     """
 
     axis: Axis
     seed_check: SeedCheck
+    pipeline: Axis | None = None
 
     @property
     def unsharded_class(self) -> type[PretrainedModel]:
@@ -143,9 +145,17 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
         Name to full tensor, in its original order and without padding, detached, on the device of the shard. Tied names
         have the same tensor. Tensors that are not sharded are taken from ``module.state_dict()``.
 
+    Raises:
+        ValueError: if the model is in pipeline stages.
+
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
     """
+    if isinstance(module, ConvertedModel) and module.pipeline is not None:
+        raise ValueError(
+            "the model is in pipeline stages, and each rank has the layers of its stage: merge the split checkpoint "
+            "with shardconv merge, or load it without stages"
+        )
     state: dict[str, Tensor] = module.state_dict()
     gathered: dict[Tensor, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):

@@ -24,7 +24,7 @@ from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
-from shardconv.engines.weights import open_for_engine, rank_weights
+from shardconv.engines.weights import EngineStages, open_for_engine, rank_weights
 from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
 from shardconv.layouts.choice import choose_layout
@@ -111,10 +111,11 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
     tensors = manifest.rank_layout.tensors_of(manifest.ranks.index(rank))
     load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # vLLM ties embeddings by it
     try:
-        with one_rank(folder, tp=manifest.tp, rank=rank, load_format=load_format) as config:
+        num_layers = manifest.plan.num_layers
+        with one_rank(folder, tp=manifest.tp, num_layers=num_layers, rank=rank, load_format=load_format) as config:
             model = _construct(config, folder)
             if manifest.layout.engine is None:
-                differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest.tp, rank)]
+                differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest, rank)]
             else:
                 differences = list(_tensor_differences(tensors, _state(model)))
             yield from (f"rank {rank}: {difference}" for difference in differences)
@@ -166,9 +167,11 @@ def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, T
             yield f"{name} has dtype {info.dtype} (expected {expected})"
 
 
-def _missing(model: EngineModel, folder: Path, tp: int, rank: int) -> list[str]:
+def _missing(model: EngineModel, folder: Path, manifest: Manifest, rank: int) -> list[str]:
     """Return the parameters that vLLM's loaders do not fill."""
-    source = open_for_engine(folder, tp=tp, rank=rank, engine="vllm", verify=False)
+    tp, num_layers = manifest.tp, manifest.plan.num_layers
+    stages = EngineStages(num_layers, rank // tp) if num_layers else None
+    source = open_for_engine(folder, tp=tp, rank=rank % tp, engine="vllm", verify=False, stages=stages)
     loaded = model.load_weights(rank_weights(source, dry_run=True))
     if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
         return []
@@ -181,24 +184,28 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextmanager
-def one_rank(folder: Path, *, tp: int, rank: int, **arguments: object) -> Iterator["VllmConfig"]:
-    """Context manager in which vLLM takes this process for one rank of a tensor parallel group.
+def one_rank(
+    folder: Path, *, tp: int, rank: int, num_layers: tuple[int, ...] = (), **arguments: object
+) -> Iterator["VllmConfig"]:
+    """Context manager in which vLLM takes this process for one rank of tensor parallel groups in pipeline stages.
 
-    The process group has one process; the size and rank that vLLM reads from its tensor parallel group are patched.
+    The process group has one process; the sizes and ranks that vLLM reads from its groups are patched.
     Constructing a model and loading its weights work; collectives do not.
 
     Args:
         folder: folder with the config.json of the model.
         tp: tensor parallel size.
-        rank: the rank, from 0.
+        rank: the rank of all stages, from 0.
+        num_layers: number of layers of each stage; empty for one stage.
         arguments: further fields of vLLM's EngineArgs, such as ``dtype``.
 
     Yields:
         vLLM's config, which is also vLLM's current config inside the context.
     """
+    partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, num_layers))} if num_layers else {}
     with (
-        mock.patch.dict(os.environ, _ENVIRONMENT),  # before vLLM is imported, which reads it
-        engines.vllm_process.one_rank(folder, tp, rank, arguments) as config,
+        mock.patch.dict(os.environ, {**_ENVIRONMENT, **partition}),  # before vLLM is imported, which reads it
+        engines.vllm_process.one_rank(folder, tp, len(num_layers) or 1, rank, arguments) as config,
     ):
         yield config
 

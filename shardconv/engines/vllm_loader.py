@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch import nn
 from vllm.config import LoadConfig, ModelConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from shardconv.engines.weights import open_for_engine, rank_weights
+from shardconv.engines.weights import EngineStages, open_for_engine, rank_weights
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -52,11 +53,15 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         """Yield name and tensor of all weights: a rank tensor of the full shape where sharded, else the full tensor."""
         tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         self.counter_before_loading_weights = time.perf_counter()
-        source = open_for_engine(self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify)
+        stages = _stages(model_config)
+        source = open_for_engine(
+            self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify, stages=stages
+        )
         for assumption in source.reader.plan.assumed if rank == 0 else ():
             logger.warning("shardconv: assumed: %s", assumption)
         yield from rank_weights(source)
-        logger.info("shardconv: rank %d of %d read %d bytes", rank, tp, source.reader.num_bytes_read)
+        stage = 0 if stages is None else stages.stage
+        logger.info("shardconv: rank %d of %d in stage %d read %d bytes", rank, tp, stage, source.reader.num_bytes_read)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 
@@ -69,6 +74,16 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
             name, subfolder=None, revision=model_config.revision, fall_back_to_pt=False, allow_patterns_overrides=None
         )
         return Path(folder)
+
+
+def _stages(model_config: ModelConfig) -> EngineStages | None:
+    """The pipeline stages of vLLM, whose numbers of layers follow from the model and VLLM_PP_LAYER_PARTITION."""
+    group = get_pp_group()
+    if group.world_size == 1:
+        return None
+    num_layers = model_config.get_total_num_hidden_layers()
+    bounds = (get_pp_indices(num_layers, stage, group.world_size) for stage in range(group.world_size))
+    return EngineStages(tuple(stop - start for start, stop in bounds), group.rank_in_group)
 
 
 def register_loader(load_format: str) -> None:

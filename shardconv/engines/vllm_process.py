@@ -20,11 +20,12 @@ from shardconv.engines.check import EngineModel
 
 
 @contextmanager
-def one_rank(folder: Path, tp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
-    """Initialize vLLM's groups for one process, with the size and rank of a larger group patched in."""
+def one_rank(folder: Path, tp: int, pp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
+    """Initialize vLLM's groups for one process, with the sizes and ranks of larger groups patched in."""
+    stage, tp_rank = divmod(rank, tp)
     engine = EngineArgs(
-        model=str(folder), tensor_parallel_size=tp, enforce_eager=True, skip_tokenizer_init=True,
-        distributed_executor_backend="mp", **arguments,
+        model=str(folder), tensor_parallel_size=tp, pipeline_parallel_size=pp, enforce_eager=True,
+        skip_tokenizer_init=True, distributed_executor_backend="mp", **arguments,
     )  # fmt: skip
     config = engine.create_engine_config()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -32,8 +33,11 @@ def one_rank(folder: Path, tp: int, rank: int, arguments: Mapping[str, object]) 
         with set_current_vllm_config(config):
             parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
             parallel_state.initialize_model_parallel(1, backend="gloo")
-            group = parallel_state.get_tp_group()
-            with mock.patch.multiple(group, world_size=tp, rank_in_group=rank):
+            tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+            with (
+                mock.patch.multiple(tensor, world_size=tp, rank_in_group=tp_rank),
+                mock.patch.multiple(pipeline, world_size=pp, rank_in_group=stage, rank=stage, ranks=[*range(pp)]),
+            ):
                 yield config
     finally:
         parallel_state.destroy_model_parallel()

@@ -1,6 +1,7 @@
 """The tensors that one rank of an engine loads, from a split checkpoint or from a source that is split on reading."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from shardconv.checkpoint.sources.planning import PlanOptions
-from shardconv.checkpoint.split.loadable import open_loadable
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
+from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.engines.held_shard import HeldShard, runs_of
 from shardconv.engines.rank_tensor import RankTensor
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
@@ -40,33 +43,87 @@ class RankSource(NamedTuple):
     remedy: str
 
 
-def open_for_engine(folder: Path, *, tp: int, rank: int, engine: str, verify: bool) -> RankSource:
+class EngineStages(NamedTuple):
+    """The pipeline stages of an engine.
+
+    Attributes:
+        num_layers: number of layers of each stage.
+        stage: the stage of this process, from 0.
+    """
+
+    num_layers: tuple[int, ...]
+    stage: int
+
+
+def open_for_engine(
+    folder: Path, *, tp: int, rank: int, engine: str, verify: bool, stages: EngineStages | None = None
+) -> RankSource:
     """Open a checkpoint for one rank.
 
     Args:
         folder: a split checkpoint for ``tp`` ranks, or a source.
         tp: tensor parallel size of the engine.
-        rank: the rank, from 0.
+        rank: the rank in its stage, from 0.
+        stages: the pipeline stages of the engine; None for one. Only tensors of the rank's stage are read, if the
+            stages of the family are known.
         engine: name of the engine whose boundaries the plan of a source follows.
         verify: check the rank file of a split checkpoint against its checksums while it is read.
 
     Raises:
-        WorldSizeError: if the checkpoint is split for another tensor parallel size.
+        WorldSizeError: if the checkpoint is split for another tensor parallel size, or for other stages.
         ShardconvError: if the checkpoint is not supported.
     """
     is_source = not is_split(folder)
     options: PlanOptions = {"engine": engine} if is_source else {}
-    checkpoint = open_loadable(folder, tp=tp if is_source else None, options=options)
-    manifest = checkpoint.manifest
+    checkpoint = _open(folder, tp if is_source else None, stages, options)
+    manifest, names = checkpoint.manifest, None
     if manifest.tp != tp:
         raise WorldSizeError(
             f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
             f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
-    check_config(checkpoint)
     of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
-    remedy = _SOURCE if is_source else of_split
-    return RankSource(checkpoint.reader(rank, verify=verify), remedy.format(engine=engine, folder=folder, tp=tp))
+    remedy = (_SOURCE if is_source else of_split).format(engine=engine, folder=folder, tp=tp)
+    if manifest.plan.stages is not None:
+        _check_stages(folder, manifest, stages)
+    if stages is not None:
+        rank += tp * (0 if manifest.plan.stages is None else stages.stage)
+        names = _names_of(stages, manifest, engine)
+        if missing := next((name for name in names or () if not manifest.plan.holds(rank, name)), None):
+            raise PlanError(f"{folder}: stage {stages.stage} of {engine} needs {missing}, which is on others: {remedy}")
+    check_config(checkpoint)
+    reader = checkpoint.reader(rank, verify=verify, names=names)
+    return RankSource(reader, remedy)
+
+
+def _open(folder: Path, tp: int | None, stages: EngineStages | None, options: PlanOptions) -> Loadable:
+    """Open a checkpoint, with the stages of a source if those of its family are known."""
+    if tp is not None and stages is not None:
+        with suppress(PlanError):  # the engine may have stages of more families
+            return open_loadable(folder, tp=tp, stages=stages.num_layers, options=options)
+    return open_loadable(folder, tp=tp, options=options)
+
+
+def _check_stages(folder: Path, manifest: Manifest, stages: EngineStages | None) -> None:
+    """Check that a checkpoint with stages has those of the engine."""
+    num_layers = () if stages is None else stages.num_layers
+    if num_layers != manifest.plan.num_layers:
+        expected, got = (",".join(map(str, one)) or "all" for one in (num_layers, manifest.plan.num_layers))
+        raise WorldSizeError(
+            f"{folder} is split for other pipeline stages (got {got} layers, expected {expected} of the engine): start "
+            f"the engine with --pipeline-parallel-size {manifest.plan.pp} and VLLM_PP_LAYER_PARTITION={got}, or run "
+            f"shardconv reshard {folder} --tp {manifest.tp}" + (f" --stages {expected}" if stages else "")
+        )
+
+
+def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozenset[str] | None:
+    """The tensors of a stage of an engine; None for all, if the stages of the family are unknown."""
+    planner = stored_planner(manifest, engine)
+    try:
+        plan = planner.plan(manifest.tp, planner.stages(stages.num_layers))
+    except PlanError:
+        return None
+    return frozenset(name for name in plan.tensors if plan.holds(stages.stage * manifest.tp, name))
 
 
 def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:

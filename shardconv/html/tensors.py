@@ -161,16 +161,25 @@ def _kind(tensor: TensorReport) -> TensorKind:
         units=tensor.units,
         dim=tensor.dim,
         rank_bytes=runs(tensor.shard_bytes),
-        intervals=runs(tensor.intervals),
+        intervals=runs(_intervals(tensor)),
     )
+
+
+def _intervals(tensor: TensorReport) -> list[tuple[IntervalOrPadding, ...]]:
+    """The intervals of each rank of all pipeline stages; none where another stage holds the tensor."""
+    tp = len(tensor.shard_shapes)
+    stages = range(len(tensor.shard_bytes) // tp)
+    held = tensor.stages or stages
+    return [entries if stage in held else () for stage in stages for entries in tensor.intervals]
 
 
 def _held(tensor: TensorReport) -> list[Held]:
     """The bytes of one tensor on each rank."""
     if tensor.dim is None:
         return [Held(replicated=total) for total in tensor.shard_bytes]
-    sizes = [sum(entry.size for entry in entries) for entries in tensor.intervals]
-    paddings = [sum(entry.size for entry in entries if isinstance(entry, Padding)) for entries in tensor.intervals]
+    intervals = _intervals(tensor)
+    sizes = [sum(entry.size for entry in entries) for entries in intervals]
+    paddings = [sum(entry.size for entry in entries if isinstance(entry, Padding)) for entries in intervals]
     has_replicas = sum(sizes) - sum(paddings) > tensor.shape[tensor.dim]
     ranks = []
     for total, size, padding in zip(tensor.shard_bytes, sizes, paddings, strict=True):

@@ -77,6 +77,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     layout = FileLayout(
         name=name,
         file_name=file.file_name,
+        file_name_in_stage=file.file_name_in_stage,
         engine=file.engine,
         versions=file.versions,
         changed=changed,

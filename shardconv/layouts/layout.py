@@ -132,8 +132,11 @@ class FileLayout(Data, frozen=True):
 
     Attributes:
         name: of the layout.
-        file_name: of a rank file, with ``{rank}``; ``{padded_rank}`` has as many digits as the last rank. ``{file}`` is
-            the number of a file of the rank; without it, the number is inserted if the rank has several files.
+        file_name: of a rank file, with ``{rank}``; ``{padded_rank}`` has as many digits as the last rank. ``{ranks}``
+            is the number of ranks, ``{file}`` the number of a file of the rank; without it, the number is inserted if
+            the rank has several files.
+        file_name_in_stage: the name with several pipeline stages, with ``{stage}`` and ``{tp_rank}``, the rank in its
+            stage; "" for the same name.
         engine: the engine that reads the files, or None.
         versions: the engine versions that read them, or None.
         has_offsets: whether the metadata of each file has the offsets of its shards, for torch.distributed.checkpoint.
@@ -145,6 +148,7 @@ class FileLayout(Data, frozen=True):
 
     name: str
     file_name: str
+    file_name_in_stage: str = ""
     engine: str | None = None
     versions: str | None = None
     has_offsets: bool = False
@@ -153,15 +157,16 @@ class FileLayout(Data, frozen=True):
     padded_to: Mapping[str, Positive] = {}
     max_file_bytes: Positive | None = None
 
-    def rank_file(self, rank: int, tp: int, file: int = 0, count: int = 1) -> str:
-        """The name of one of the ``count`` files of a rank."""
-        name = self.file_name
+    def rank_file(self, rank: int, tp: int, file: int = 0, count: int = 1, pp: int = 1) -> str:
+        """The name of one of the ``count`` files of one of the ``tp * pp`` ranks."""
+        name = (self.file_name_in_stage if pp > 1 else "") or self.file_name
         if count > 1 and "{file}" not in name:
             name = name.replace(".safetensors", "-file-{padded_file}-of-{count}.safetensors")
-        numbers = {"rank": (rank, tp), "file": (file, count)}
+        stage, tp_rank = divmod(rank, tp)
+        numbers = {"rank": (rank, tp * pp), "file": (file, count), "stage": (stage, pp), "tp_rank": (tp_rank, tp)}
         for key, (number, of) in numbers.items():
             name = name.replace(f"{{padded_{key}}}", f"{number:0{len(str(of - 1))}}").replace(f"{{{key}}}", str(number))
-        return name.replace("{tp}", str(tp)).replace("{count}", str(count))
+        return name.replace("{ranks}", str(tp * pp)).replace("{count}", str(count))
 
     def file_tensors(self, names: Iterable[str]) -> list[FileTensor]:
         """The tensors of a rank file without the constants, in the order of their first members.
@@ -276,5 +281,5 @@ REMEDY = (
 )
 
 #: Layouts with the names of the source tensors; DCP adds the offsets of the shards for torch.distributed.checkpoint.
-NATIVE = FileLayout("native", "rank-{padded_rank}-of-{tp}.safetensors")
-DCP = FileLayout("dcp", "rank-{padded_rank}-of-{tp}.safetensors", has_offsets=True)
+NATIVE = FileLayout("native", "rank-{padded_rank}-of-{ranks}.safetensors")
+DCP = FileLayout("dcp", "rank-{padded_rank}-of-{ranks}.safetensors", has_offsets=True)

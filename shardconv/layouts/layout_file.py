@@ -161,6 +161,7 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         is_certain: whether the names alone decide, also in the folder of a Hugging Face checkpoint.
         missing: contents of a checkpoint that the files do not have.
         file_name: of a rank file that is written, see :class:`~shardconv.layouts.layout.FileLayout`.
+        file_name_in_stage: the same for a rank of one of several pipeline stages.
         engine: the engine that reads the files; its plan has the sharded dims.
         versions: the engine versions that read the files.
         quantized: the tensors of quantized layers.
@@ -177,6 +178,7 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     is_certain: bool = False
     missing: tuple[str, ...] = ()
     file_name: str = ""
+    file_name_in_stage: str = ""
     engine: str | None = None
     versions: str | None = None
     quantized: QuantizedTable = QuantizedTable()

@@ -23,11 +23,14 @@ class Engine:
             ``DEFAULT_VOCAB_PADDING_SIZE`` in ``vllm/model_executor/layers/vocab_parallel_embedding.py``.
         replicated: model type to patterns of the tensors that the engine replicates and shardconv's own runtime shards.
             Rank files have the full tensors, and shardconv's own runtime shards them when it loads.
+        in_all_stages: model types whose embedding, norm and head the engine has on every pipeline stage, also where it
+            does not compute with them. An engine does not start without them.
     """
 
     name: str
     vocab_multiple: int = 1
     replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_all_stages: frozenset[str] = frozenset()
 
     def rules(self, model_type: object) -> tuple[Rule, ...]:
         """The rules for a model type, tried before the rules of its family; ``model_type`` is any JSON value."""
@@ -48,7 +51,11 @@ _VLLM = Engine(
         "gemma3n_text": (_PER_LAYER, "**.self_attn.{k_proj,v_proj,o_proj}", "**.mlp.down_proj"),  # as above
         "gemma4_text": (_PER_LAYER,),
     },
-)
+    in_all_stages=frozenset({
+        "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
+        "qwen2_moe", "qwen3_moe", "qwen3_next", "stablelm",
+    }),
+)  # fmt: skip
 
 #: The engines, by name.
 ENGINES = {engine.name: engine for engine in (_VLLM,)}

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from shardconv.plan.grid import VALUES, Grid
 from shardconv.plan.placement import Placement
 from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.stages import Stages
 from shardconv.support.structs import Data
 
 
@@ -78,6 +79,7 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
         grid: how the stored tensor covers its logical matrix, which the rule is for; None without quantization.
         edits: for each rank the integers that are subtracted from the values of its shard, and added again by a merge:
             one for all of them, or one for each. None if shards have the source's values.
+        stages: the pipeline stages that hold the tensor, ascending; () for all.
     """
 
     placement: Placement
@@ -86,6 +88,12 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
     reason: Reason
     grid: Grid | None = None
     edits: tuple[tuple[int, ...], ...] | None = None
+    stages: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+
+    @property
+    def sharding(self) -> tuple[Placement, str, tuple[int, ...]]:
+        """Placement, style and stages, which equal plans have in common whatever the rules are called."""
+        return self.placement, self.style, self.stages
 
     def describe(self) -> str:
         """The style and the reason in one line."""
@@ -104,6 +112,7 @@ class Plan(Data, frozen=True, dict=True):
         rules: the rules and module overrides, which also give the plan for another tp and for the tensors of the model
             in memory.
         assumed: assumptions and conclusions that are not read from config or plan file, as sentences.
+        stages: the stages of pipeline parallelism; None for one. Placements are for the ranks of a stage.
     """
 
     tp: int
@@ -112,6 +121,7 @@ class Plan(Data, frozen=True, dict=True):
     index_of: Mapping[str, Annotated[int, Meta(ge=0)]] = field(name="tensors")
     rules: RuleSet
     assumed: tuple[str, ...] = ()
+    stages: Stages | None = None
 
     @classmethod
     def of_tensors(
@@ -121,17 +131,20 @@ class Plan(Data, frozen=True, dict=True):
         tensors: Mapping[str, TensorPlan],
         rules: RuleSet,
         assumed: tuple[str, ...] = (),
+        stages: Stages | None = None,
     ) -> Self:
         """The plan with the placement, style and reason of each tensor, by its name."""
         number: dict[TensorPlan, int] = {}
         index_of = {name: number.setdefault(plan, len(number)) for name, plan in tensors.items()}
-        return cls(tp, family, tuple(number), index_of, rules, assumed)
+        return cls(tp, family, tuple(number), index_of, rules, assumed, stages)
 
     def __post_init__(self) -> None:
         if other := {tensor_plan.placement.tp for tensor_plan in self.distinct} - {self.tp}:
             raise ValueError(f"placements are for {min(other)} ranks (expected {self.tp})")
         if max(self.index_of.values(), default=-1) >= len(self.distinct):
             raise ValueError(f"a tensor has a placement that does not exist (got {len(self.distinct)} placements)")
+        if any(stage >= self.pp for tensor_plan in self.distinct for stage in tensor_plan.stages):
+            raise ValueError(f"a tensor is in a stage that does not exist (got {self.pp} stages)")
 
     def stored(self) -> Self:
         """The plan as a manifest stores it, with the rules that apply."""
@@ -140,6 +153,26 @@ class Plan(Data, frozen=True, dict=True):
     def __repr__(self) -> str:
         """A short form without the many tensors."""
         return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.index_of)} tensors)"
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline stages."""
+        return 1 if self.stages is None else self.stages.count
+
+    @property
+    def num_layers(self) -> tuple[int, ...]:
+        """Number of layers of each pipeline stage; empty for one stage."""
+        return () if self.stages is None else self.stages.num_layers
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all stages."""
+        return self.tp * self.pp
+
+    def holds(self, rank: int, name: str) -> bool:
+        """Whether the stage of a rank holds a tensor."""
+        stages = self.distinct[self.index_of[name]].stages
+        return not stages or rank // self.tp in stages
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlan]:
@@ -154,6 +187,6 @@ class Plan(Data, frozen=True, dict=True):
         """The name of the first tensor whose placement or style differs in another plan; None if all are equal."""
         for name, planned in self.tensors.items():
             tensor_plan = other.tensors.get(name)
-            if tensor_plan is None or (tensor_plan.placement, tensor_plan.style) != (planned.placement, planned.style):
+            if tensor_plan is None or tensor_plan.sharding != planned.sharding:
                 return name
         return next((name for name in other.tensors if name not in self.tensors), None)

@@ -1,14 +1,15 @@
 """The planner: the plan of a checkpoint, from the names and shapes of its tensors and a rule set."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 
 from msgspec.structs import replace
 
 from shardconv.plan.families.rule import REPLICATE_OPTION
-from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.stages import StageFinder, Stages
 from shardconv.plan.tensor_groups import TensorGroups, group_tensors
 from shardconv.plan.tensor_placement import BlockedError, PaddedRule
 from shardconv.plan.tp_sizes import MAX_TP, BlockedTp, PlacedTensors, unsupported_tp
@@ -83,8 +84,19 @@ class Planner:
         other.assumed, other._with_padding = sentences, {}  # noqa: SLF001 - of the same class
         return other
 
-    def plan(self, tp: int) -> Plan:
-        """The plan for ``tp`` ranks.
+    def stages(self, chosen: int | Sequence[int]) -> Stages | None:
+        """The stages of pipeline parallelism; None for one.
+
+        Args:
+            chosen: number of stages, or of the layers of each.
+
+        Raises:
+            PlanError, UsageError: as :meth:`StageFinder.divide <shardconv.plan.stages.StageFinder.divide>`.
+        """
+        return None if chosen == 1 else StageFinder(self.rules).divide(chosen, self.group_of)
+
+    def plan(self, tp: int, stages: Stages | None = None) -> Plan:
+        """The plan for ``tp`` ranks, in each of ``stages``.
 
         Raises:
             PlanError: if a tensor cannot be sharded for ``tp`` ranks; the message names the sizes that are supported.
@@ -99,7 +111,15 @@ class Planner:
         except BlockedError as error:
             raise unsupported_tp(self, tp, error) from error
         tensors = {name: plans[group] for name, group in self.group_of.items()}
-        return Plan.of_tensors(tp, self.rules.family, tensors, self.rules, self.assumed)
+        if stages is not None:
+            tensors = self._in_stages(tensors, stages)
+        return Plan.of_tensors(tp, self.rules.family, tensors, self.rules, self.assumed, stages)
+
+    def _in_stages(self, tensors: Mapping[str, TensorPlan], stages: Stages) -> dict[str, TensorPlan]:
+        """The plans of tensors, each in the stages that hold it."""
+        finder = StageFinder(self.rules)
+        held = {name: finder.stages_of(group.matrix_of(name), stages) for name, group in self.group_of.items()}
+        return {name: replace(plan, stages=held[name]) for name, plan in tensors.items()}
 
     def place(self, tp: int) -> list[PlacedTensors]:
         """The placement of each group of equal tensors for ``tp`` ranks.

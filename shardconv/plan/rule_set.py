@@ -16,7 +16,9 @@ from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import lookup, select_fields, with_defaults
 from shardconv.plan.families.family import (
     NAMES_FAMILY,
+    NUM_LAYERS,
     PLAN_FILE,
+    TIED,
     TRANSFORMERS,
     Family,
     Submodel,
@@ -29,6 +31,9 @@ from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
 from shardconv.support.errors import PlanError, option
 from shardconv.support.structs import Data
+
+#: The config fields that are read by themselves, and not by an expression of a rule.
+OTHER_FIELDS = ("model_type", NUM_LAYERS, TIED)
 
 
 class RuleSet(Data, frozen=True, eq=False):
@@ -157,8 +162,9 @@ def _stored(model_rules: ModelRules) -> ModelRules:
         units=units,
         rules=tuple(replace(rule, when={}, block="") for rule in rules),
         modules=tuple(replace(rule, when={}, block="") for rule in modules),
+        stages=family.stages,
     )
-    names = with_defaults({*fields_read(kept), "model_type"}, family.config)
+    names = with_defaults({*fields_read(kept), *OTHER_FIELDS}, family.config)
     kept = replace(kept, config={name: value for name, value in family.config.items() if name in names})
     config = None if model_rules.config is None else select_fields(model_rules.config, names)
     return ModelRules(kept, config, model_rules.at, model_rules.pad, blocks=model_rules.blocks)

@@ -93,7 +93,11 @@ class TensorGroup:
     @property
     def matrix(self) -> str:
         """The name that the rule is for: of the tensor, or of the logical matrix of a quantized tensor."""
-        return self.name if self.spec.grid is None else self.spec.grid.logical_name(self.name)
+        return self.matrix_of(self.name)
+
+    def matrix_of(self, name: str) -> str:
+        """The same for any tensor of the group."""
+        return name if self.spec.grid is None else self.spec.grid.logical_name(name)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -29,11 +29,12 @@ class Traffic:
     """Communication of a rank in one forward pass.
 
     Attributes:
-        collectives: the collectives of the pass.
-        sent_bytes: bytes that each rank sends, by the ring algorithms of :mod:`shardconv.tensor.cost`.
+        collectives: the collectives of the pass, and the messages between pipeline stages.
+        sent_bytes: bytes that each rank sends, by the ring algorithms of :mod:`shardconv.tensor.cost`; of the pipeline
+            stage whose ranks send most.
         layer_bytes: bytes sent by layers of the decoder, divided by the number of layers; None if the layers are
             unknown.
-        seconds: time of the collectives on the link, one after the other, without computation.
+        seconds: time of the collectives of all stages on the link, one after the other, without computation.
     """
 
     collectives: tuple[Collective, ...]
@@ -46,9 +47,12 @@ class Traffic:
         """Sum up the collectives of a pass."""
         counts = Counter((call.collective, call.num_bytes) for call in calls)
         in_layers = sum(bytes_sent(call.collective, call.num_bytes, tp) for call in calls if call.in_layer)
+        of_stage: dict[int, float] = {}
+        for call in calls:
+            of_stage[call.stage] = of_stage.get(call.stage, 0) + bytes_sent(call.collective, call.num_bytes, tp)
         return cls(
             tuple(Collective(kind, size, count) for (kind, size), count in counts.items()),
-            sum(bytes_sent(kind, size, tp) * count for (kind, size), count in counts.items()),
+            max(of_stage.values(), default=0),
             in_layers / num_layers if num_layers else None,
             sum(collective_time(kind, size, tp, link) * count for (kind, size), count in counts.items()),
         )
@@ -102,6 +106,7 @@ class CostReport:
         seq: tokens per prompt.
         link: the link between the ranks.
         costs: the cost at each tp size.
+        stages: number of layers of each pipeline stage; empty for one stage.
         notes: notes on the figures.
     """
 
@@ -115,6 +120,7 @@ class CostReport:
     link: Link
     costs: tuple[TpCost, ...]
     notes: tuple[str, ...]
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ collectives and tensors are those of a real run.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.meters import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 from shardconv.support.errors import RunError
+from shardconv.tensor.cost import SEND
 
 #: The names of caches in outputs, and of the arguments for them.
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -102,10 +104,12 @@ class MetaModel:
         return model
 
 
-def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: int) -> Usage:
+def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: int, stages: Sequence[int] = ()) -> Usage:
     """Count the collectives and memory of one of ``tp`` ranks: for ``batch`` prompts of ``seq`` tokens, and one token.
 
-    In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token.
+    In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. With ``stages``,
+    the numbers of layers of pipeline stages, collectives are those of all stages, with the messages between them, and
+    the cache is that of the stage with most layers.
 
     Raises:
         Exception: any error of building, converting or calling the model, as when its shapes depend on values.
@@ -118,6 +122,10 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
     for layer in layers:
         layer.register_forward_pre_hook(partial(_mark_layer, group, is_inside=True))
         layer.register_forward_hook(partial(_mark_layer, group, is_inside=False))
+    if stages and sum(stages) != len(layers):
+        raise RunError(f"the layers of {model.name} are not found (got {len(layers)}, expected {sum(stages)})")
+    for last in [*accumulate(stages)][:-1]:
+        layers[last - 1].register_forward_hook(partial(_send, group))
     ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     live = LiveBytes([*built.parameters(), *built.buffers(), ids])
     with torch.no_grad(), _MetaFunctions(), live:
@@ -129,8 +137,10 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
         if cache is None:
             return Usage(prefill, None, None, live.peak, len(layers))
         cache_bytes = sum(tensor.nbytes for tensor in held_tensors(cache))
+        cache_of_stage = cache_bytes * max(stages) // sum(stages) if stages else cache_bytes
+        group.stage = 0
         built(**states, **_tokens(states, ids[:, :1]), **{name: cache}, **_options(built))
-    return Usage(prefill, _take_calls(group), cache_bytes, live.peak - cache_bytes, len(layers))
+    return Usage(prefill, _take_calls(group), cache_of_stage, live.peak - cache_bytes, len(layers))
 
 
 def _take_calls(group: CountingGroup) -> tuple[Call, ...]:
@@ -179,6 +189,12 @@ def _layers(model: PretrainedModel, count: int) -> Sequence[nn.Module]:
 
 def _mark_layer(group: CountingGroup, *_: object, is_inside: bool) -> None:
     group.in_layer = is_inside
+
+
+def _send(group: CountingGroup, _: nn.Module, __: object, hidden: Tensor) -> None:
+    """A forward hook of the last layer of a stage: count the message to the next one."""
+    group.count(SEND, hidden)
+    group.stage += 1
 
 
 class _MetaFunctions(TorchFunctionMode):

@@ -28,6 +28,7 @@ from shardconv.hf.names import DiskTensors
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.plan.stages import chosen_stages
 from shardconv.plan.tp_sizes import padding_report, tp_sizes
 from shardconv.runtime.cost_report import CostReport, PipelineCost, TpCost
 from shardconv.runtime.dry_run import MetaModel, dry_run
@@ -56,6 +57,8 @@ def estimate_cost(
     src: SourcePath,
     *,
     tps: Sequence[int] | None = None,
+    pp: int = 1,
+    stages: str | Sequence[int] = (),
     batch: int = 1,
     seq: int | None = None,
     link: Link | None = None,
@@ -76,6 +79,8 @@ def estimate_cost(
             :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
             to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
+        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is that of the rank with most.
+        stages: number of layers of each.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
         link: the link between the ranks; by default the default of :class:`~shardconv.tensor.cost.Link`.
@@ -95,12 +100,14 @@ def estimate_cost(
     """
     if batch < 1 or (seq is not None and seq < 1):
         raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
-    path = open_path(src)
+    chosen, path = chosen_stages(pp, stages), open_path(src)
     config, for_plan = read_config_alone(path, options)
     opened, made = (path, ()) if config is None else _without_weights(path, config)
     source, _, request, planner, _ = plan_source(opened, **for_plan)
     sizes = _default_sizes(planner) if tps is None else tps
-    plans = [planner.plan(size) for size in sizes]
+    of_stages = planner.stages(chosen)
+    plans = [planner.plan(size, of_stages) for size in sizes]
+    num_layers = () if of_stages is None else of_stages.num_layers
     link = Link() if link is None else link
     stored = _stored_dtype(source)
     models, problem = attempt(partial(_model_of, source, stored))
@@ -110,8 +117,10 @@ def estimate_cost(
     for number, plan in enumerate(plans):
         if progress is not None:
             progress(number, len(plans))
-        weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.tp))
-        usages, error = attempt(partial(dry_run, model, request, plan.tp, batch, seq)) if model else ([], problem)
+        weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.num_ranks))
+        usages, error = (
+            attempt(partial(dry_run, model, request, plan.tp, batch, seq, num_layers)) if model else ([], problem)
+        )
         if error is None:
             costs.append(TpCost.of(plan.tp, weights, usages[0], link))
         else:
@@ -130,6 +139,7 @@ def estimate_cost(
         seq=seq,
         link=link,
         costs=tuple(costs),
+        stages=num_layers,
         notes=(*planner.assumed, *made, *notes, *_size_notes(planner, sizes)),
     )
 

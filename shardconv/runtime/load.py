@@ -20,7 +20,7 @@ from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.manifest_file import comparable
 from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
-from shardconv.convert.converted_model import extend_model_class
+from shardconv.convert.converted_model import ConvertedModel, extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
 from shardconv.distributed.agreement import check_same, run_on_all
@@ -38,10 +38,11 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.caller_module import build_by_caller, check_builder, fill
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
+from shardconv.runtime.model_stage import cut_to_stage
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
-from shardconv.runtime.ranks import connect_ranks, find_model_class
+from shardconv.runtime.ranks import Ranks, connect_ranks, find_model_class
 from shardconv.support.errors import PlanWarning, UsageError, option
 
 
@@ -50,6 +51,8 @@ def load(
     path: SourcePath,
     *,
     tp: int | None = None,
+    pp: int = 1,
+    stages: str | Sequence[int] = (),
     device: Device = None,
     dtype: torch.dtype | str | None = None,
     model: Callable[[], nn.Module] | None = None,
@@ -72,7 +75,11 @@ def load(
     Args:
         path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder; or the
             URL of one. Each rank plans a source as :func:`~shardconv.split` does.
-        tp: tensor parallel size, the number of ranks; required for a source.
+        tp: tensor parallel size, the number of ranks of a pipeline stage; required for a source.
+        pp: number of pipeline stages of a source, as in :func:`~shardconv.split`. Each rank has the layers of its
+            stage; the model sends hidden states from stage to stage, and returns the logits on all ranks, without
+            gradients.
+        stages: number of layers of each stage of a source.
         device: the device of the model; by default an accelerator (CUDA or XPU) where there is one, else the CPU.
             Without an index, each rank of a host gets the device with its local rank as the index.
         dtype: dtype of floating-point values, of torch or "bf16", "fp16" or "fp32"; by default as they are stored.
@@ -121,27 +128,28 @@ def load(
     dtype = as_torch_dtype(dtype)
     if model is not None:
         check_builder(model)
-    find = partial(_open, path, tp, options)
-    checkpoint, found_device, axis = connect_ranks(find, device, group)
-    place, manifest = checkpoint.path, checkpoint.manifest
-    plan = run_on_all(axis, partial(runnable_plan, manifest, place, dequantize=dequantize))
+    find = partial(_open, path, tp, pp, stages, options)
+    checkpoint, found_device, ranks = connect_ranks(find, device, group)
+    place, manifest, on_all = checkpoint.path, checkpoint.manifest, partial(run_on_all, ranks.all)
+    plan = on_all(partial(runnable_plan, manifest, place, ranks.all.rank, dequantize=dequantize))
+    on_all(partial(_refuse_with_stages, place, plan, model, adapter))
     dequantizer = applied = None
     if dequantize:
-        dequantizer = run_on_all(axis, partial(Dequantizer.of_rank, manifest, place, plan, axis.rank, dtype))
+        dequantizer = on_all(partial(Dequantizer.of_rank, manifest, place, plan, ranks.all.rank, dtype))
     elif model is None or dtype is not None:  # a module of the caller may take the stored values
-        run_on_all(axis, partial(refuse_quantized, manifest, place))
+        on_all(partial(refuse_quantized, manifest, place))
     if adapter is not None:
-        applied = _open_adapter(adapter, place, manifest.tp, axis, dtype, verify=verify)
-    loading = _Loading(checkpoint, plan, axis, found_device, dtype, dequantizer, applied)
+        applied = _open_adapter(adapter, place, manifest.tp, ranks.tensor, dtype, verify=verify)
+    loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied)
     steps = loading.steps(progress, verify=verify)
-    tensors = run_on_all(axis, partial(loading.read_tensors, steps, verify=verify))
+    tensors = on_all(partial(loading.read_tensors, steps, verify=verify))
     if model is None:
-        kind = run_on_all(axis, partial(find_model_class, checkpoint, is_trusted=trust_remote_code))
+        kind = on_all(partial(find_model_class, checkpoint, is_trusted=trust_remote_code))
         build = partial(loading.build_of, kind, unused)
     else:
         build = partial(loading.build_from, model)
-    loaded = run_on_all(axis, partial(loading.fill, build, tensors, steps.get("move")))
-    if plan.assumed and axis.rank == 0:
+    loaded = on_all(partial(loading.fill, build, tensors, steps.get("move")))
+    if plan.assumed and ranks.all.rank == 0:
         warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
     for module in loaded.modules():
         if isinstance(module, ParallelModule):
@@ -149,8 +157,18 @@ def load(
     return loaded.eval()
 
 
-def _open(path: SourcePath, tp: int | None, options: PlanOptions) -> Loadable:
-    return open_loadable(open_path(path), tp=tp, options=options)
+def _open(path: SourcePath, tp: int | None, pp: int, stages: str | Sequence[int], options: PlanOptions) -> Loadable:
+    return open_loadable(open_path(path), tp=tp, pp=pp, stages=stages, options=options)
+
+
+def _refuse_with_stages(path: AnyPath, plan: Plan, model: object, adapter: object) -> None:
+    """Refuse arguments that are not supported for pipeline stages."""
+    given = "model" if model is not None else "adapter" if adapter is not None else ""
+    if given and plan.stages is not None:
+        raise UsageError(
+            f"{path}: {option(given)} is not supported with pipeline stages: remove it, or make a checkpoint without "
+            f"them (shardconv reshard {path} --tp N)"
+        )
 
 
 def _open_adapter(
@@ -179,7 +197,7 @@ class _Loading:
     Attributes:
         checkpoint: the checkpoint.
         plan: its plan.
-        axis: the ranks.
+        ranks: the ranks.
         device: the device of this rank.
         dtype: dtype of floating-point values; None as they are stored.
         dequantizer: of the rank; None if nothing is dequantized.
@@ -188,7 +206,7 @@ class _Loading:
 
     checkpoint: Loadable
     plan: Plan
-    axis: Axis
+    ranks: Ranks
     device: torch.device
     dtype: torch.dtype | None
     dequantizer: Dequantizer | None
@@ -204,7 +222,7 @@ class _Loading:
         if progress is None:
             return {}
         manifest = self.checkpoint.manifest
-        total = manifest.rank_layout.rank_bytes[manifest.ranks.index(self.axis.rank)]
+        total = manifest.rank_layout.rank_bytes[manifest.ranks.index(self.ranks.all.rank)]
         taken = {
             "read": verify or self.checkpoint.source is not None,
             "dequantize": self.dequantizer is not None,
@@ -215,14 +233,15 @@ class _Loading:
 
     def read_tensors(self, steps: _Steps, *, verify: bool) -> dict[str, Tensor]:
         """Verify the rank's file if asked, and return the tensors that the model has in memory."""
-        manifest, rank = self.checkpoint.manifest, self.axis.rank
+        manifest, rank = self.checkpoint.manifest, self.ranks.tensor.rank
         self._check_room()
-        tensors = read_tensors(self.checkpoint.reader(rank, verify=verify), steps.get("read"))
+        tensors = read_tensors(self.checkpoint.reader(self.ranks.all.rank, verify=verify), steps.get("read"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
         is_dequantized = self.dequantizer is not None
-        for name, placement in placements_in_memory(manifest, self.plan, dequantize=is_dequantized).items():
-            tensors[name] = take_shard(tensors[name], placement, rank)
+        in_memory = placements_in_memory(manifest, self.plan, dequantize=is_dequantized)
+        for name in in_memory.keys() & tensors.keys():
+            tensors[name] = take_shard(tensors[name], in_memory[name], rank)
         if self.adapter is not None:
             tensors = self.adapter.replace(tensors, self.plan.rules)
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
@@ -230,14 +249,14 @@ class _Loading:
 
     def _check_room(self) -> None:
         """Check that the values fit, before they are read."""
-        manifest, rank = self.checkpoint.manifest, self.axis.rank
+        manifest, rank = self.checkpoint.manifest, self.ranks.all.rank
         stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
         values, dtype, copied = stored, self.dtype, self.checkpoint.copied_bytes(rank)
         if self.dequantizer is not None:
             values, dtype = self.dequantizer.weights.values(), self.dequantizer.dtype
             copied = sum(num_bytes(value, dtype) for value in values)
         fetched = self.checkpoint.fetched_bytes(rank)
-        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
+        check_room(self.device, values, dtype, manifest.num_ranks, copied=copied, fetched=fetched)
 
     def fill(
         self, build: Callable[[dict[str, Tensor]], nn.Module], tensors: dict[str, Tensor], progress: Progress | None
@@ -245,7 +264,7 @@ class _Loading:
         """Build the model with the tensors, and move it to the device."""
         model = build(tensors)
         if self.adapter is not None:
-            self.adapter.attach(model, self.axis, self.plan.rules)
+            self.adapter.attach(model, self.ranks.tensor, self.plan.rules)
         if self.device.type != "cpu":
             move(model, self.device, progress)
         return model
@@ -263,9 +282,13 @@ class _Loading:
                 built = self._convert(make())
             return fill(built, make, known_tensors(built, tensors, folder, dtype=self.dtype, unused=unused))
         model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
-        extend_model_class(model, self.axis)
+        extend_model_class(model, self.ranks.all)
+        if isinstance(model, ConvertedModel):
+            model.pipeline = self.ranks.pipeline
         return model
 
     def _convert(self, model: nn.Module) -> nn.Module:
+        if self.ranks.pipeline is not None:
+            cut_to_stage(model, self.plan, self.ranks.pipeline)
         config = self.checkpoint.manifest.config or {}
-        return convert_with_request(model, config, self.plan, self.axis, has_values=False)
+        return convert_with_request(model, config, self.plan, self.ranks.tensor, has_values=False)

@@ -15,17 +15,19 @@ from shardconv.distributed import Axis
 
 
 class Call(NamedTuple):
-    """One collective.
+    """One collective, or a message to the next pipeline stage.
 
     Attributes:
-        collective: a key of :data:`shardconv.tensor.cost.ROUNDS`.
+        collective: a key of :data:`shardconv.tensor.cost.ROUNDS`, or ``send``.
         num_bytes: bytes of the larger one of input and output.
         in_layer: whether a layer of the decoder called it, rather than a module before or after the layers.
+        stage: the pipeline stage that calls it.
     """
 
     collective: str
     num_bytes: int
     in_layer: bool
+    stage: int = 0
 
 
 class CountingGroup(dist.ProcessGroup):
@@ -40,16 +42,17 @@ class CountingGroup(dist.ProcessGroup):
     Attributes:
         calls: the collectives so far.
         in_layer: ``in_layer`` of the next calls.
+        stage: ``stage`` of the next calls.
     """
 
     def __init__(self, ranks: int) -> None:
         super().__init__(0, ranks)  # type: ignore[call-arg] # torch's stub lacks this signature
         self.calls: list[Call] = []
-        self.in_layer = False
+        self.in_layer, self.stage = False, 0
 
-    def _count(self, collective: str, tensor: Tensor) -> None:
+    def count(self, collective: str, tensor: Tensor) -> None:
         """Count a collective; ``tensor`` is the larger one of its input and output."""
-        self.calls.append(Call(collective, tensor.nbytes, self.in_layer))
+        self.calls.append(Call(collective, tensor.nbytes, self.in_layer, self.stage))
 
     # The overrides have the one signature that torch.distributed calls. They return None: there is nothing to wait for.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> None:  # type: ignore[override]
@@ -57,11 +60,11 @@ class CountingGroup(dist.ProcessGroup):
         if any(not tensor.is_meta for tensor in tensors) and opts.reduceOp != dist.ReduceOp(dist.ReduceOp.MAX):
             raise RuntimeError("values cannot be summed over ranks that do not exist: use the meta device")
         for tensor in tensors:
-            self._count("all_reduce", tensor)
+            self.count("all_reduce", tensor)
 
     def all_gather_single(self, output: Tensor, *_: object) -> None:  # type: ignore[override]
         """Count an all-gather; leave the output as it is."""
-        self._count("all_gather", output)
+        self.count("all_gather", output)
 
     # what torch.distributed calls before torch 2.13
     _allgather_base = all_gather_single  # type: ignore[assignment]

@@ -38,6 +38,8 @@ class RunOptions:
         unused: patterns of tensors that the model need not use.
         trust_remote_code: run code of the checkpoint for its model or tokenizer.
         tp: tensor parallel size of a source; None for a split checkpoint.
+        pp: number of pipeline stages of a source.
+        stages: number of layers of each, such as "20,20".
         plan: how a source is read and planned.
         token_ids: prompts and outputs are token ids, such as ``1 2 3``. With ``check``, there is a default prompt.
         adapter: a split adapter to apply, or its name among the adapters of the checkpoint; None for none.
@@ -56,6 +58,8 @@ class RunOptions:
     trust_remote_code: bool = False
     token_ids: bool = False
     tp: int | None = None
+    pp: int = 1
+    stages: str = ""
     plan: PlanOptions = field(default_factory=PlanOptions)
     adapter: Path | None = None
 

@@ -39,7 +39,8 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     (path,) = paths
     opened: list[Pipeline] = []
     find = partial(_open, path, options, opened)
-    _, device, axis = connect_ranks(find, options["device"], options["group"])
+    _, device, ranks = connect_ranks(find, options["device"], options["group"])
+    axis = ranks.all
     (pipeline,) = opened
     check_same(path, axis, {"files of pipelines": pipeline.expected})
     run_on_all(axis, partial(_check_files, pipeline, verify=options["verify"]))

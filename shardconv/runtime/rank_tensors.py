@@ -124,7 +124,7 @@ class Dequantizer:
             manifest: manifest of the split checkpoint.
             folder: folder of the split checkpoint, for messages.
             plan: plan of the weights.
-            rank: the rank.
+            rank: the rank, of all pipeline stages.
             dtype: dtype of dequantized weights; None for the config's dtype.
 
         Raises:
@@ -133,8 +133,9 @@ class Dequantizer:
         specs = require_quantized(manifest, folder)
         full = cls.of_source(specs, dtype or _weight_dtype(manifest.config, specs))
         weights = {
-            name: spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank))
+            name: spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank % plan.tp))
             for name, spec in full.weights.items()
+            if plan.holds(rank, name)
         }
         return cls(specs, weights, full.dtype)
 
@@ -188,7 +189,7 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
     specs = quantized_tensors(manifest)
     dtype = _weight_dtype(manifest.config, specs)
     name = str(dtype).removeprefix("torch.")
-    needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.tp
+    needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.num_ranks
     raise RunError(
         f"{folder}: is quantized: pass {option(dequantize=True)} to load it as {name}, with about {size(needed)} per "
         f"rank in place of {size(manifest.rank_layout.rank_bytes[0])}"

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 
@@ -15,27 +16,43 @@ from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
-from shardconv.distributed.groups import has_groups, launched_size
+from shardconv.distributed.groups import current_groups, has_groups, launched_size
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
 from shardconv.runtime.device import rank_device
-from shardconv.support.errors import PlanError, RunError, SplitCheckpointError, WorldSizeError, option
+from shardconv.support.errors import PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError, option
 
 #: The packages that must have the same version on all ranks.
 _PACKAGES = ("shardconv", "torch", "transformers", "diffusers")
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a checkpoint, seen from this process.
+
+    Attributes:
+        all: those of all pipeline stages.
+        tensor: those of this stage, which hold the shards of the same tensors.
+        pipeline: those with the same rank in each stage; None for one stage.
+    """
+
+    all: Axis
+    tensor: Axis
+    pipeline: Axis | None = None
+
+
 def connect_ranks(
     find: Callable[[], Loadable], device: Device, group: GroupLike
-) -> tuple[Loadable, torch.device, Axis]:
+) -> tuple[Loadable, torch.device, Ranks]:
     """Open a checkpoint, and check that all ranks have the same one, kind of device and package versions.
 
     Args:
         find: function that opens the checkpoint.
         device: device of this rank; None for the default.
-        group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not.
+        group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not. Of
+            a checkpoint with pipeline stages, None: its axes become the current ones.
 
     Raises:
         WorldSizeError: if there are not as many processes as ranks, where a rank detects it.
@@ -51,14 +68,18 @@ def connect_ranks(
     opened, problem = attempt(open_here)
     if isinstance(problem, WorldSizeError) and not _has_others(group):
         raise problem
-    axis = _axis(group, opened[0][2].type if opened else "cpu")
+    pp = opened[0][0].manifest.plan.pp if opened else 1
+    axis = _axis(group, pp, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
     own = {f"versions of {package}": _version(package) for package in _PACKAGES}
     named = {"kinds of checkpoints": checkpoint.kind, "kinds of devices": found.type, **own}
     check_same(checkpoint.path, axis, facts, named)
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
-    return checkpoint, found, axis.with_shared_memory() if found.type == "cpu" else axis
+    ranks = Ranks(axis, axis) if pp == 1 else _ranks_of_stages(axis, checkpoint.manifest, found.type)
+    if found.type == "cpu":
+        ranks = replace(ranks, tensor=ranks.tensor.with_shared_memory())
+    return checkpoint, found, ranks
 
 
 def _version(package: str) -> str:
@@ -73,35 +94,47 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def _axis(group: GroupLike, device_type: str) -> Axis:
-    """Return the axis of the ranks; initialize torch.distributed if it is not."""
-    if _num_connected(group) is None:
+def _axis(group: GroupLike, pp: int, device_type: str) -> Axis:
+    """Return the axis of the ranks of ``pp`` stages; initialize torch.distributed if it is not."""
+    if _num_connected(group, pp) is None:
         init_parallel(tensor=launched_size(), device_type=device_type)
-    return as_axis(group)
+    return as_axis(group) if pp == 1 else as_axis(dist.group.WORLD)
 
 
-def _num_connected(group: GroupLike) -> int | None:
-    """Return the size of the current axis; None if there is none."""
+def _ranks_of_stages(axis: Axis, manifest: Manifest, device_type: str) -> Ranks:
+    """Return the axes of the ranks of several stages, which become the current ones."""
+    tp, pp = manifest.tp, manifest.plan.pp
+    if not has_groups() or (current_groups().tensor.size, current_groups().pipeline.size) != (tp, pp):
+        init_parallel(tensor=tp, pipeline=pp, device_type=device_type)
+    return Ranks(axis, current_groups().tensor, current_groups().pipeline)
+
+
+def _num_connected(group: GroupLike, pp: int) -> int | None:
+    """Return the number of connected ranks, of the current tensor axis or of ``pp`` stages; None if there are none."""
+    if pp > 1 and dist.is_initialized():
+        return dist.get_world_size()
     return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
 
 
 def _has_others(group: GroupLike) -> bool:
     """Whether there are other ranks to communicate with, which may have another checkpoint under the same path."""
-    return _num_connected(group) is not None or "MASTER_ADDR" in os.environ
+    return _num_connected(group, 1) is not None or "MASTER_ADDR" in os.environ
 
 
 def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
-    size, manifest = _num_connected(group) or launched_size(), checkpoint.manifest
-    path = checkpoint.pipeline or checkpoint.path
-    if size != manifest.tp:
+    path, manifest = checkpoint.pipeline or checkpoint.path, checkpoint.manifest
+    if manifest.plan.pp > 1 and group is not None:
+        raise UsageError(f"{path}: has pipeline stages, which use all processes: remove {option('group')}")
+    size = _num_connected(group, manifest.plan.pp) or launched_size()
+    if size != manifest.num_ranks:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         if checkpoint.source is None:
             other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
         else:
             other, remedy = "would be loaded", f"pass {option(tp=size)}"
         raise WorldSizeError(
-            f"{path}: {other} for {manifest.tp} ranks, and there {found}: start it by torchrun --nproc-per-node "
-            f"{manifest.tp}{f', or {remedy}' if _is_supported(manifest, size) else ''}"
+            f"{path}: {other} for {manifest.num_ranks} ranks, and there {found}: start it by torchrun --nproc-per-node "
+            f"{manifest.num_ranks}{f', or {remedy}' if _is_supported(manifest, size) else ''}"
         )
 
 

@@ -61,6 +61,7 @@ class RunReport:
         error: with ``check``, the largest error of an output, relative to the largest output.
         notes: notes on the checkpoint and the run.
         adapter: the split adapter that was applied, also to the model of ``check``; None for none.
+        stages: number of layers of each pipeline stage; empty for one stage.
     """
 
     path: str
@@ -78,6 +79,7 @@ class RunReport:
     error: float | None
     notes: tuple[str, ...]
     adapter: str | None = None
+    stages: tuple[int, ...] = ()
 
     @property
     def has_continuations(self) -> bool:
@@ -95,7 +97,7 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
         rank: the rank of this process; None to check the files of all ranks.
 
     Returns:
-        The tensor parallel size.
+        The number of ranks.
 
     Raises:
         ShardconvError: if the run would fail.
@@ -111,9 +113,9 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
         check_prompts(prompts)
     if options.check is not None:
         check_unsharded(options.check, path, manifest, dequantize=options.dequantize)
-    checkpoint.check_ranks([each for each in range(manifest.tp) if rank in {None, each}])
+    checkpoint.check_ranks([each for each in range(manifest.num_ranks) if rank in {None, each}])
     rank_device(options.device)
-    return manifest.tp
+    return manifest.num_ranks
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
@@ -155,7 +157,7 @@ def run_rank(
     hide_progress()
     if not is_first_rank():
         hide_warnings()  # the first rank prints them
-    checkpoint = open_loadable(path, tp=options.tp, options=options.plan)
+    checkpoint = open_loadable(path, tp=options.tp, pp=options.pp, stages=options.stages, options=options.plan)
     manifest, codec = checkpoint.manifest, _codec(checkpoint.folder, options)
     with suppress(RunError):  # load raises it, too
         find_model_class(checkpoint, is_trusted=options.trust_remote_code)  # imports its module, which is not loading
@@ -176,6 +178,7 @@ def run_rank(
     return RunReport(
         path=str(path),
         tp=manifest.tp,
+        stages=manifest.plan.num_layers,
         device=str(model.device),
         prompts=tuple(prompts),
         outputs=tuple(outputs.texts),
@@ -205,6 +208,8 @@ def _load(path: AnyPath, options: RunOptions, progress: OpenProgress) -> Convert
         model: ConvertedModel = load(
             path,
             tp=options.tp,
+            pp=options.pp,
+            stages=options.stages,
             device=options.device,
             dtype=dtype,
             verify=options.verify,

@@ -10,6 +10,7 @@ messages, and a number of bytes that each rank sends:
 | reduce_scatter | the input tensor | n - 1 | (n - 1) / n s |
 | all_reduce | the tensor | 2 (n - 1) | 2 (n - 1) / n s |
 | all_to_all | the local tensor | n - 1 | (n - 1) / n s |
+| send | the tensor, to one rank of the next pipeline stage | 1 | s |
 """
 
 import time
@@ -22,6 +23,9 @@ import torch.distributed as dist
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.distributed.devices import device_module, device_types, local_device
+
+#: A message from one rank to another, which is not a collective.
+SEND = "send"
 
 #: Collective to the number of times that its ring algorithm passes all ranks.
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
@@ -56,10 +60,12 @@ def bytes_sent(collective: str, num_bytes: float, num_ranks: int) -> float:
     """Return the bytes that each rank sends in a collective.
 
     Args:
-        collective: key of :data:`ROUNDS`.
+        collective: key of :data:`ROUNDS`, or :data:`SEND`.
         num_bytes: bytes of the larger of a rank's input and output.
         num_ranks: number of ranks.
     """
+    if collective == SEND:
+        return num_bytes
     return ROUNDS[collective] * (num_ranks - 1) / num_ranks * num_bytes
 
 
@@ -70,7 +76,7 @@ def collective_time(collective: str, num_bytes: float, num_ranks: int, link: Lin
         >>> collective_time("all_gather", 8e9, 4, Link(alpha=0.0, beta=1e-9))
         6.0
     """
-    messages = ROUNDS[collective] * (num_ranks - 1)
+    messages = 1 if collective == SEND else ROUNDS[collective] * (num_ranks - 1)
     return messages * link.alpha + bytes_sent(collective, num_bytes, num_ranks) * link.beta
 
 

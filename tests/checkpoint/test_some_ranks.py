@@ -414,8 +414,8 @@ def test_manifest_with_wrong_ranks(source, tmp_path, ranks):
 WRONG_RANKS = {
     "": "--ranks is empty",
     " ": "--ranks is empty",
-    "4": "--ranks has rank 4 (expected ranks from 0 to 3, for --tp 4)",
-    "0-99999999999": "--ranks has rank 99999999999 (expected ranks from 0 to 3, for --tp 4)",
+    "4": "--ranks has rank 4 (expected ranks from 0 to 3, of 4 ranks)",
+    "0-99999999999": "--ranks has rank 99999999999 (expected ranks from 0 to 3, of 4 ranks)",
     "0,2-1": "--ranks has a reversed range (got 2-1, expected 1-2): correct it",
     "1,": "--ranks is malformed (got '1,', expected numbers and ranges, such as 0,2,5-7)",
     "-1": "--ranks is malformed",
@@ -423,7 +423,7 @@ WRONG_RANKS = {
     "1-2-3": "--ranks is malformed",
     "0,0": "--ranks has rank 0 twice",
     "0-2,1": "--ranks has rank 1 twice",
-    "9" * 18: f"--ranks has rank {'9' * 18} (expected ranks from 0 to 3, for --tp 4)",
+    "9" * 18: f"--ranks has rank {'9' * 18} (expected ranks from 0 to 3, of 4 ranks)",
     f"0-{'9' * 5000}": "--ranks is malformed (got '0-9999",
 }
 

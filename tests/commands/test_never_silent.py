@@ -13,7 +13,7 @@ import re
 import shutil
 import warnings
 from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.planning import PlanOptions
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
+from shardconv.distributed import groups
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, Proof, sharded_fraction
@@ -467,9 +468,30 @@ def exchanged_files(_: Path, split: Path) -> None:
     second.write_bytes(data)
 
 
+def only_first_layer(found: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in found if name.startswith("model.layers.1.")]:
+        del found[name]
+
+
+def exchanged_stages(_: Path, split: Path) -> None:
+    first, second = (split / NATIVE.rank_file(rank, TP) for rank in (0, 2))
+    data = first.read_bytes()
+    second.replace(first)
+    second.write_bytes(data)
+
+
+def other_stage(source: Path, split: Path) -> None:
+    other = split.with_name("other-stages")
+    shardconv.split(other_split(source).with_name("other"), other, tp=2, pp=2)
+    shutil.copyfile(other / NATIVE.rank_file(3, TP), split / NATIVE.rank_file(3, TP))
+
+
 def other_index(_: Path, split: Path) -> None:
     (split / "rank-1-of-4.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "a.safetensors"}}')
 
+
+#: The outcome of a proof for a case about stages.
+NO_STAGES = na("plan --prove does not have --pp")
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -493,6 +515,7 @@ class Case:
         max_file_size: of the split checkpoint that is damaged.
         dequantize: whether the model is loaded with ``--dequantize``.
         page: the file of ``plan --html``, beside the source's folder.
+        pp: number of pipeline stages of the split, which has as many ranks as without stages.
     """
 
     expected: Expected
@@ -509,6 +532,17 @@ class Case:
     max_file_size: str | None = None
     dequantize: bool = False
     page: str | None = None
+    pp: int = 1
+
+    @property
+    def tp(self) -> int:
+        """The tensor parallel size."""
+        return TP // self.pp
+
+    @property
+    def size(self) -> list[Any]:
+        """The options for tensor parallel size and stages."""
+        return ["--tp", self.tp, *(["--pp", self.pp] if self.pp > 1 else [])]
 
 
 def of_pipeline(outcome: Outcome, change: Change) -> Case:
@@ -999,8 +1033,31 @@ CASES: Mapping[str, Case] = {
     # chosen ranks
     "rank with more digits than any rank has": Case(
         every(COMMANDS, na("only split has --ranks"))
-        | {"split": error("--ranks has rank 99999999999 (expected ranks from 0 to 3, for --tp 4)")},
+        | {"split": error("--ranks has rank 99999999999 (expected ranks from 0 to 3, of 4 ranks)")},
         options=("--ranks", "0-99999999999"),
+    ),
+    # pipeline stages
+    "two stages": Case(moved(RIGHT, proof=NO_STAGES), pp=2),
+    "a tied head in two stages": Case(
+        moved(RIGHT, proof=NO_STAGES), both(drop("lm_head.weight"), config(tie_word_embeddings=True)), pp=2
+    ),
+    "numbers of layers that are not the model's": Case(
+        refused(error("has 3 layers (expected 2, of model.layers)")) | {"plan --prove": NO_STAGES},
+        options=("--stages", "1,2"),
+    ),
+    "more stages than layers": Case(
+        refused(error("more than the 1 layers of model.layers")) | {"plan --prove": NO_STAGES},
+        both(config(num_hidden_layers=1), tensors(only_first_layer)), pp=2,
+    ),
+    "stages of a model without a family": Case(
+        refused(error("--pp is not supported for family by_name")) | {"plan --prove": NO_STAGES},
+        config(model_type=None), pp=2,
+    ),
+    "rank files of two stages exchanged": Case(
+        damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))), damage=exchanged_stages, pp=2
+    ),
+    "rank file of a stage of another split": Case(
+        damaged(error(NATIVE.rank_file(3, TP)), load=error(NATIVE.rank_file(3, TP))), damage=other_stage, pp=2
     ),
     # split checkpoints
     "additional rank file of another tp": Case(
@@ -1165,7 +1222,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 249, "error": 448, "warning": 10, "na": 903}
+COUNTS = {"right": 267, "error": 468, "warning": 10, "na": 935}
 
 
 def counts() -> Counter[str]:
@@ -1243,7 +1300,7 @@ def write_case(folder: Path, case: Case, bases: Callable[[str], Path]) -> tuple[
     if case.damage is None:
         case.change(source)
     else:
-        shardconv.split(source, split, tp=TP, max_file_size=case.max_file_size)
+        shardconv.split(source, split, tp=case.tp, pp=case.pp, max_file_size=case.max_file_size)
         case.damage(source, split)
     return source, split
 
@@ -1252,7 +1309,7 @@ def split_of(case: Case, source: Path, split: Path) -> Path:
     """The split checkpoint of a case."""
     if not split.exists():
         options = [*options_of(case, source), "--layout", case.layout]
-        result = call("split", source, "--tp", TP, "-o", split, *options)
+        result = call("split", source, *case.size, "-o", split, *options)
         if result.code:
             raise RuntimeError(result.err)  # not the command under test
     return split
@@ -1288,11 +1345,11 @@ def plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
         if page:
             parsed = Parsed(page[1].read_bytes())
             assert MARKUP in [name for name, _, _ in parsed.data["tensors"]["names"]]
-        report = json.loads(call("plan", source, "--tp", TP, "--json", *more).out)
+        report = json.loads(call("plan", source, *case.size, "--json", *more).out)
         expected = {name: shard_shapes(case, name, tensor) for name, tensor in stored(source).items()}
         assert {one["name"]: [list(shape) for shape in one["shard_shapes"]] for one in report["tensors"]} == expected
 
-    return of_result(call("plan", source, "--tp", TP, "-q", *page, *more), check)
+    return of_result(call("plan", source, *case.size, "-q", *page, *more), check)
 
 
 def prove_plan(case: Case, source: Path, _: Path, __: Path, ___: Any) -> Found:
@@ -1307,11 +1364,12 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
     def check() -> None:
         files = [load_file(target / NATIVE.rank_file(rank, TP)) for rank in range(TP)]
         found = expected_tensors(case, source)
-        assert all(set(file) == set(found) for file in files)
+        for rank, file in enumerate(files):
+            assert set(file) == {name for name in found if case.pp == 1 or rank // case.tp in stages_of(name, found)}
         for name, tensor in found.items():
-            check_shards(case, name, tensor, [file[name] for file in files])
+            check_shards(case, name, tensor, [file[name] for file in files if name in file][: case.tp])
 
-    arguments = ["split", source, "--tp", TP, "-o", target, "-q", *options_of(case, source)]
+    arguments = ["split", source, *case.size, "-o", target, "-q", *options_of(case, source)]
     with pytest.MonkeyPatch.context() as patch:
         if not case.has_locks:
             patch.setattr("fcntl.flock", refuse_locks)
@@ -1421,6 +1479,8 @@ def run_on_rank(
         report = run_rank(place, [PROMPT], options, lambda _: None)
     except ShardconvError as problem:
         return problem.with_options(), (), ()
+    finally:
+        groups._current.groups = None  # those of stages
     return "\n".join(report.differences or ()), report.outputs, report.notes
 
 
@@ -1435,6 +1495,7 @@ def unsharded_text(source: Path) -> str:
 
 def load(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
     options = {"dequantize": True} if case.dequantize else {}
+    options |= {"group": None} if case.pp > 1 else {}
     return loaded(ranks("four", load_on_rank, split_of(case, source, place), options), source)
 
 
@@ -1463,12 +1524,14 @@ def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, 
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            made = shardconv.load(place, device="cpu", group=axis, **options)
+            made = shardconv.load(place, device="cpu", **{"group": axis, **options})
         with torch.inference_mode():
             return "", made(IDS).logits, [str(one.message) for one in warned]
     except (ShardconvError, RuntimeError) as problem:
         is_own = isinstance(problem, ShardconvError)
         return problem.with_options() if is_own else f"{type(problem).__name__}: {problem}", None, []
+    finally:
+        groups._current.groups = None  # those of stages
 
 
 RUNNERS: Mapping[str, Callable[..., Found]] = dict(
@@ -1514,8 +1577,15 @@ def shard_shapes(case: Case, name: str, tensor: torch.Tensor) -> list[list[int]]
         shape[0] = -(-shape[0] // 64) * 64
     if dim is not None:
         padded = [size for layer, size in PADDED.items() if "--pad" in case.options and re.search(layer, name)]
-        shape[dim] = padded[0] // TP if padded else -(-shape[dim] // TP)
-    return [shape] * TP
+        shape[dim] = padded[0] // case.tp if padded else -(-shape[dim] // case.tp)
+    return [shape] * case.tp
+
+
+def stages_of(name: str, names: Container[str]) -> set[int]:
+    """The stages of a tensor of a Llama with two layers, in two stages."""
+    if name.startswith("model.embed_tokens."):
+        return {0} if "lm_head.weight" in names else {0, 1}
+    return {0 if name.startswith("model.layers.0.") else 1}
 
 
 def check_shards(case: Case, name: str, tensor: torch.Tensor, shards: list[torch.Tensor]) -> None:

@@ -396,7 +396,11 @@ def laid_out(draw):
         if draw(st.booleans()):
             changed.append(FileTensor(f"x{len(changed)}", tuple(members), stack, dim=dim))
     constants = [Constant(f"c{number}", "F32", (2,), number / 2) for number in range(draw(st.integers(0, 2)))]
-    return tp, tensors, FileLayout("any", "{tp}-{rank}.safetensors", changed=tuple(changed), constants=tuple(constants))
+    return (
+        tp,
+        tensors,
+        FileLayout("any", "{ranks}-{rank}.safetensors", changed=tuple(changed), constants=tuple(constants)),
+    )
 
 
 def write_source(path, tensors):

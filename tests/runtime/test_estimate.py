@@ -191,6 +191,21 @@ def test_costs_equal_manual_calculation(tiny, tp):
     assert cost.not_counted is None
 
 
+def test_costs_of_stages(tiny):
+    """Two messages of the hidden states between three stages; the first has an all-reduce of the embedding."""
+    report = estimate_cost(tiny, tps=[2], stages="1,1,1", batch=3, seq=5, link=LINK)
+    (cost,), (whole,) = report.costs, estimate_cost(tiny, tps=[2], batch=3, seq=5, link=LINK).costs
+    assert report.stages == (1, 1, 1)
+    assert cost.weight_bytes == max(shardconv.report_plan(tiny, tp=2, pp=3).rank_bytes)
+    assert cost.cache_bytes == whole.cache_bytes // 3
+    for traffic, other, tokens in ((cost.prefill, whole.prefill, 15), (cost.decode, whole.decode, 3)):
+        hidden = tokens * 64 * 2
+        sent = Collective("send", hidden, 2)
+        assert [one for one in traffic.collectives if one != sent] == list(other.collectives)
+        assert traffic.seconds == pytest.approx(other.seconds + 2 * (LINK.alpha + hidden * LINK.beta))
+        assert traffic.sent_bytes == 3 * hidden + hidden  # all-reduces of the embedding and a layer, by two ranks
+
+
 def test_defaults(tiny):
     done = []
     report = estimate_cost(tiny, progress=lambda *numbers: done.append(numbers))

@@ -141,7 +141,8 @@ class Geometry:
         num_bytes: bytes of the full tensor.
         width: bytes of a row.
         shards: the rows of each shard.
-        columns: the ranges of a row that shards are made of, with short gaps; None if they hold every byte.
+        columns: the ranges of a row that shards are made of, with short gaps; None if they hold every byte, empty
+            without shards.
     """
 
     num_bytes: int
@@ -160,6 +161,7 @@ class Geometry:
         """The ranges of a flat range that shards are made of, with short gaps between them."""
         if self.columns in {None, ((0, self.width),)}:
             yield start, stop
+        if not self.columns or self.columns == ((0, self.width),):
             return
         for row, rows, first, last in row_spans(start, stop, self.width):
             for base in range(row * self.width, (row + rows) * self.width, self.width):
@@ -178,15 +180,18 @@ def geometry(
         placement: of the tensor.
         dtype: of the tensor.
         shape: of the full tensor.
-        ranks: the ranks whose shards there are, in order; None for all. A rank may be there twice.
+        ranks: the ranks whose shards there are, in order; None for all. Ranks may repeat.
 
     Raises:
         ValueError: if placement and shape do not fit, or an interval does not begin and end at a byte boundary.
     """
     num_bytes = _to_bytes(prod(shape) * DTYPE_BITS[dtype])
+    if ranks == tuple(range(placement.tp)):
+        return geometry(placement, dtype, shape)
     chosen = placement.ranks if ranks is None else [placement.ranks[rank] for rank in ranks]
     if placement.dim is None or num_bytes == 0:
-        return Geometry(num_bytes, num_bytes, tuple(_full_rows(num_bytes, at) for at in range(len(chosen))))
+        full = tuple(_full_rows(num_bytes, at) for at in range(len(chosen)))
+        return Geometry(num_bytes, num_bytes, full, None if full else ())
     if placement.dim >= len(shape) or shape[placement.dim] != placement.size:
         raise ValueError(f"placement along dim {placement.dim} of {placement.size} does not fit shape {list(shape)}")
     bits = prod(shape[placement.dim + 1 :]) * DTYPE_BITS[dtype]

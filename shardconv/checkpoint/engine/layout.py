@@ -5,12 +5,14 @@ headers that are computed again from its manifest.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
 from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
@@ -19,6 +21,7 @@ from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.stages import StageFinder
 from shardconv.support.errors import PlanError, option
 
 #: Names of the manifests of split and of padded checkpoints, and of split pipelines.
@@ -39,24 +42,23 @@ class Layout:
 
     Attributes:
         headers: of each file.
-        shards: for each source tensor, in order, the positions of its shards; of some ranks, if there are files of
-            these only. Ranks are then counted by their positions.
-        constants: the bytes at the beginning of the data section of each rank's first file, before all shards.
+        shards: for each source tensor, in order, the positions of its shards, of the ranks that hold it; of some of
+            these, if there are files of some ranks only.
+        constants: for each rank the bytes at the beginning of the data section of its first file, before all shards;
+            empty for none.
         files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
     """
 
     headers: tuple[Header, ...]
     shards: tuple[Shards, ...]
-    constants: bytes = b""
+    constants: tuple[bytes, ...] = ()
     files_per_rank: int = 1
 
     @property
     def prefixes(self) -> list[bytes]:
         """The bytes of each file before its shards."""
-        count = self.files_per_rank
-        return [
-            header.prefix + (b"" if number % count else self.constants) for number, header in enumerate(self.headers)
-        ]
+        first = dict(zip(range(0, len(self.headers), self.files_per_rank), self.constants, strict=False))
+        return [header.prefix + first.get(number, b"") for number, header in enumerate(self.headers)]
 
     @property
     def file_bytes(self) -> list[int]:
@@ -112,16 +114,14 @@ def lay_out_ranks(
     metadata = all_names(metadata) if is_torchao else metadata
     metadata = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
     placements = {name: plan.placement(name) for name in tensors}
-    distinct = tuple(dict.fromkeys(placements.values()))
-    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
-    # ranks with equal shapes share headers, unless these store the offsets of the shards
-    first_equal = list(range(plan.tp)) if layout.has_offsets else [sizes.index(size) for size in sizes]
-    # files of all ranks: tensors are divided over files equally on all of them
-    files = _lay_out_files(list(dict.fromkeys(first_equal)), tensors, plan, metadata, layout)
+    first_equal = _first_equal(plan, placements.values(), has_offsets=layout.has_offsets)
+    files: dict[int, list[_RankFile]] = {}
+    for stage in range(plan.pp):
+        files |= _lay_out_stage(stage, first_equal, tensors, plan, metadata, layout)
     count = len(files[0])
-    file_of = {name: number for number, file in enumerate(files[0]) for name in file.positions}
-    chosen = range(plan.tp) if ranks is None else ranks
-    first_equal = [first_equal[rank] for rank in chosen]
+    file_of = {name: at for rank in files for at, file in enumerate(files[rank]) for name in file.positions}
+    chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
+    held_in = {stages: _held(stages, chosen, plan.tp) for stages in {one.stages for one in plan.distinct}}
 
     # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
     has_full_values = layout.has_offsets or layout.engine is not None
@@ -131,17 +131,62 @@ def lay_out_ranks(
         if name in implied:
             size = num_bytes(spec.dtype, spec.shape)
             return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
-        values = None if has_full_values else plan.tensors[name].edits
-        edits = edits_of(name, spec, plan, None if values is None else [values[rank] for rank in chosen])
-        found = [files[rank][file_of[name]].positions[name] for rank in first_equal]
+        planned = plan.tensors[name]
+        held, tp_ranks = held_in[planned.stages]
+        values = None if has_full_values or planned.edits is None else [planned.edits[rank] for rank in tp_ranks]
+        edits = edits_of(name, spec, plan, values)
+        found = [files[first_equal[chosen[at]]][file_of[name]].positions[name] for at in held]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
-        numbers = range(file_of[name], len(chosen) * count, count)
-        return Shards(geometry(placements[name], spec.dtype, spec.shape, ranks), numbers, offsets, edits, rows)
+        numbers = [at * count + file_of[name] for at in held]
+        return Shards(geometry(placements[name], spec.dtype, spec.shape, tp_ranks), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
-    headers = tuple(file.header for rank in first_equal for file in files[rank])
-    return Layout(headers, shards, b"".join(constant.data for constant in layout.constants), count)
+    headers = tuple(file.header for rank in chosen for file in files[first_equal[rank]])
+    constants = [b"".join(one.data for one in _constants_of(rank // plan.tp, plan, layout)) for rank in chosen]
+    return Layout(headers, shards, tuple(constants), count)
+
+
+def _held(stages: tuple[int, ...], ranks: Sequence[int], tp: int) -> tuple[list[int], tuple[int, ...]]:
+    """The indexes of those of ``ranks`` whose stage is one of ``stages``, and their ranks in it."""
+    held = [at for at, rank in enumerate(ranks) if not stages or rank // tp in stages]
+    return held, tuple(ranks[at] % tp for at in held)
+
+
+def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bool) -> list[int]:
+    """For each rank the first rank of its stage whose files have the same headers.
+
+    Ranks with equal shapes share headers, unless these store the offsets of the shards.
+    """
+    distinct = tuple(dict.fromkeys(placements))
+    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
+    first = list(range(plan.tp)) if has_offsets else [sizes.index(size) for size in sizes]
+    return [stage * plan.tp + rank for stage in range(plan.pp) for rank in first]
+
+
+def _named_in_stage(tensor: FileTensor, stage: int, plan: Plan) -> FileTensor:
+    """A file tensor in the files of a stage: one that has the name of a tied head keeps that of the embedding there.
+
+    Raises:
+        PlanError: if the stage of its name is unknown.
+    """
+    if plan.stages is None or len(tensor.members) > 1 or tensor.name == tensor.members[0]:
+        return tensor
+    stages = StageFinder(plan.rules).stages_of(tensor.name, plan.stages)
+    return tensor if not stages or stage in stages else replace(tensor, name=tensor.members[0])
+
+
+def _constants_of(stage: int, plan: Plan, layout: FileLayout) -> Sequence[Constant]:
+    """The constants of a layout in the files of a stage: those beside its tensors.
+
+    Raises:
+        PlanError: if the stage of a constant is unknown.
+    """
+    if plan.stages is None:
+        return layout.constants
+    finder = StageFinder(plan.rules)
+    held = {constant: finder.stages_of(constant.name, plan.stages) for constant in layout.constants}
+    return [constant for constant, stages in held.items() if not stages or stage in stages]
 
 
 def edits_of(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None = None) -> Edits | None:
@@ -164,26 +209,42 @@ class _RankFile(NamedTuple):
     positions: dict[str, _Position]
 
 
-def _lay_out_files(
-    ranks: Sequence[int], tensors: Mapping[str, TensorSpec], plan: Plan, metadata: dict[str, str], layout: FileLayout
+def _lay_out_stage(
+    stage: int,
+    first_equal: Sequence[int],
+    tensors: Mapping[str, TensorSpec],
+    plan: Plan,
+    metadata: dict[str, str],
+    layout: FileLayout,
 ) -> dict[int, list[_RankFile]]:
-    """Lay out all files of these ranks, which together have all shapes.
+    """Lay out all files of the ranks of a stage that do not have the headers of another rank, of ``first_equal``.
+
+    Tensors are divided over files equally on all of them, as together they have all shapes.
 
     Raises:
-        PlanError: if shards do not form the tensors of the layout, or there are too many files.
+        PlanError: if shards do not form the tensors of the layout, or there are too many files, or several for a rank
+            with several stages.
     """
     lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
-    one = layout.file_tensors(tensors)
-    files = {rank: [lay_out(rank, one, layout.constants)] for rank in ranks}
+    ranks = list(dict.fromkeys(first_equal[stage * plan.tp : (stage + 1) * plan.tp]))
+    held = layout.file_tensors([name for name in tensors if plan.holds(ranks[0], name)])
+    one = [_named_in_stage(tensor, stage, plan) for tensor in held]
+    first = _constants_of(stage, plan, layout)
+    files = {rank: [lay_out(rank, one, first)] for rank in ranks}
     if layout.max_file_bytes is None:
         return files
+    if plan.stages is not None:
+        raise PlanError(
+            f"{option('max_file_size')} is not supported with {option(pp=plan.pp)}: remove it, as each rank has one "
+            "file of the layers of its stage"
+        )
     groups = _divide(one, [file.header for (file,) in files.values()], layout)
     if (count := len(groups) * plan.tp) > _MAX_FILES:
         raise PlanError(
             f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
             f"at most {_MAX_FILES} files): pass a larger {option('max_file_size')}"
         )
-    constants = [layout.constants, *([()] * (len(groups) - 1))]
+    constants = [first, *([()] * (len(groups) - 1))]
     return {rank: list(map(partial(lay_out, rank), groups, constants)) for rank in ranks} if len(groups) > 1 else files
 
 
@@ -201,15 +262,16 @@ def _lay_out_rank(
     first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
     members = [name for tensor in file_tensors for name in tensor.members]
     placements = {name: plan.placement(name) for name in members}
-    shapes = {name: placements[name].shard_shape(tensors[name].shape, rank) for name in members}
+    tp_rank = rank % plan.tp
+    shapes = {name: placements[name].shard_shape(tensors[name].shape, tp_rank) for name in members}
     fused = (
         (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
         for tensor in file_tensors
     )
     of_rank = (
-        {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, rank)}
+        {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, tp_rank)}
         if layout.has_offsets
-        else rank_metadata(metadata, plan, rank)
+        else rank_metadata(metadata, plan, tp_rank)
     )
     header = build_header(chain(first, fused), {**metadata, **of_rank})
     positions = {

@@ -16,6 +16,7 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
+from shardconv.checkpoint.split.chosen_ranks import size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.containers.safetensors import Header, build_header
@@ -130,7 +131,7 @@ def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
 
 
 def _default_target(folder: AnyPath, manifest: Manifest) -> Path:
-    name = folder.resolve().name.removesuffix(f"-tp{manifest.tp}") + "-merged"
+    name = folder.resolve().name.removesuffix(size_suffix(manifest.tp, manifest.plan.pp)) + "-merged"
     return Path(name if manifest.is_folder else f"{name}.safetensors")
 
 

@@ -89,6 +89,7 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
             except ShardconvError:
                 return operation(*args, **kwargs)  # reports the error where it is expected, as on all ranks
             if has_pipeline:
+                _refuse_stages(paths[0], bound.arguments)
                 return apply(operation, paths, _all_options(bound))
             bound.arguments[first] = paths[0] if isinstance(src, SourcePath) else paths
             return operation(*bound.args, **bound.kwargs)
@@ -96,6 +97,15 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return dispatch
 
     return decorate
+
+
+def _refuse_stages(path: AnyPath, arguments: Options) -> None:
+    """Refuse pipeline stages of transformers, whose components run one after the other."""
+    if arguments.get("pp", 1) != 1 or arguments.get("stages"):
+        raise UsageError(
+            f"{path}: is a pipeline of diffusers, whose models do not have pipeline stages: remove {option('pp')} and "
+            f"{option('stages')}"
+        )
 
 
 def _all_options(bound: inspect.BoundArguments) -> Options:

@@ -1,7 +1,7 @@
 """Reports on the plans of checkpoints, and on the supported tensor parallel sizes."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -22,6 +22,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.planner import Planner
+from shardconv.plan.stages import chosen_stages, even_stages
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
@@ -35,13 +36,14 @@ class TensorReport(Struct, frozen=True):
         shape: the shape of the full tensor.
         placement: the placement in words.
         reason: the rule that determines the placement.
-        shard_shapes: for each rank the shape of its shard.
-        shard_bytes: for each rank the bytes of its shard.
+        shard_shapes: for each rank of a pipeline stage the shape of its shard.
+        shard_bytes: for each rank of all stages the bytes of its shard.
         style: the style of the rule, such as ``colwise``.
         units: the units that no boundary divides, such as ``kv_head``; empty for single elements.
         dim: the sharded dim, from 0; None if the tensor is replicated.
-        intervals: for each rank its intervals of ``dim`` as ``[start, stop]``, and padding between them as
+        intervals: for each rank of a stage its intervals of ``dim`` as ``[start, stop]``, and padding between them as
             ``{"padding": size}``; empty if the tensor is replicated.
+        stages: the pipeline stages that hold the tensor; empty for all.
     """
 
     name: str
@@ -55,6 +57,7 @@ class TensorReport(Struct, frozen=True):
     units: tuple[str, ...]
     dim: int | None
     intervals: tuple[tuple[IntervalOrPadding, ...], ...]
+    stages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class PlanReport:
         source: the path.
         family: the model family whose rules were used.
         tp: the tp size of the plan; None for a report on supported sizes only.
+        stages: number of layers of each pipeline stage of the plan; empty for one stage.
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
         assumed: assumptions of the plan.
@@ -81,6 +85,9 @@ class PlanReport:
         num_quantized: number of quantized weights.
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
         stored_tp: tensor parallel size of a split checkpoint; None for a source.
+        stored_stages: number of layers of each pipeline stage of a split checkpoint; empty for one stage.
+        even_stages: number of layers of each stage if the rank with most bytes is to have fewest; empty for one stage.
+        even_bytes: the bytes of that rank.
         ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
         quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
         adapters: names of the adapters of a split checkpoint.
@@ -107,6 +114,10 @@ class PlanReport:
     num_quantized: int = 0
     quantized_blocks: tuple[str, ...] = ()
     stored_tp: int | None = None
+    stored_stages: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    even_stages: tuple[int, ...] = ()
+    even_bytes: int = 0
     ranks: tuple[int, ...] = ()
     quantization: str = ""
     adapters: tuple[str, ...] = ()
@@ -120,6 +131,8 @@ def report_plan(
     src: SourcePath,
     *,
     tp: int | None = None,
+    pp: int = 1,
+    stages: str | Sequence[int] = (),
     base: StrPath | None = None,
     dtype: str | None = None,
     **options: Unpack[PlanOptions],
@@ -130,6 +143,9 @@ def report_plan(
     With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
     With ``dtype``, dtypes and sizes are those of a split with it.
     """
+    chosen_pp = chosen_stages(pp, stages)
+    if chosen_pp != 1 and tp is None:
+        raise UsageError(f"{option('pp')} is for a plan: add {option('tp')}")
     if is_split(path := open_path(src)):
         if dtype is not None:
             raise UsageError(
@@ -137,15 +153,15 @@ def report_plan(
             )
         if base is not None:
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
-        return _report_stored(path, tp, options)
+        return _report_stored(path, tp, chosen_pp, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
-    source, plan = planned.source, None if tp is None else planned.plan(tp)
+    source, plan = planned.source, None if tp is None else planned.plan(tp, planned.planner.stages(chosen_pp))
     settings = config_with_quantization(source)
     report = _report(path, planned.planner, planned.tensors, plan, settings, is_adapter=base is not None)
     return replace(report, left_out=source.left_out, engine=options.get("engine"))
 
 
-def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> PlanReport:
+def _report_stored(folder: AnyPath, tp: int | None, pp: int | tuple[int, ...], options: PlanOptions) -> PlanReport:
     """Report the plan of a split checkpoint."""
     pad = options.pop("pad", False)  # an option of reshard, too
     refuse_changes(folder, options)
@@ -154,14 +170,16 @@ def _report_stored(folder: AnyPath, tp: int | None, options: PlanOptions) -> Pla
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan = manifest.plan
-    stored = stored_planner(manifest, manifest.request.engine)
-    planner = stored if tp in (None, plan.tp) else stored.padded(int(pad))
-    plan = plan if tp in (None, plan.tp) else planner.plan(tp)
+    planner = stored_planner(manifest, manifest.request.engine)
+    if tp is not None and (tp != plan.tp or planner.stages(pp) != plan.stages):
+        planner = planner.padded(int(pad)) if tp != plan.tp else planner
+        plan = planner.plan(tp, planner.stages(pp))
     report = _report(folder, planner, quantized_tensors(manifest), plan, manifest.config, is_adapter=is_adapter)
     return replace(
         report,
         layout=manifest.layout.name,
         stored_tp=manifest.tp,
+        stored_stages=manifest.plan.num_layers,
         ranks=manifest.ranks,
         adapters=manifest.adapters,
         engine=manifest.request.engine,
@@ -180,10 +198,13 @@ def _report(
     """The report on a planner of tensors, some of which may be quantized by settings, and on one of its plans."""
     sizes = tp_sizes(planner)
     tensors = () if plan is None else tensor_reports(specs, plan)
+    held = () if plan is None else rank_bytes(tensors, plan.num_ranks)
+    even_stages, even_bytes = ((), 0) if plan is None else _even_stages(planner, specs, plan, held)
     return PlanReport(
         source=str(path),
         family=planner.rules.family,
         tp=None if plan is None else plan.tp,
+        stages=() if plan is None else plan.num_layers,
         num_tensors=len(specs),
         num_bytes=total_bytes(specs.values()),
         assumed=planner.assumed if plan is None else plan.assumed,
@@ -193,7 +214,9 @@ def _report(
         blocked_tp=sizes.blocked,
         padded_tp=() if is_adapter else sizes.padded,
         padding=NO_PADDING if plan is None else padding_report(planner, plan.tp),
-        rank_bytes=() if plan is None else rank_bytes(tensors, plan.tp),
+        rank_bytes=held,
+        even_stages=even_stages,
+        even_bytes=even_bytes,
         tensors=tensors,
         num_quantized=num_quantized(specs),
         quantized_blocks=quantized_blocks(specs),
@@ -201,10 +224,24 @@ def _report(
     )
 
 
-def rank_bytes(tensors: Iterable[TensorReport], tp: int) -> tuple[int, ...]:
-    """For each of ``tp`` ranks the bytes of its tensors."""
+def _even_stages(
+    planner: Planner, specs: Mapping[str, TensorSpec], plan: Plan, held: Sequence[int]
+) -> tuple[tuple[int, ...], int]:
+    """The stages whose largest rank has fewest bytes, and these bytes; those of the plan if it is not larger."""
+    if plan.stages is None:
+        return (), 0
+    finest = planner.plan(plan.tp, plan.stages.finest)
+    sizes = rank_bytes(tensor_reports(specs, finest), finest.num_ranks)
+    even = even_stages([max(sizes[at : at + plan.tp]) for at in range(0, len(sizes), plan.tp)], plan.pp)
+    even_plan = planner.plan(plan.tp, planner.stages(even))
+    even_bytes = max(rank_bytes(tensor_reports(specs, even_plan), plan.num_ranks))
+    return (even, even_bytes) if even_bytes < max(held) else (plan.num_layers, max(held))
+
+
+def rank_bytes(tensors: Iterable[TensorReport], num_ranks: int) -> tuple[int, ...]:
+    """For each of ``num_ranks`` ranks the bytes of its tensors."""
     counts = Counter(tensor.shard_bytes for tensor in tensors)  # faster: many tensors have equal shards
-    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(tp))
+    return tuple(sum(sizes[rank] * count for sizes, count in counts.items()) for rank in range(num_ranks))
 
 
 def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorReport, ...]:
@@ -214,7 +251,7 @@ def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorR
     for name, spec in specs.items():
         index = plan.index_of[name]
         if (fields := known.get((index, spec))) is None:
-            fields = known[index, spec] = _fields(spec, plan.distinct[index])
+            fields = known[index, spec] = _fields(spec, plan.distinct[index], plan)
         reports.append(TensorReport(name, *fields))
     return tuple(reports)
 
@@ -227,12 +264,13 @@ def _describe(planned: TensorPlan) -> str:
     return f"{text}, rewritten per rank" if planned.placement.dim is not None else "rewritten per rank"
 
 
-def _fields(spec: TensorSpec, planned: TensorPlan) -> tuple[Any, ...]:
+def _fields(spec: TensorSpec, planned: TensorPlan, plan: Plan) -> tuple[Any, ...]:
     """The fields of a report on a tensor after its name."""
-    placement = planned.placement
+    placement, held = planned.placement, planned.stages or tuple(range(plan.pp))
     shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.tp))
+    shard_bytes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
     return (
         spec.dtype, spec.shape, _describe(planned), planned.describe(), shapes,
-        tuple(num_bytes(spec.dtype, shape) for shape in shapes), planned.style, planned.units, placement.dim,
-        () if placement.dim is None else placement.ranks,
+        tuple(size if stage in held else 0 for stage in range(plan.pp) for size in shard_bytes),
+        planned.style, planned.units, placement.dim, () if placement.dim is None else placement.ranks, planned.stages,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath, request_for
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.chosen_ranks import size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
@@ -30,6 +31,7 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
+from shardconv.plan.stages import chosen_stages
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
@@ -39,8 +41,8 @@ class ReshardReport(WriteReport):
     """Result of a reshard.
 
     Attributes:
-        old_tp: number of ranks of the old split checkpoint.
-        tp: number of ranks of the new one.
+        old_tp: number of ranks of a pipeline stage of the old split checkpoint.
+        tp: number of ranks of a pipeline stage of the new one.
         old_layout: layout of the old rank files.
         layout: layout of the new rank files.
         num_bytes: bytes of all tensors.
@@ -48,6 +50,8 @@ class ReshardReport(WriteReport):
         notes: why the source differs from rank files of another tool, and assumptions.
         padding: padded units and their cost.
         files_per_rank: number of files of each new rank.
+        old_pp: number of pipeline stages of the old split checkpoint.
+        stages: number of layers of each pipeline stage of the new one; empty for one stage.
     """
 
     old_tp: int
@@ -59,6 +63,8 @@ class ReshardReport(WriteReport):
     notes: tuple[str, ...] = ()
     padding: PaddingReport = NO_PADDING
     files_per_rank: int = 1
+    old_pp: int = 1
+    stages: tuple[int, ...] = ()
 
 
 @on_pipelines(Written("reshard", open_split_folders, "{name}-tp{tp}", is_split=True, is_finished=is_right))
@@ -67,6 +73,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     dst: StrPath | Destination | None = None,
     *,
     tp: int,
+    pp: int = 1,
+    stages: str | Sequence[int] = (),
     layout: str | None = None,
     engine: str | None = None,
     pad: bool = False,
@@ -86,7 +94,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
-        tp: the new number of ranks.
+        tp: the new number of ranks of a pipeline stage.
+        pp, stages: the new pipeline stages, as in :func:`~shardconv.split`.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to that of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
             engine of ``layout`` or else of the split checkpoint; to shardconv for layout dcp, which does not support
@@ -120,8 +129,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         layout = layout or (source.layout if saved_for else None) or NATIVE.name
         engine = engine or (None if layout == DCP.name else saved_for)
         report = split(
-            source, given, tp=tp, layout=layout, max_file_size=max_file_size, engine=engine, pad=pad,
-            overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
+            source, given, tp=tp, pp=pp, stages=stages, layout=layout, max_file_size=max_file_size, engine=engine,
+            pad=pad, overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
             progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
@@ -133,20 +142,33 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout {layout}"
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
-    name = found.first.resolve().name.removesuffix(f"-tp{old.tp}")
-    destination = given or Destination(Path(f"{name}-tp{tp}"))
+    chosen_pp = chosen_stages(pp, stages)
+    new_suffix = size_suffix(tp, chosen_pp if isinstance(chosen_pp, int) else len(chosen_pp))
+    name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.pp))
+    destination = given or Destination(Path(f"{name}{new_suffix}"))
     is_identified = how.checksums and not destination.is_remote
-    new, padding = _plan_reshard(old, tp, layout, max_file_size, engine, int(pad), checksums=is_identified)
+    new, padding = _plan_reshard(
+        old,
+        tp,
+        chosen_pp,
+        layout=layout,
+        max_file_size=max_file_size,
+        engine=engine,
+        pad=int(pad),
+        checksums=is_identified,
+    )  # fmt: skip, checksums=is_identified)
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(adapter.manifest, tp, None, None, None, int(pad), checksums=how.checksums)
+        _plan_reshard(adapter.manifest, tp, new.plan.num_layers or 1, pad=int(pad), checksums=how.checksums)
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),
         old_tp=old.tp,
         tp=tp,
+        old_pp=old.plan.pp,
+        stages=new.plan.num_layers,
         old_layout=old.layout.name,
         layout=new.layout.name,
         num_tensors=len(new.tensors),
@@ -164,6 +186,7 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
         **written,
         old_tp=source.num_ranks,
         tp=report.tp,
+        stages=report.stages,
         old_layout=str(source.layout),
         layout=report.layout,
         num_bytes=report.source_bytes,
@@ -177,11 +200,12 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
 def _plan_reshard(
     old: Manifest,
     tp: int,
-    layout: str | None,
-    max_file_size: int | str | None,
-    engine: str | None,
-    pad: int,
+    pp: int | tuple[int, ...],
     *,
+    layout: str | None = None,
+    max_file_size: int | str | None = None,
+    engine: str | None = None,
+    pad: int,
     checksums: bool,
 ) -> tuple[Manifest, PaddingReport]:
     """The manifest of the new split checkpoint, and its padding."""
@@ -197,9 +221,9 @@ def _plan_reshard(
     else:
         request = request_for(request, layout)
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
-    file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
     planner = stored_planner(old, request.engine, pad=pad)
-    plan = planner.plan(tp)
+    plan = planner.plan(tp, planner.stages(pp))
+    file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
     return old.with_plan(plan, request, file_layout, checksums=checksums), padding_report(planner, tp)
 
 
@@ -210,7 +234,10 @@ def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters:
     def write_adapters(staged: Staged) -> None:
         for name, adapter in adapters.items():
             inner = staged.inner(f"{ADAPTERS}/{name}")
-            reshard(adapter.paths, inner, tp=new.tp, checksums=options.checksums, threads=options.threads)
+            reshard(
+                adapter.paths, inner, tp=new.tp, stages=new.plan.num_layers, checksums=options.checksums,
+                threads=options.threads,
+            )  # fmt: skip
 
     settings, mode = settings_of("reshard", new), permissions(manifests[:1])
     return write_ranks(writer, old.open(), new, settings, manifests, write_adapters=write_adapters, mode=mode)

@@ -22,12 +22,14 @@ from shardconv.checkpoint.output.team import Team
 from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
-from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks
+from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks, size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath
 from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
+from shardconv.plan.plan import Plan
+from shardconv.plan.stages import chosen_stages
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
@@ -37,7 +39,8 @@ class SplitReport(WriteReport):
     """Result of a split.
 
     Attributes:
-        tp: number of ranks; of layout megatron, number of files.
+        tp: number of ranks of a pipeline stage; of layout megatron, number of files.
+        stages: number of layers of each pipeline stage; empty for one stage.
         family: the model family whose rules were used.
         layout: of the rank files.
         source_bytes: bytes of the source's weights.
@@ -63,6 +66,7 @@ class SplitReport(WriteReport):
     files_per_rank: int = 1
     adapters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 @on_pipelines(Written("split", open_source_pipeline, "{name}-tp{tp}", is_split=True, is_finished=is_right))
@@ -71,6 +75,8 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     dst: StrPath | Destination | None = None,
     *,
     tp: int | None = None,
+    pp: int = 1,
+    stages: str | Sequence[int] = (),
     ranks: Ranks = None,
     base: StrPath | None = None,
     adapters: Sequence[StrPath | AnyAdapter] = (),
@@ -96,6 +102,10 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
         tp: number of ranks. Files of layout megatron do not depend on it: of these, it is the number of files with
             tensors, 1 by default.
+        pp: number of pipeline stages; each file has the shards of one tensor parallel rank of one stage. Rank
+            ``stage * tp + t`` is rank t of the stage.
+        stages: number of layers of each stage, such as "20,20,21,19" or ``(20, 20, 21, 19)``; by default equal, with
+            the remainder in the stages before the last one, as in vLLM.
         ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
             need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
@@ -143,22 +153,24 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         )
     if tp is None and layout != MEGATRON:
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
-    tp = tp or 1
-    chosen = choose_ranks(ranks, tp)
+    tp, chosen_pp = tp or 1, chosen_stages(pp, stages)
+    pp = chosen_pp if isinstance(chosen_pp, int) else len(chosen_pp)
+    chosen = choose_ranks(ranks, tp * pp)
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
     source, team = planned.source, team or Team()
-    destination = given or Destination(Path(f"{source.name}-tp{tp}"))
+    destination = given or Destination(Path(f"{source.name}{size_suffix(tp, pp)}"))
     _check_team(team, destination, resume=resume)
     if foreign is not None:
-        is_whole = len(chosen) == tp and team.size == 1
-        _check_foreign_options(foreign.name, of_adapters, max_file_size, is_whole=is_whole)
+        is_whole = len(chosen) == tp * pp and team.size == 1
+        _check_foreign_options(foreign.name, pp, of_adapters, max_file_size, is_whole=is_whole)
         foreign.check(planned, tp)
     is_identified = checksums and not destination.is_remote
     plan_tp = tp if foreign is None else foreign.plan_tp(tp)
+    plan_of = partial(PlannedSource.plan, tp=plan_tp, stages=planned.planner.stages(chosen_pp))
     manifest, nested = _manifests(
-        planned, of_adapters, plan_tp, None if foreign else layout, max_file_size, checksums=is_identified,
+        planned, of_adapters, plan_of, None if foreign else layout, max_file_size, checksums=is_identified,
         ranks=chosen if plan_tp == tp else (0,),
     )  # fmt: skip
     rank_bytes, write = _ranks(planned, manifest, nested, foreign)
@@ -169,6 +181,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     return SplitReport(
         **outcome,
         tp=tp,
+        stages=manifest.plan.num_layers,
         family=manifest.plan.family,
         layout=layout,
         num_tensors=len(source.specs),
@@ -210,9 +223,14 @@ def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
 
 
 def _check_foreign_options(
-    layout: str, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None, *, is_whole: bool
+    layout: str, pp: int, adapters: Mapping[str, PlannedSource], max_file_size: int | str | None, *, is_whole: bool
 ) -> None:
     """Refuse options that layouts without a manifest do not support."""
+    if pp > 1:
+        raise UsageError(
+            f"layout {layout} does not have pipeline stages (got {option(pp=pp)}): remove it. Megatron-Core loads a "
+            "checkpoint of layout megatron with any number of them"
+        )
     if not is_whole:
         raise UsageError(
             f"layout {layout} is written for all ranks by one process: remove {option('ranks')}, and start one process"
@@ -229,7 +247,7 @@ def _check_foreign_options(
 def _manifests(
     planned: PlannedSource,
     adapters: Mapping[str, PlannedSource],
-    tp: int,
+    plan_of: Callable[[PlannedSource], Plan],
     layout: str | None,
     max_file_size: int | str | None,
     *,
@@ -242,9 +260,9 @@ def _manifests(
     if layout is not None:
         chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
         file_layout = with_max_file_size(chosen, max_file_size)
-    plan, names = planned.plan(tp), tuple(adapters)
+    plan, names = plan_of(planned), tuple(adapters)
     manifest = of_source(planned.source, plan, planned.request, layout=file_layout, adapters=names)
-    nested = {name: (one.source, of_source(one.source, one.plan(tp), one.request)) for name, one in adapters.items()}
+    nested = {name: (one.source, of_source(one.source, plan_of(one), one.request)) for name, one in adapters.items()}
     return manifest, nested
 
 

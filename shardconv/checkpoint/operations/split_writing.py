@@ -82,7 +82,7 @@ def write_split(
     if not manifest.is_complete:
         manifest = replace(manifest, sample=sample_checksum(source))
     own = team.own_ranks(manifest.ranks)
-    settings = settings_of("split", manifest) | {"ranks": None if len(own) == manifest.tp else as_option(own)}
+    settings = settings_of("split", manifest) | {"ranks": None if len(own) == manifest.num_ranks else as_option(own)}
     reader, inputs = open_tensors(source, manifest.tensors, manifest.plan)
 
     def write_adapters(staged: Staged) -> None:

@@ -42,7 +42,7 @@ class VerifyReport:
     Attributes:
         paths: the folders of the split checkpoint.
         against: the source it was compared with, or None.
-        tp: number of ranks.
+        tp: number of ranks of a pipeline stage.
         layout: of the rank files.
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors, without replicas and padding; of a folder with some of the ranks, bytes of its
@@ -60,6 +60,7 @@ class VerifyReport:
             from each other, and not only from ``against``.
         components: name to class of the components of a pipeline that are split; empty for a model.
         copied: name to class of the other components, with the reason why they are copied.
+        pp: number of pipeline stages.
     """
 
     paths: tuple[str, ...]
@@ -80,6 +81,7 @@ class VerifyReport:
     is_damaged: bool = False
     components: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)
+    pp: int = 1
 
 
 @on_pipelines(verify_each)
@@ -154,6 +156,7 @@ def verify(
         saved_by="another tool" if external else None,
         ranks=tuple(range(external.num_ranks)) if external else _held(manifest),
         is_damaged=bool(damages) or data.is_damaged,
+        pp=manifest.plan.pp,
     )
 
 
@@ -198,7 +201,7 @@ def _held(manifest: Manifest) -> tuple[int, ...]:
 
 
 def _num_bytes(manifest: Manifest) -> int:
-    if len(_held(manifest)) == manifest.tp:
+    if len(_held(manifest)) == manifest.num_ranks:
         return total_bytes(manifest.source_tensors.values())
     return sum(manifest.rank_layout.rank_bytes)
 
@@ -206,7 +209,7 @@ def _num_bytes(manifest: Manifest) -> int:
 def _compared(manifest: Manifest, compared_with: AnyPath | None) -> str:
     text = f"every tensor of {compared_with}"
     ranks = _held(manifest)
-    return text if len(ranks) == manifest.tp else f"{name_ranks(ranks)} of {text}"
+    return text if len(ranks) == manifest.num_ranks else f"{name_ranks(ranks)} of {text}"
 
 
 def _check_not_merged(split: SplitFolders) -> None:

@@ -20,6 +20,7 @@ from shardconv.files.folder import AnyPath, RemotePath, file_state
 from shardconv.files.input_files import InputFiles
 from shardconv.layouts.choice import with_max_file_size
 from shardconv.layouts.layout import NATIVE
+from shardconv.plan.stages import as_option as stages_option
 from shardconv.support.errors import UsageError, option
 from shardconv.support.formatting import exact_size
 
@@ -32,15 +33,15 @@ _NUM_SAMPLED = 64
 _STEP = 104_729
 #: Setting of a job to the argument that it is from.
 _ARGUMENTS = {
-    "tp": "tp", "ranks": "ranks", "layout": "layout", "dtype": "dtype", "maximum file size": "max_file_size",
-    "rules": "rules", "replicate": "replicate", "head_dim": "head_dim", "experts": "experts",
-    "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
+    "tp": "tp", "stages": "stages", "ranks": "ranks", "layout": "layout", "dtype": "dtype",
+    "maximum file size": "max_file_size", "rules": "rules", "replicate": "replicate", "head_dim": "head_dim",
+    "experts": "experts", "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
     "vocabulary multiple": "make_vocab_size_divisible_by", "components": "components",
 }  # fmt: skip
 #: Command to the settings that are from its options; its other settings are those of its source.
 _CHOSEN = {
     "split": {*_ARGUMENTS},
-    "reshard": {"tp", "layout", "maximum file size", "engine", "pad"},
+    "reshard": {"tp", "stages", "layout", "maximum file size", "engine", "pad"},
     "pad": {"pad"},
     "merge": set[str](),
     "unpad": set[str](),
@@ -60,6 +61,7 @@ def settings_of(command: str, manifest: Manifest) -> Job:
         "version of shardconv": __version__,
         "command": command,
         "tp": manifest.tp,
+        "stages": manifest.plan.num_layers,
         "layout": manifest.layout.name,
         "dtype": manifest.dtype,
         "maximum file size": manifest.layout.max_file_bytes,
@@ -71,7 +73,7 @@ def settings_of(command: str, manifest: Manifest) -> Job:
 
 def options_of(command: str, options: Mapping[str, Any]) -> Job:
     """A command on a pipeline, and its options as the settings of a job."""
-    values = {setting: options.get(argument) for setting, argument in _ARGUMENTS.items()}
+    values = {setting: options.get(argument) or None for setting, argument in _ARGUMENTS.items()}
     chosen = {name: one if isinstance(one, int | tuple | list | None) else str(one) for name, one in values.items()}
     size = with_max_file_size(NATIVE, options.get("max_file_size")).max_file_bytes
     return {"version of shardconv": __version__, "command": command, **chosen, "maximum file size": size}
@@ -176,6 +178,8 @@ def _given(name: str, value: Any) -> str:  # noqa: ANN401 - of any setting
     """An option with a value, as the user gives it."""
     if name == "pad":
         return option(pad=True) if value == 1 else f"--multiple-of tp={value}"
+    if name == "stages":
+        return stages_option(value)
     if name == "maximum file size":
         return option(max_file_size=exact_size(value))
     return option(**{_ARGUMENTS[name]: value if isinstance(value, int) else _shortened(value)})

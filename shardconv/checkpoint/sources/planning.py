@@ -20,6 +20,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import AUTO, PlanRequest, Rules, plan_file_of, planner_for, request_of
+from shardconv.plan.stages import Stages, chosen_stages
 from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
 #: A path that a user passes.
@@ -129,13 +130,13 @@ class PlannedSource(NamedTuple):
     planner: Planner
     paths: tuple[AnyPath, ...]
 
-    def plan(self, tp: int) -> Plan:
-        """The plan for ``tp`` ranks.
+    def plan(self, tp: int, stages: Stages | None = None) -> Plan:
+        """The plan for ``tp`` ranks, in each of ``stages``.
 
         Raises:
             PlanError: if no plan is known to be correct.
         """
-        return self.planner.plan(tp)
+        return self.planner.plan(tp, stages)
 
 
 def plan_source(
@@ -261,7 +262,7 @@ def _planner_of(plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequ
             f"{option(changed[0])} cannot change a plan ({option('rules')} is a Plan): make another one with make_plan"
         )
     planner = Planner(tensors, plan.rules, assumed=plan.assumed)
-    if (name := plan.first_difference(planner.plan(plan.tp))) is not None:
+    if (name := plan.first_difference(planner.plan(plan.tp, plan.stages))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
     return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), planner
 
@@ -303,12 +304,16 @@ def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def make_plan(src: SourcePath, *, tp: int, **options: Unpack[PlanOptions]) -> Plan:
+def make_plan(
+    src: SourcePath, *, tp: int, pp: int = 1, stages: str | Sequence[int] = (), **options: Unpack[PlanOptions]
+) -> Plan:
     """Make the plan of a checkpoint from its headers and config, without reading its data.
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder.
-        tp: number of ranks.
+        tp: number of ranks of a stage.
+        pp: number of pipeline stages.
+        stages: number of layers of each stage, as in :func:`~shardconv.split`.
         options: see :class:`PlanOptions`.
 
     Raises:
@@ -316,4 +321,5 @@ def make_plan(src: SourcePath, *, tp: int, **options: Unpack[PlanOptions]) -> Pl
         PlanError: if no plan is known to be correct.
         UsageError: if the family or ``tp`` is not valid, or an option does not apply to the checkpoint.
     """
-    return plan_source(src, **options).plan(tp)
+    chosen, planned = chosen_stages(pp, stages), plan_source(src, **options)
+    return planned.plan(tp, planned.planner.stages(chosen))

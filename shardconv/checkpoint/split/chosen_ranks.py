@@ -17,23 +17,23 @@ Ranks = str | SupportsIndex | Iterable[SupportsIndex] | None
 _RANGE = re.compile(r"0*(\d{1,18})(?:-0*(\d{1,18}))?", re.ASCII)
 
 
-def choose_ranks(chosen: Ranks, tp: int) -> tuple[int, ...]:
-    """The ranks that a user chooses, ascending.
+def choose_ranks(chosen: Ranks, num_ranks: int) -> tuple[int, ...]:
+    """The ranks that a user chooses of ``num_ranks``, ascending.
 
     Raises:
-        UsageError: if they are none, malformed, not below ``tp``, or one is given twice.
+        UsageError: if they are none, malformed, not below ``num_ranks``, or one is given twice.
     """
     if chosen is None:
-        return tuple(range(tp))
+        return tuple(range(num_ranks))
     spans = list(_parse(chosen) if isinstance(chosen, str) else _numbers(chosen))
     if not spans:
         raise UsageError(
             f"{option('ranks')} is empty: pass the ranks to write, such as 0-7, or leave it out to write all"
         )
-    if wrong := [bound for span in spans for bound in span if not 0 <= bound < tp]:
+    if wrong := [bound for span in spans for bound in span if not 0 <= bound < num_ranks]:
         raise UsageError(
-            f"{option('ranks')} has rank {wrong[-1]} (expected ranks from 0 to {tp - 1}, for {option(tp=tp)}): correct "
-            "it"
+            f"{option('ranks')} has rank {wrong[-1]} (expected ranks from 0 to {num_ranks - 1}, of {num_ranks} ranks): "
+            "correct it"
         )
     ((rank, count),) = Counter(rank for first, last in spans for rank in range(first, last + 1)).most_common(1)
     if count > 1:
@@ -71,6 +71,11 @@ def _integer(rank: object) -> int:
         if not isinstance(rank, bool):
             return index(cast("SupportsIndex", rank))
     raise UsageError(f"{option('ranks')} is malformed (got {rank!r:.60}, expected integers): correct it")
+
+
+def size_suffix(tp: int, pp: int) -> str:
+    """The end of the default name of a folder with ``tp * pp`` rank files."""
+    return f"-tp{tp}" + (f"-pp{pp}" if pp > 1 else "")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -23,6 +23,7 @@ from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_
 from shardconv.files.paths import folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
+from shardconv.plan.stages import chosen_stages
 from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
@@ -69,19 +70,20 @@ class Loadable:
             return "a source"
         return f"a split checkpoint with {'all' if self.manifest.is_complete else 'some of the'} ranks"
 
-    def reader(self, rank: int, *, verify: bool) -> RankReader:
+    def reader(self, rank: int, *, verify: bool, names: Collection[str] | None = None) -> RankReader:
         """Open the shards of a rank.
 
         Args:
             rank: the rank.
             verify: check the rank file of a split checkpoint against its checksums while it is read.
+            names: the tensors that are read and verified of a split checkpoint; None for all of the rank.
 
         Raises:
             SplitCheckpointError: if the rank file cannot be used.
             SourceError: if a file of the source does not match its header.
         """
         if self.source is None:
-            return RankFileReader(self.manifest, self.path, rank, verify=verify)
+            return RankFileReader(self.manifest, self.path, rank, verify=verify, names=names)
         return RankSourceReader(self.source, self.manifest.plan, rank)
 
     def copied_bytes(self, rank: int) -> int:
@@ -139,12 +141,16 @@ def unapplied(adapters: Collection[str]) -> str:
     return f"adapters that are not applied: {names} (pass --adapter NAME to apply one)" if names else ""
 
 
-def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loadable:
-    """Open a split checkpoint, or plan a source for ``tp`` ranks.
+def open_loadable(
+    path: AnyPath, *, tp: int | None, pp: int = 1, stages: str | Sequence[int] = (), options: PlanOptions
+) -> Loadable:
+    """Open a split checkpoint, or plan a source for ``tp`` ranks in each of ``pp`` stages.
 
     Args:
         path: the folder of a split checkpoint, or a source.
         tp: tensor parallel size of a source; None for that of a split checkpoint.
+        pp: number of pipeline stages of a source, as in :func:`~shardconv.split`.
+        stages: number of layers of each.
         options: how the source is read and planned; a split checkpoint has its plan.
 
     Raises:
@@ -158,15 +164,23 @@ def open_loadable(path: AnyPath, *, tp: int | None, options: PlanOptions) -> Loa
         refuse_adapter_alone(path, tp)
     if tp is None or is_split(path):
         manifest = read_manifest(path, remedy=f"or load it without splitting it: {option(tp='N')}")
-        _refuse_options(path, manifest, tp, options)
+        _refuse_options(path, manifest, tp, chosen_stages(pp, stages), options)
         return Loadable(path, manifest)
+    chosen = chosen_stages(pp, stages)
     source, _, request, planner, _ = plan_source(path, **options)
-    plan = planner.plan(tp)
+    plan = planner.plan(tp, planner.stages(chosen))
     return Loadable(path, Manifest.of_source(source, plan, request, checksums=False), source)
 
 
-def _refuse_options(path: AnyPath, manifest: Manifest, tp: int | None, options: PlanOptions) -> None:
+def _refuse_options(
+    path: AnyPath, manifest: Manifest, tp: int | None, pp: int | tuple[int, ...], options: PlanOptions
+) -> None:
     """Refuse options that a split checkpoint does not use."""
+    if pp not in {1, manifest.plan.pp, manifest.plan.num_layers}:
+        raise UsageError(
+            f"{path}: is split for {manifest.size_options}: remove {option('pp')} and {option('stages')}, or make "
+            f"another one with shardconv reshard"
+        )
     refuse_other_tp(path, manifest.tp, tp)
     refuse_changes(path, options)
 

@@ -30,6 +30,8 @@ from shardconv.files.folder import AnyPath
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
+from shardconv.plan.stages import as_option as stages_option
+from shardconv.support.errors import option
 from shardconv.support.structs import Data
 
 #: Placeholder of the identity until the checksums are known.
@@ -123,7 +125,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             metadata=source.metadata,
             auxiliary_files=dict.fromkeys(source.auxiliary_names, ""),
             stripe_bytes=STRIPE_BYTES,
-            ranks=tuple(range(plan.tp)) if ranks is None else ranks,
+            ranks=tuple(range(plan.num_ranks)) if ranks is None else ranks,
             layout=layout,
             is_identified=checksums,
             ignore=source.ignore,
@@ -152,13 +154,25 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     @property
     def tp(self) -> int:
-        """Number of ranks."""
+        """Tensor parallel size: number of ranks of a stage."""
         return self.plan.tp
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all pipeline stages."""
+        return self.plan.num_ranks
+
+    @property
+    def size_options(self) -> str:
+        """The options of ``split`` for as many ranks, for messages."""
+        stages = self.plan.stages
+        of_stages = "" if stages is None else f" {option(pp=stages.count)} {stages_option(stages.num_layers)}"
+        return f"{option(tp=self.tp)}{of_stages}"
 
     @property
     def is_complete(self) -> bool:
         """Whether the folder has all ranks."""
-        return self.ranks == tuple(range(self.tp))
+        return self.ranks == tuple(range(self.num_ranks))
 
     @property
     def shared(self) -> "Manifest":
@@ -220,7 +234,11 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         if self.is_padded:
             return [name for name, _ in self.source_files]
         count = self.files_per_rank
-        return [self.layout.rank_file(rank, self.tp, file, count) for rank in self.ranks for file in range(count)]
+        return [self._rank_file(rank, file, count) for rank in self.ranks for file in range(count)]
+
+    def _rank_file(self, rank: int, file: int = 0, count: int = 1) -> str:
+        """The name of one of the ``count`` files of a rank."""
+        return self.layout.rank_file(rank, self.tp, file, count, self.plan.pp)
 
     @property
     def rank_indexes(self) -> dict[str, str]:
@@ -233,7 +251,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             weight_map = {tensor: name for name, header in files for tensor in header.tensors}
             total = sum(info.num_bytes for info in layout.tensors_of(at).values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            indexes[f"{self.layout.rank_file(rank, self.tp)}.index.json"] = json.dumps(index, indent=2) + "\n"
+            indexes[f"{self._rank_file(rank)}.index.json"] = json.dumps(index, indent=2) + "\n"
         return indexes
 
     def adapter_folders(self, folder: AnyPath) -> dict[str, AnyPath]:
@@ -268,7 +286,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             request=request,
             layout=layout,
             is_identified=checksums,
-            ranks=tuple(range(plan.tp)),
+            ranks=tuple(range(plan.num_ranks)),
             checksums=None,
             sample=None,
         )

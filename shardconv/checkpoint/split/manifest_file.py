@@ -103,11 +103,11 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
         ValueError: if its fields do not fit together.
         PlanError: if rules, layout and plan do not fit together.
     """
-    if manifest.tp > MAX_TP:
-        raise ValueError(f"its number of ranks is invalid (got tp {manifest.tp}, expected at most {MAX_TP})")
+    if manifest.num_ranks > MAX_TP:
+        raise ValueError(f"its number of ranks is invalid (got {manifest.num_ranks}, expected at most {MAX_TP})")
     ranks = manifest.ranks
-    if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.tp):
-        raise ValueError(f"its ranks are not ascending ranks of {manifest.tp}")
+    if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.num_ranks):
+        raise ValueError(f"its ranks are not ascending ranks of {manifest.num_ranks}")
     if manifest.file_name != name:
         raise ValueError(f"it is that of a {'padded' if manifest.is_padded else 'split'} checkpoint")
     if not isinstance(manifest.config, dict | None):

@@ -64,7 +64,7 @@ def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[AnyPath]:
     paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
     for path in paths:
         if not path.is_file():
-            expected = f"all {manifest.tp} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
+            expected = f"all {manifest.num_ranks} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
             remedy = "" if for_report else ": copy it to this folder, or split the source again"
             raise IntegrityError(f"{path}: is missing (expected {expected}){remedy}")
         if leads_out(path, folder.path):
@@ -80,9 +80,9 @@ def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> No
     """
     if missing := [rank for rank in ranks if rank not in manifest.ranks]:
         raise SplitCheckpointError(
-            f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of {manifest.tp}): split "
-            f"the source on this host with {option(tp=manifest.tp)} {option(ranks=as_option(missing))}, or start the "
-            "ranks on the hosts that have them"
+            f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of "
+            f"{manifest.num_ranks}): split the source on this host with {manifest.size_options} "
+            f"{option(ranks=as_option(missing))}, or start the ranks on the hosts that have them"
         )
 
 

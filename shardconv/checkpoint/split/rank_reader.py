@@ -8,7 +8,7 @@ files cannot be mapped.
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
@@ -45,14 +45,17 @@ class RankReader(ABC):
         files: the open files.
         tensors: name to dtype and full shape, in the preferred order of reading.
         plan: their placements.
-        rank: the rank.
+        rank: the rank, of all pipeline stages.
 
     Attributes:
+        tensors: those of the tensors that the rank's stage holds.
+        rank: the rank in its stage.
         num_bytes_read: bytes of the shards that were read so far, without what is read to check them.
     """
 
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
-        self.tensors, self.plan, self.rank = tensors, plan, rank
+        self.tensors = {name: spec for name, spec in tensors.items() if plan.holds(rank, name)}
+        self.plan, self.rank = plan, rank % plan.tp
         self.num_bytes_read = 0
         self._files = files
         self._closing = ExitStack()
@@ -166,6 +169,7 @@ class RankFileReader(RankReader):
         rank: the rank of the files.
         verify: check the files against their checksums, if there are any: the shard of a tensor before it is returned,
             all others before :meth:`finish` returns.
+        names: the tensors that are read and verified; None for all of the rank.
 
     Raises:
         IntegrityError: if a file is missing, a link out of its folder, or has the wrong size or header; from the
@@ -173,15 +177,27 @@ class RankFileReader(RankReader):
         SplitCheckpointError: if the folder does not have the rank, or a file cannot be read.
     """
 
-    def __init__(self, manifest: Manifest, folder: AnyPath, rank: int, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        folder: AnyPath,
+        rank: int,
+        *,
+        verify: bool = False,
+        names: Collection[str] | None = None,
+    ) -> None:
         own, reader, files = open_rank_files(manifest, folder, rank)
-        super().__init__(files, own.tensors, own.plan, rank)
+        held = {name: spec for name, spec in own.tensors.items() if names is None or name in names}
+        super().__init__(files, held, own.plan, rank)
         self._shards = dict(zip(own.tensors, own.rank_layout.shards, strict=True))
         self._number = {name: number for number, name in enumerate(own.tensors)}
         self._views = files.views()
         self._checks: _StripeChecks | None = None
         if verify and own.checksums is not None:
-            self._checks = _StripeChecks(reader, held_stripes(own.stripes, reader.tensors), self._views)
+            stripes = held_stripes(own.stripes, reader.tensors)
+            numbers = {self._number[name] for name in self.tensors}
+            checked = [stripe if any(span.tensor in numbers for span in stripe) else () for stripe in stripes]
+            self._checks = _StripeChecks(reader, checked, self._views)
             self._closing.callback(self._checks.stop)
             self._checks.start()
 
@@ -234,7 +250,7 @@ class RankSourceReader(RankReader):
         self._scratch = Scratch(_BLOCK_BYTES)
         self._mappings: dict[int, Bytes | None] = {}
         if files.is_remote:
-            self._reader.prefetch(tuple(span for name in self._number for span in self._spans(name)))
+            self._reader.prefetch(tuple(span for name in self.tensors for span in self._spans(name)))
 
     def _spans(self, name: str) -> Iterator[Span]:
         """The ranges of a full tensor that are read for its shard."""
@@ -308,8 +324,9 @@ def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     """Bytes of the shards of a rank that a :class:`RankSourceReader` copies: all but single ranges of local files."""
     is_remote = any(isinstance(path, RemotePath) for path in source.paths)
     stored, total = source.stored, 0
-    for name, spec in source.specs.items():
-        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank]
+    held = {name: spec for name, spec in source.specs.items() if plan.holds(rank, name)}
+    for name, spec in held.items():
+        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank % plan.tp]
         size = num_bytes(spec.dtype, spec.shape)
         full = None if stored.transform_of(name) is not None else stored.shards[name]
         is_made = full is None or len(full.files) > 1 or _is_misaligned(full, spec)

@@ -41,6 +41,7 @@ _OF_SOURCE: _Properties = {
 _OF_SAMPLED: _Properties = {**_OF_SOURCE, "sampled values": lambda manifest: manifest.sample}
 _OF_SPLIT: _Properties = {
     "tensor parallel size": lambda manifest: manifest.tp,
+    "pipeline stages": lambda manifest: manifest.plan.stages,
     "plan": lambda manifest: (encode(manifest.plan), manifest.request),
     "layout": lambda manifest: (manifest.layout, manifest.dtype),
     "checksums": lambda manifest: (manifest.checksums is None, manifest.is_identified, manifest.stripe_bytes),
@@ -235,7 +236,7 @@ def _checksums_of(folder: SplitFolder, stripe: int) -> set[str]:
 def _replicated_stripes(manifest: Manifest) -> Iterator[int]:
     """Yield the numbers of the stripes of which every rank has the same bytes."""
     planned = [manifest.plan.tensors[name] for name in manifest.tensors]
-    is_replicated = [one.placement.dim is None and one.edits is None for one in planned]
+    is_replicated = [one.placement.dim is None and one.edits is None and not one.stages for one in planned]
     for number, stripe in enumerate(manifest.stripes if manifest.checksums else ()):
         if all(is_replicated[span.tensor] for span in stripe):
             yield number
@@ -243,12 +244,12 @@ def _replicated_stripes(manifest: Manifest) -> Iterator[int]:
 
 def _check_complete(folders: Sequence[SplitFolder]) -> None:
     """Check that no rank is missing."""
-    tp = folders[0].manifest.tp
+    manifest = folders[0].manifest
     found = sorted({rank for one in folders for rank in one.manifest.ranks})
-    if missing := sorted({*range(tp)} - {*found}):
+    if missing := sorted({*range(manifest.num_ranks)} - {*found}):
         given = " ".join(str(one.path) for one in folders)
         raise SplitCheckpointError(
-            f"{given}: {name_ranks(missing)} of {tp} {'are' if len(missing) > 1 else 'is'} missing (got "
-            f"{name_ranks(found)}): pass the folders with these, too, or split the source with {option(tp=tp)} "
-            f"{option(ranks=as_option(missing))}"
+            f"{given}: {name_ranks(missing)} of {manifest.num_ranks} {'are' if len(missing) > 1 else 'is'} missing "
+            f"(got {name_ranks(found)}): pass the folders with these, too, or split the source with "
+            f"{manifest.size_options} {option(ranks=as_option(missing))}"
         )

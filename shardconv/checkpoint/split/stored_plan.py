@@ -52,12 +52,13 @@ def stored_planner(
     return Planner(tensors, rules, assumed=manifest.plan.assumed).padded(manifest.request.pad if pad is None else pad)
 
 
-def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = False) -> Plan:
+def runnable_plan(manifest: Manifest, folder: AnyPath, rank: int = 0, *, dequantize: bool = False) -> Plan:
     """The plan to run the rank files of a split checkpoint with; its rules give exactly the stored placements.
 
     Args:
         manifest: of the split checkpoint.
         folder: of the split checkpoint, for messages.
+        rank: the rank, whose tensors the user's rules have to match in memory.
         dequantize: return the plan of the weights of quantized layers, in place of the tensors that store them.
 
     Raises:
@@ -65,27 +66,29 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, *, dequantize: bool = Fal
     """
     stored = manifest.plan
     try:
-        plan = stored_planner(manifest, manifest.request.engine).plan(manifest.tp)
+        plan = stored_planner(manifest, manifest.request.engine).plan(manifest.tp, stored.stages)
     except PlanError as error:
         raise SplitCheckpointError(f"{folder}: {_REASON}: {error.message}. {_remedy(folder)}") from error
     if (name := stored.first_difference(plan)) is None:
         if dequantize:
             planner = stored_planner(manifest, manifest.request.engine, dequantize=True)
-            plan = planner.plan(manifest.tp)
-        return _relax_unused(plan)
+            plan = planner.plan(manifest.tp, stored.stages)
+        return _relax_unused(plan, rank)
     raise SplitCheckpointError(
         f"{folder}: {_REASON}: {name} was split as {_describe(stored, name)}, and would now be split as "
         f"{_describe(plan, name)}. {_remedy(folder)}"
     )
 
 
-def _relax_unused(plan: Plan) -> Plan:
-    """Make user rules and blocks optional that only match tensors which the model is known not to use.
+def _relax_unused(plan: Plan, rank: int) -> Plan:
+    """Make user rules and blocks optional that only match tensors which the model of a rank is known not to use.
 
     All other user rules must match a parameter in memory: names may differ, and another rule would apply instead.
     """
     unused = known_unused(plan.tensors)
-    needed = {planned.reason.rule for name, planned in plan.tensors.items() if name not in unused}
+    needed = {
+        planned.reason.rule for name, planned in plan.tensors.items() if name not in unused and plan.holds(rank, name)
+    }
 
     def relaxed(model_rules: ModelRules) -> Iterator[Rule]:
         mounts = {rule.mount for rule in model_rules.family.rules if rule.pattern in needed}
@@ -109,7 +112,8 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     """
     if plan.tp == 1:
         return {}
-    runtime_plan = Planner(loaded_tensors(manifest, dequantize=dequantize), plan.rules).plan(plan.tp)
+    tensors = loaded_tensors(manifest, dequantize=dequantize)
+    runtime_plan = Planner(tensors, plan.rules).plan(plan.tp, plan.stages)
     placements = {name: planned.placement for name, planned in runtime_plan.tensors.items()}
     different = {name: placement for name, placement in placements.items() if placement != plan.placement(name)}
     if (name := next((name for name in different if plan.placement(name).dim is not None), None)) is not None:

@@ -25,7 +25,7 @@ function usedColumns(values) {
 
 function layersSection(plan, layers) {
   const rows = layers.map(layerRow);
-  const totals = rankTotals(rows, plan.tp);
+  const totals = rankTotals(rows, plan.rank_bytes.length);
   const used = usedColumns(totals.map(({ value }) => value));
   const largest = largestOf(rows.map(({ most }) => sum(most)));
   const table = new DataTable('Layers', layerColumns(used, largest), layerDetails);
@@ -55,8 +55,8 @@ function layerDetails({ name, first, last, ranks }) {
 }
 
 /** The bytes of all layers on each rank, for ranges of equal ranks. */
-function rankTotals(rows, tp) {
-  const ranks = Array.from({ length: tp }, () => [0, 0, 0, 0]);
+function rankTotals(rows, count) {
+  const ranks = Array.from({ length: count }, () => [0, 0, 0, 0]);
   for (const layer of rows) {
     for (const { value, first, last } of rankRanges(layer.ranks)) {
       for (let rank = first; rank <= last; rank += 1) {

@@ -9,7 +9,7 @@ function header({ plan, cost, verify }) {
 
 function figures(plan, verify) {
   if (!plan && !verify) return null;
-  const ranks = (verify && chosenRanks(verify)) || String((plan ?? verify).tp ?? '');
+  const ranks = (verify && chosenRanks(verify)) || String(plan ? plan.rank_bytes.length || '' : verify.tp * verify.pp);
   if (!plan) {
     const files = ['Rank files', size(verify.num_bytes)];
     return terms([['Ranks', ranks], ['Tensors', grouped(verify.num_tensors)], files], 'figures');
@@ -20,8 +20,9 @@ function figures(plan, verify) {
     ['Tensors', grouped(plan.num_tensors)],
     ['Full size', size(plan.num_bytes)],
     ['Ranks', ranks],
+    ['Pipeline stages', plan.stages.length ? `${plan.stages.join(', ')} layers` : null],
     ['Per rank', most ? spread(plan.rank_bytes) : null],
-    ['Above an equal share', most ? excess(most, plan.num_bytes / plan.tp) : null],
+    ['Above an equal share', most ? excess(most, plan.num_bytes / plan.rank_bytes.length) : null],
     ['Layout', plan.layout === 'native' ? null : plan.layout],
     ['Boundaries', plan.engine],
     ['Quantized weights', plan.num_quantized ? grouped(plan.num_quantized) : null],

@@ -221,7 +221,11 @@ function tensorDetails({ name, kind, count }, plan) {
 }
 
 function everyRank(kind, plan) {
-  return element('p', {}, plan.tp === 1 ? 'The only rank holds it.' : `Each of the ${plan.tp} ranks holds all of it.`);
+  const count = plan.rank_bytes.length;
+  const held = rankRanges(kind.rank_bytes).filter(({ value }) => value);
+  const isOnAll = held.length === 1 && held[0].last - held[0].first === count - 1;
+  if (!isOnAll && held.length) return element('p', {}, `Held in full on ${held.map(ranksText).join(' and ')}.`);
+  return element('p', {}, count === 1 ? 'The only rank holds it.' : `Each of the ${count} ranks holds all of it.`);
 }
 
 /** Which rank holds which intervals of the sharded dim. */

@@ -9,9 +9,9 @@ function verdict(report, remedy) {
 }
 
 /** The ranks whose files the folder has, where they are not all. */
-function chosenRanks({ ranks, tp }) {
-  if (ranks.length === tp) return '';
-  return `rank${ranks.length === 1 ? '' : 's'} ${rangesText(ranks)} of ${tp}`;
+function chosenRanks({ ranks, tp, pp }) {
+  if (ranks.length === tp * pp) return '';
+  return `rank${ranks.length === 1 ? '' : 's'} ${rangesText(ranks)} of ${tp * pp}`;
 }
 
 function verifySection(report, remedy) {

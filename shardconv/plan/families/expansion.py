@@ -48,6 +48,7 @@ def expand_blocks(family: Family, base: Family, find: Callable[[str], Family]) -
         rules=family.rules + tuple(expanded.rules),
         # The first rule that matches applies; of module overrides the last has precedence.
         modules=tuple(reversed(expanded.modules)) + family.modules,
+        stages={**family.stages, **expanded.stages},
         blocks=(),
         numbered=frozenset(expanded.numbered),
     )
@@ -64,6 +65,7 @@ class _Expansion:
         units: name to unit.
         rules: the rules, in the order in which they are tried.
         modules: module overrides.
+        stages: pattern of modules to their kind.
         numbered: the units whose names have a number from the order of blocks.
         mount: the entry that is being expanded; "" if it is optional.
     """
@@ -74,6 +76,7 @@ class _Expansion:
     units: dict[str, UnitRule]
     rules: list[Rule] = field(default_factory=list)
     modules: list[ModuleRule] = field(default_factory=list)
+    stages: dict[str, str] = field(default_factory=dict)
     numbered: set[str] = field(default_factory=set)
     mount: str = ""
 
@@ -107,6 +110,8 @@ class _Expansion:
         units = {name: self._unit(name, unit.mounted(fields, {}), unit, label) for name, unit in block.units.items()}
         path = _join(at, mount.pattern)
         self._add_rules(block, path, fields, units)
+        for pattern, kind in block.stages.items():
+            self.stages.setdefault(_join(path, pattern), kind)
         for inner in block.blocks:
             self.add(inner, path, fields, (*inside, mount.block), label)
 

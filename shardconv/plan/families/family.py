@@ -26,6 +26,18 @@ TRANSFORMERS = "transformers"
 PLAN_FILE = "plan file"
 
 
+#: Kinds of modules in ``[stages]``: a sequence of layers; the embedding table, to which a head may be tied; and a head.
+LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
+
+#: Kind of modules to the stages that hold their tensors, as indexes; none for layers, which are divided, and for all.
+STAGES: dict[str, tuple[int, ...]] = {LAYERS: (), EMBEDDING: (0,), "first": (0,), "last": (-1,), HEAD: (-1,), "all": ()}
+
+
+#: The config fields that stages read: the number of layers, for which a family may have a default such as ``n_layer``,
+#: and whether the head is the embedding table.
+NUM_LAYERS, TIED = "num_hidden_layers", "tie_word_embeddings"
+
+
 class Mount(Data, frozen=True):
     """A block at a module of a family: an entry of ``[blocks]``.
 
@@ -83,6 +95,8 @@ class Family(Data, frozen=True):
         rules: rules in the order in which they are tried; the first whose pattern matches applies.
         modules: module overrides; all that match apply, where two set the same attribute, the last one.
         submodels: prefix of the tensor names of each submodel of a composite model, to the submodel.
+        stages: pattern of modules to their kind, one of :data:`STAGES`: which pipeline stages hold their tensors. The
+            first pattern that matches applies.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads; "" where it is.
@@ -99,6 +113,7 @@ class Family(Data, frozen=True):
     rules: tuple[Rule, ...] = ()
     modules: tuple[ModuleRule, ...] = ()
     submodels: Mapping[str, Submodel] = {}
+    stages: Mapping[str, str] = {}
     blocks: tuple[Mount, ...] = ()
     origin: str = ""
     gathered: str = ""
@@ -108,6 +123,10 @@ class Family(Data, frozen=True):
     def __post_init__(self) -> None:
         for expression in self.config.values():
             check_expression(expression)
+        for pattern, kind in self.stages.items():
+            check_pattern(pattern)
+            if kind not in STAGES:
+                raise ValueError(f"stages {pattern!r}: {kind!r:.60} is unknown (expected one of {', '.join(STAGES)})")
 
     def with_base(self, base: "Family") -> "Family":
         """Add the rules, units, defaults and submodels of ``base``, over which this family's take precedence.
@@ -124,6 +143,7 @@ class Family(Data, frozen=True):
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
             submodels={**base.submodels, **self.submodels},
+            stages={**self.stages, **base.stages},
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )

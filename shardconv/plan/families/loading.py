@@ -254,7 +254,7 @@ _NOT_BY_USER = ("model_types", "gathered")
 #: Keys that a block does not have.
 _NOT_IN_BLOCKS = ("model_types", "inherits", "prefix", "submodels", "gathered")
 #: Keys whose values a family inherits, unless its file has them empty.
-_INHERITED = ("prefix", "submodels", "gathered")
+_INHERITED = ("prefix", "submodels", "gathered", "stages")
 
 
 def parse_block(name: str, data: Mapping[str, object]) -> Family:

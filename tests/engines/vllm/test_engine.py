@@ -28,18 +28,18 @@ RUNNABLE = (
 pytestmark = pytest.mark.timeout(900)
 
 
-def engine(model, load_format, tp, file, **variables):
+def engine(model, load_format, tp, file, *, pp=1, **variables):
     """Run the engine on a folder or a model of the Hub, with environment variables; returns its process."""
     script = Path(__file__).with_name("generate.py")
-    command = [sys.executable, str(script), str(model), load_format, str(tp), str(file)]
+    command = [sys.executable, str(script), str(model), load_format, str(tp), str(pp), str(file)]
     environment = {**os.environ, **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
 
 
-def generated(model, load_format, tp, **variables):
+def generated(model, load_format, tp, *, pp=1, **variables):
     with tempfile.TemporaryDirectory() as work:
         file = Path(work) / "generated.json"
-        result = engine(model, load_format, tp, file, **variables)
+        result = engine(model, load_format, tp, file, pp=pp, **variables)
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return json.loads(file.read_text())
 
@@ -50,9 +50,9 @@ def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources")
 
     @cache
-    def run(name, tp):
+    def run(name, tp, pp=1):
         source = write(name, folder)
-        return source, generated(source, "auto", tp)
+        return source, generated(source, "auto", tp, pp=pp)
 
     return run
 
@@ -74,6 +74,36 @@ def test_layout(name, default, tmp_path):
     source, expected = default(name, 2)
     shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
     assert generated(tmp_path / "split", "sharded_state", 2) == expected
+
+
+#: Models for the tests of pipeline stages: a tied head, experts, and attention with windows.
+IN_STAGES = ("llama", "llama, tied", "qwen3_moe", "gemma3_text")
+#: Checkpoint to its options and the load format.
+STAGED = {
+    "stages": ({"pp": 2, "engine": "vllm"}, "shardconv"),
+    "no stages": ({"engine": "vllm"}, "shardconv"),
+    "source": (None, "shardconv"),
+    "layout": ({"pp": 2, "layout": "vllm"}, "sharded_state"),
+}
+
+
+@pytest.mark.parametrize("kind", STAGED)
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_tokens_in_pipeline_stages(name, kind, default, tmp_path):
+    source, expected = default(name, 2, 2)
+    options, load_format = STAGED[kind]
+    if options is not None:
+        shardconv.split(source, tmp_path / "split", tp=2, **options)
+    assert generated(source if options is None else tmp_path / "split", load_format, 2, pp=2) == expected
+
+
+def test_other_stages_are_refused(default, tmp_path):
+    source, _ = default("llama", 2, 2)
+    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
+    shardconv.reshard(tmp_path / "split", tmp_path / "staged", tp=2, pp=2)
+    result = engine(tmp_path / "staged", "shardconv", 2, tmp_path / "file")
+    assert result.returncode
+    assert "is split for other pipeline stages (got 1,1 layers, expected all of the engine)" in result.stderr
 
 
 @pytest.fixture(scope="module")

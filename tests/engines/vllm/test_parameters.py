@@ -72,3 +72,31 @@ def test_several_files_per_rank_of_a_converted_checkpoint(sources, tmp_path, opt
     load_format = "sharded_state" if "layout" in options else LOAD_FORMAT
     for rank in range(2):
         assert_same(parameters(split, 2, rank, load_format), parameters(tmp_path / "converted", 2, rank, "auto"))
+
+
+#: Models whose stages are known, and the layouts that vLLM reads them in.
+STAGED = [
+    *((name, "native") for name in ("llama", "phi3", "gpt_oss", "deepseek_v2", "olmo2", "qwen3_next")),
+    *(
+        (name, layout)
+        for name in ("llama, tied", "gemma3_text", "qwen3_moe", "mixtral")
+        for layout in ("native", "vllm")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), STAGED)
+def test_each_stage_has_the_parameters_of_the_model(name, layout, tmp_path):
+    """vLLM constructs each stage on the meta device, and loads all parameters of it."""
+    source = write(name, tmp_path)
+    options = {"engine": "vllm"} if layout == "native" else {"layout": layout}
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2, **options)
+    assert check_engine(tmp_path / "split").differences == ()
+
+
+def test_a_split_without_the_engine_may_lack_tensors(tmp_path):
+    source = write("qwen3_moe", tmp_path)
+    shardconv.split(source, tmp_path / "split", tp=1, pp=2)
+    found = check_engine(tmp_path / "split").differences
+    assert "stage 1 of vllm needs model.embed_tokens.weight, which is on others" in found[1]
+    assert "--for vllm" in found[1]

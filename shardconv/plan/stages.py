@@ -1,0 +1,228 @@
+"""Stages of pipeline parallelism: the division of the layer axis over them, and the stages that hold each tensor.
+
+A stage is an interval of the layers. The first one also has the embedding, and the last one the final norm and the
+heads. A tied head is the embedding table, which both have. Ranks are numbered stage by stage, as engines and Megatron
+do: rank ``stage * tp + t`` holds the shards of tensor parallel rank t of the stage's tensors.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from shardconv.plan.engines import engine_named
+from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
+from shardconv.plan.model_rules import ModelRules
+from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.rule_set import RuleSet
+from shardconv.support.errors import PlanError, UsageError, option
+from shardconv.support.structs import Data
+
+
+class Stages(Data, frozen=True):
+    """The stages of a plan.
+
+    Attributes:
+        layers: the placement of the layer axis, whose ranks are the stages.
+        is_tied: whether the head is the embedding table, which the last stage then has, too.
+    """
+
+    layers: Placement
+    is_tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers != place_layers(self.num_layers):
+            raise ValueError("its stages are not consecutive intervals of layers")
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.layers.ranks)
+
+    @property
+    def num_layers(self) -> tuple[int, ...]:
+        """Number of layers of each stage."""
+        return tuple(map(self.layers.local_size, range(self.count)))
+
+    @property
+    def finest(self) -> "Stages":
+        """Stages of one layer each."""
+        return Stages(place_layers((1,) * self.layers.size), self.is_tied)
+
+    def of_kind(self, kind: str) -> tuple[int, ...]:
+        """The stages that hold a tensor outside of layers, by its kind in ``[stages]`` of a family; () for all."""
+        ends = STAGES[kind] + (STAGES[HEAD] if kind == EMBEDDING and self.is_tied else ())
+        return tuple(range(self.count)[end] for end in ends)
+
+    def of_layer(self, number: int) -> tuple[int, ...]:
+        """The stage that holds a layer. Layers after the last one are MTP layers, which the last stage has."""
+        return (min(bisect_right([*accumulate(self.num_layers)], number), self.count - 1),)
+
+
+def place_layers(num_layers: Sequence[int]) -> Placement:
+    """The placement of the layer axis over stages with these numbers of layers."""
+    ranks = tuple((Interval(start, stop),) for start, stop in pairwise(accumulate(num_layers, initial=0)))
+    return Placement(0, sum(num_layers), ranks)
+
+
+def divide_layers(num_layers: int, pp: int) -> tuple[int, ...]:
+    """The number of layers of each of ``pp`` stages: equal, with the remainder before the last stage.
+
+    vLLM: ``get_pp_indices`` in ``vllm/distributed/utils.py``, which also gives the stages before the last one more.
+    """
+    even, remainder = divmod(num_layers, pp)
+    return tuple(even + (pp - 1 - remainder <= stage < pp - 1) for stage in range(pp))
+
+
+def even_stages(layer_bytes: Sequence[int], pp: int) -> tuple[int, ...]:
+    """The number of layers of each of ``pp`` stages if the stage with most bytes is to have fewest.
+
+    Args:
+        layer_bytes: bytes of each layer, with those of other tensors in the first and in the last one.
+        pp: number of stages, at most that of layers.
+    """
+    limits, count = range(max(layer_bytes), sum(layer_bytes) + 1), len(layer_bytes)
+    limit = limits[bisect_left(limits, count, key=lambda limit: sum(_fill(layer_bytes, pp, limit)))]
+    return _fill(layer_bytes, pp, limit)
+
+
+def _fill(layer_bytes: Sequence[int], pp: int, limit: int) -> tuple[int, ...]:
+    """The number of layers of each stage if stages have as many layers as fit ``limit``, and at least one each."""
+    counts, start = [], 0
+    for stages_after in reversed(range(pp)):
+        most = len(layer_bytes) - stages_after - start
+        fitting = sum(total <= limit for total in accumulate(layer_bytes[start : start + most]))
+        counts.append(fitting)
+        start += fitting
+    return tuple(counts)
+
+
+def chosen_stages(pp: int, stages: str | Sequence[int]) -> int | tuple[int, ...]:
+    """The number of stages that a user chooses, or the number of layers of each.
+
+    Args:
+        pp: number of stages.
+        stages: number of layers of each, also as a text such as "20,20,21,19"; empty for :func:`divide_layers`.
+
+    Raises:
+        UsageError: if they contradict each other, or are not positive integers.
+    """
+    numbers = [int(one) if one.isdecimal() else one for one in stages.split(",")] if isinstance(stages, str) else stages
+    given = as_option(stages) if stages else option(pp=pp)
+    counts = tuple(one for one in numbers if type(one) is int and one > 0) if stages else ()
+    if type(pp) is not int or pp < 1 or (stages and len(counts) != len(numbers)):
+        raise UsageError(f"{given} is wrong (expected positive integers, such as {as_option('20,20')}): correct it")
+    if stages and pp not in {1, len(counts)}:
+        raise UsageError(
+            f"{given} has {len(counts)} stages (expected {pp}, for {option(pp=pp)}): correct one of the two"
+        )
+    return counts if len(counts) > 1 else pp
+
+
+def as_option(stages: str | Iterable[object]) -> str:
+    """The option with the number of layers of each stage."""
+    return option(stages=stages if isinstance(stages, str) else ",".join(map(str, stages)))
+
+
+class Located(NamedTuple):
+    """A tensor of a model with stages.
+
+    Attributes:
+        kind: of its module in ``[stages]``.
+        path: the module in ``[stages]``.
+        layer: number of the layer; None outside of layers.
+        model_rules: the rules of the model or submodel that has the module.
+    """
+
+    kind: str
+    path: str
+    layer: int | None
+    model_rules: ModelRules
+
+
+class StageFinder:
+    """Finds the stages that hold the tensors of a model.
+
+    Args:
+        rules: the rules of the model, whose families have ``[stages]``.
+    """
+
+    def __init__(self, rules: RuleSet) -> None:
+        self._rules, self._in_all_stages = rules, engine_named(rules.engine).in_all_stages
+        self._patterns = [
+            (re.compile(f"(?P<path>{model_rules.regex(pattern)}){_AFTER.get(kind, _ANY)}"), kind, model_rules)
+            for model_rules in rules.models
+            for pattern, kind in model_rules.family.stages.items()
+        ]
+
+    def divide(self, chosen: int | Sequence[int], names: Collection[str]) -> Stages:
+        """The stages of a model with tensors of these names.
+
+        Args:
+            chosen: number of stages, or of the layers of each.
+            names: of its tensors.
+
+        Raises:
+            PlanError: if the model does not have one sequence of layers, or its number of layers is unknown.
+            UsageError: if it has another number of layers than the stages together, or fewer layers than stages.
+        """
+        found = [self.locate(name) for name in names]
+        sequences = {one.path: one.model_rules for one in found if one.kind == LAYERS}
+        if len(sequences) != 1:
+            raise self._refusal(f"it has {len(sequences)} sequences of layers ({', '.join(sequences) or 'none'})")
+        ((path, model_rules),) = sequences.items()
+        known = model_rules.fields().evaluate_known(NUM_LAYERS)
+        num_layers = divide_layers(known, chosen) if isinstance(chosen, int) and known is not None else chosen
+        if isinstance(num_layers, int):
+            raise PlanError(
+                f"the number of layers is unknown ({NUM_LAYERS} is missing): pass {option('stages')} with the number "
+                "of layers of each stage"
+            )
+        if 0 in num_layers:
+            raise UsageError(f"{option(pp=chosen)} is more than the {known} layers of {path}: pass at most {known}")
+        if known not in {None, sum(num_layers)}:
+            raise UsageError(
+                f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {known}, of {path}): correct it"
+            )
+        is_tied = _is_tied(self._rules) or all(one.kind != HEAD for one in found)
+        return Stages(place_layers(num_layers), is_tied)
+
+    def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:
+        """The stages that hold a tensor; () for all.
+
+        Raises:
+            PlanError: if it is unknown.
+        """
+        found = self.locate(name)
+        if found.layer is not None:
+            return stages.of_layer(found.layer)
+        config = found.model_rules.config or {}
+        return () if config.get("model_type") in self._in_all_stages else stages.of_kind(found.kind)
+
+    def locate(self, name: str) -> Located:
+        """The module of a tensor.
+
+        Raises:
+            PlanError: if no pattern matches it.
+        """
+        for pattern, kind, model_rules in self._patterns:
+            if match := pattern.fullmatch(name):
+                layer = int(match["layer"]) if kind == LAYERS else None
+                return Located(kind, match["path"], layer, model_rules)
+        raise self._refusal(f"the stage of {name} is unknown")
+
+    def _refusal(self, reason: str) -> PlanError:
+        return PlanError(
+            f"{option('pp')} is not supported for family {self._rules.family}: {reason}: remove it, or add the modules "
+            f"to [stages] of a plan file"
+        )
+
+
+#: The rest of a name after a pattern of ``[stages]``, by the kind of its tensors.
+_ANY, _AFTER = r"(?:\..+)?", {LAYERS: r"\.(?P<layer>\d{1,6})(?:\..+)?"}
+
+
+def _is_tied(rules: RuleSet) -> bool:
+    """Whether the config of a model or submodel ties the head to the embedding table."""
+    return any((model_rules.config or {}).get(TIED) is True for model_rules in rules.models)

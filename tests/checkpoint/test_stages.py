@@ -1,0 +1,238 @@
+"""Split checkpoints with pipeline stages.
+
+Files are compared with those of a split without stages, of which each stage has the tensors of its layers; merged files
+with the source.
+"""
+
+from pathlib import Path
+
+import pytest
+from safetensors import deserialize
+
+import shardconv
+from shardconv.checkpoint.engine import geometry as byte_ranges
+from shardconv.checkpoint.engine.copy import CopyJob
+from shardconv.checkpoint.engine.geometry import geometry
+from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.files.input_files import LocalFile
+from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.command import call
+from tests.support.damage import flip, place
+from tests.support.faults import failing
+from tests.support.manifests import change_manifest
+
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def _small_stripes(monkeypatch):
+    """Many stripes, and no gap that is read."""
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
+    geometry.cache_clear()
+    yield
+    geometry.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A source whose tensors four ranks shard, pad and replicate, with replicated KV heads."""
+    return write_checkpoint(tmp_path_factory.mktemp("stages") / "source", parts=2, config=llama_config(layers=LAYERS))
+
+
+@pytest.fixture(scope="module")
+def without_stages(source, tmp_path_factory):
+    """Return the tensors of each rank of a split without stages."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def tensors(tp):
+        if not (folder / str(tp)).exists():
+            shardconv.split(source, folder / str(tp), tp=tp)
+        return [tensors_of(path) for path in rank_files(folder / str(tp))]
+
+    return tensors
+
+
+def rank_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*.safetensors"))
+
+
+def tensors_of(path: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """Name to dtype, shape and bytes, read by the reference library."""
+    found = deserialize(path.read_bytes())
+    return {name: (entry["dtype"], entry["shape"], bytes(entry["data"])) for name, entry in found}
+
+
+def stage_of(name: str, numbers: tuple[int, ...]) -> int:
+    """The stage of a tensor of a Llama whose head is not tied."""
+    if name.startswith("model.layers."):
+        return next(at for at in range(len(numbers)) if int(name.split(".")[2]) < sum(numbers[: at + 1]))
+    return 0 if name.startswith("model.embed_tokens.") else len(numbers) - 1
+
+
+SIZES = {
+    (1, (2, 2)): {"pp": 2},
+    (2, (1, 2, 1)): {"pp": 3},
+    (4, (1, 3)): {"stages": "1,3"},
+    (2, (1, 1, 1, 1)): {"pp": 4},
+}
+
+
+@pytest.mark.parametrize(("tp", "numbers"), SIZES)
+def test_files_have_the_layers_of_their_stages(source, without_stages, tmp_path, tp, numbers):
+    report = shardconv.split(source, tmp_path / "out", tp=tp, **SIZES[tp, numbers])
+    assert (report.stages, len(report.rank_bytes), report.ranks) == (
+        numbers, tp * len(numbers), tuple(range(tp * len(numbers))),
+    )  # fmt: skip
+    files = rank_files(tmp_path / "out")
+    assert [file.stat().st_size for file in files] == list(report.rank_bytes)
+    for rank, file in enumerate(files):
+        stage, tp_rank = divmod(rank, tp)
+        expected = without_stages(tp)[tp_rank]
+        assert tensors_of(file) == {
+            name: tensor for name, tensor in expected.items() if stage_of(name, numbers) == stage
+        }  # fmt: skip
+    assert call("verify", tmp_path / "out", "--against", source).code == 0
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_default_name_and_names_of_files(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shardconv.split(source, tp=2, pp=2)
+    assert [path.name for path in rank_files(tmp_path / "source-tp2-pp2")] == [
+        f"rank-{rank}-of-4.safetensors" for rank in range(4)
+    ]
+    shardconv.reshard("source-tp2-pp2", tp=1, pp=4)
+    shardconv.reshard("source-tp1-pp4", tp=4)
+    shardconv.split(source, "expected", tp=4)
+    assert contents(Path("source-tp4")) == contents(Path("expected"))
+    shardconv.merge("source-tp2-pp2")
+    assert contents(Path("source-merged")) == contents(source)
+
+
+@pytest.mark.parametrize(("tp", "numbers"), SIZES)
+def test_reshard_equals_a_split(source, tmp_path, tp, numbers):
+    shardconv.split(source, tmp_path / "old", tp=2, pp=2)
+    shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=tp, **SIZES[tp, numbers])
+    shardconv.split(source, tmp_path / "expected", tp=tp, **SIZES[tp, numbers])
+    assert contents(tmp_path / "new") == contents(tmp_path / "expected")
+
+
+def test_tied_embedding_is_compared_between_stages(tmp_path):
+    config = {**llama_config(layers=LAYERS), "tie_word_embeddings": True}
+    source = write_checkpoint(tmp_path / "tied", config=config)
+    shardconv.split(source, tmp_path / "out", tp=2, pp=2)
+    held = ["model.embed_tokens.weight" in tensors_of(file) for file in rank_files(tmp_path / "out")]
+    assert held == [True] * 4
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    shardconv.split(source, tmp_path / "unchecked", tp=2, pp=2, checksums=False)
+    damaged = rank_files(tmp_path / "unchecked")[2]
+    flip(damaged, place(damaged, "model.embed_tokens.weight")[0])
+    found = shardconv.verify(tmp_path / "unchecked").differences
+    assert len(found) == 1
+    assert "model.embed_tokens.weight differs from the shard of a lower rank" in found[0]
+
+
+def test_ranks_of_a_stage_are_written_and_read_alone(source, tmp_path):
+    whole = tmp_path / "whole"
+    shardconv.split(source, whole, tp=2, pp=2)
+    for host, ranks in enumerate(("0-1", "2,3")):
+        shardconv.split(source, tmp_path / f"host{host}", tp=2, pp=2, ranks=ranks)
+    of_hosts = [*rank_files(tmp_path / "host0"), *rank_files(tmp_path / "host1")]
+    assert [tensors_of(file) for file in of_hosts] == [tensors_of(file) for file in rank_files(whole)]
+    report = shardconv.verify(tmp_path / "host1", against=source)
+    assert (report.ranks, report.pp, report.differences) == ((2, 3), 2, ())
+    with pytest.raises(SplitCheckpointError, match=r"ranks 0, 1 of 4 are missing .* pp=2 stages=\"2,2\" ranks="):
+        shardconv.merge(tmp_path / "host1", tmp_path / "back")
+    shardconv.merge([tmp_path / "host1", tmp_path / "host0"], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_only_the_layers_of_a_stage_are_read(source, tmp_path, monkeypatch):
+    read, original = [], LocalFile.read
+
+    def counted(file, buffer, offset):
+        read.append(len(buffer))
+        return original(file, buffer, offset)
+
+    monkeypatch.setattr(LocalFile, "read", counted)
+    report = shardconv.split(source, tmp_path / "out", tp=1, pp=2, ranks=1, checksums=False)
+    assert sum(read) < 1.2 * report.rank_bytes[0]  # with headers and samples; the other stage has as many bytes
+
+
+def test_damage_names_file_and_tensor(source, tmp_path):
+    shardconv.split(source, tmp_path / "out", tp=2, pp=2)
+    damaged = rank_files(tmp_path / "out")[3]
+    flip(damaged, place(damaged, "model.layers.3.mlp.up_proj.weight")[0])
+    (found,) = shardconv.verify(tmp_path / "out").differences
+    assert "rank-3-of-4.safetensors" in found
+    assert "model.layers.3.mlp.up_proj.weight" in found
+
+
+def test_interrupted_split_is_continued(source, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 4))
+        assert call("split", source, "--tp", 2, "--pp", 2, "-o", tmp_path / "out", "--resume").code == 1
+    other = call("split", source, "--tp", 2, "--stages", "1,3", "-o", tmp_path / "out", "--resume")
+    assert other.code == 1
+    assert "the interrupted run had --stages 2,2 (got --stages 1,3)" in other.err
+    report = shardconv.split(source, tmp_path / "out", tp=2, pp=2, resume=True)
+    assert report.resumed_bytes
+    shardconv.split(source, tmp_path / "expected", tp=2, pp=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_plan_has_bytes_of_stages_and_proposes_even_ones(tmp_path):
+    """The vocabulary is large, so that the first and the last stage have to have fewer layers."""
+    source = write_checkpoint(tmp_path / "large", config=llama_config(layers=8, vocab=1200))
+    report = shardconv.report_plan(source, tp=2, pp=4)
+    assert report.stages == (2, 2, 2, 2)
+    assert len(report.even_stages) == 4
+    assert report.even_bytes < max(report.rank_bytes)
+    even = shardconv.report_plan(source, tp=2, stages=report.even_stages)
+    assert (even.even_stages, max(even.rank_bytes)) == (report.even_stages, report.even_bytes)
+    shardconv.split(source, tmp_path / "out", tp=2, stages=report.even_stages)
+    sizes = [sum(len(data) for _, _, data in tensors_of(file).values()) for file in rank_files(tmp_path / "out")]
+    assert sizes == list(even.rank_bytes)
+    text = call("plan", source, "--tp", 2, "--pp", 4).out
+    assert f"more even: --stages {','.join(map(str, report.even_stages))} (" in text
+
+
+REFUSED = {
+    "several files": ({"max_file_size": 1000}, PlanError, "max_file_size is not supported with pp=2"),
+    "megatron": ({"layout": "megatron"}, UsageError, "layout megatron does not have pipeline stages"),
+    "meta": ({"layout": "meta"}, UsageError, "layout meta does not have pipeline stages"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(source, tmp_path, case):
+    options, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=message):
+        shardconv.split(source, tmp_path / "out", tp=1, pp=2, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+CHANGES = {
+    "stage that does not exist": (["plan", "placements", 0, "stages"], [7], "a stage that does not exist"),
+    "stages that are not consecutive": (["plan", "stages", "layers", "ranks"], [[[2, 4]], [[0, 2]]], "not consecutive"),
+    "fewer stages": (["plan", "stages", "layers", "ranks"], [[[0, 4]]], "a stage that does not exist"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changed_manifests_are_refused(source, tmp_path, case):
+    (*path, last), value, message = CHANGES[case]
+    shardconv.split(source, tmp_path / "out", tp=1, pp=2)
+
+    def change(manifest):
+        for key in path:
+            manifest = manifest[key]
+        manifest[last] = value
+
+    change_manifest(tmp_path / "out", change)
+    with pytest.raises(SplitCheckpointError, match=message):
+        read_manifest(tmp_path / "out")

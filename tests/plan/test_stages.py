@@ -1,0 +1,204 @@
+"""Pipeline stages: numbers of layers, and the stages of tensors. Expected values are vLLM's, or enumerated."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardconv.plan.placement import Interval
+from shardconv.plan.plan import TensorSpec
+from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.stages import Stages, chosen_stages, divide_layers, even_stages, place_layers
+from shardconv.support.errors import PlanError, UsageError
+from tests.support.checkpoints import llama_config, llama_specs
+
+#: Number of layers and stages to vLLM's numbers of layers: docstring and code of its get_pp_indices.
+OF_VLLM = {
+    (32, 2): (16, 16),
+    (61, 4): (15, 15, 16, 15),
+    (80, 3): (27, 27, 26),
+    (10, 4): (2, 3, 3, 2),
+    (7, 4): (2, 2, 2, 1),
+    (5, 5): (1, 1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize(("layers", "pp"), OF_VLLM)
+def test_layers_are_divided_as_by_vllm(layers, pp):
+    assert divide_layers(layers, pp) == OF_VLLM[layers, pp]
+
+
+@given(st.integers(1, 200), st.integers(1, 32))
+def test_division_is_even(layers, pp):
+    numbers = divide_layers(layers, pp)
+    assert sum(numbers) == layers
+    assert max(numbers) - min(numbers) <= 1
+    assert numbers[-1] == min(numbers)
+
+
+def splits(count, pp):
+    """All divisions of ``count`` layers over ``pp`` stages."""
+    if pp == 1:
+        yield (count,)
+        return
+    for first in range(1, count - pp + 2):
+        for others in splits(count - first, pp - 1):
+            yield first, *others
+
+
+def largest(sizes, numbers):
+    bounds = [sum(numbers[:at]) for at in range(len(numbers) + 1)]
+    return max(sum(sizes[start:stop]) for start, stop in pairwise(bounds))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
+def test_even_stages_are_the_best_of_all(sizes, data):
+    pp = data.draw(st.integers(1, len(sizes)))
+    numbers = even_stages(sizes, pp)
+    assert (sum(numbers), len(numbers), min(numbers) > 0) == (len(sizes), pp, True)
+    assert largest(sizes, numbers) == min(largest(sizes, one) for one in splits(len(sizes), pp))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_layer_axis_is_a_placement(numbers):
+    placement = place_layers(numbers)
+    assert placement.size == sum(numbers)
+    assert [placement.local_size(stage) for stage in range(len(numbers))] == numbers
+    stages = Stages(placement)
+    owners = [stages.of_layer(layer) for layer in range(sum(numbers))]
+    assert owners == [(stage,) for stage, number in enumerate(numbers) for _ in range(number)]
+    assert stages.of_layer(sum(numbers)) == (len(numbers) - 1,)  # an MTP layer
+
+
+def test_other_placements_are_refused():
+    ranks = ((Interval(2, 4),), (Interval(0, 2),))
+    with pytest.raises(ValueError, match="not consecutive intervals"):
+        Stages(type(place_layers((2, 2)))(0, 4, ranks))
+
+
+CHOSEN = {
+    (1, ""): 1,
+    (2, ""): 2,
+    (1, "20,20"): (20, 20),
+    (2, (20, 21)): (20, 21),
+    (1, "4"): 1,
+}
+WRONG = {
+    (0, ""): "pp=0 is wrong",
+    (True, ""): "pp=True is wrong",
+    (1, "2,a"): 'stages="2,a" is wrong',
+    (1, "2,,3"): 'stages="2,,3" is wrong',
+    (1, (2, 0)): 'stages="2,0" is wrong',
+    (3, "2,2"): r'stages="2,2" has 2 stages \(expected 3, for pp=3\)',
+}
+
+
+@pytest.mark.parametrize(("pp", "stages"), CHOSEN)
+def test_chosen(pp, stages):
+    assert chosen_stages(pp, stages) == CHOSEN[pp, stages]
+
+
+@pytest.mark.parametrize(("pp", "stages"), WRONG)
+def test_wrong_choice(pp, stages):
+    with pytest.raises(UsageError, match=WRONG[pp, stages]):
+        chosen_stages(pp, stages)
+
+
+def planner(config, names=None, extra=()):
+    specs = {name: TensorSpec(*spec) for name, spec in llama_specs(config).items() if names is None or name in names}
+    specs |= {name: TensorSpec("F32", shape) for name, shape in extra}
+    return planner_for(specs, config, PlanRequest())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_tied_embedding_is_on_both_ends(is_tied):
+    config = {**llama_config(), "num_hidden_layers": 2, "tie_word_embeddings": is_tied}
+    made = planner(config, {name for name in llama_specs(config) if not (is_tied and name == "lm_head.weight")})
+    plan = made.plan(1, made.stages(2))
+    assert plan.tensors["model.embed_tokens.weight"].stages == ((0, 1) if is_tied else (0,))
+    assert plan.tensors["model.norm.weight"].stages == (1,)
+    assert [plan.tensors[f"model.layers.{layer}.mlp.up_proj.weight"].stages for layer in (0, 1)] == [(0,), (1,)]
+
+
+def test_head_that_is_missing_is_the_embedding():
+    config = llama_config()
+    made = planner({**config, "tie_word_embeddings": False}, {*llama_specs(config)} - {"lm_head.weight"})
+    assert made.stages(2).is_tied
+
+
+def test_old_buffers_are_on_all_stages():
+    made = planner(llama_config(), extra=[("model.rotary_emb.inv_freq", (4,))])
+    plan = made.plan(1, made.stages(2))
+    assert plan.tensors["model.rotary_emb.inv_freq"].stages == ()
+    assert all(plan.holds(rank, "model.rotary_emb.inv_freq") for rank in (0, 1))
+
+
+def test_mtp_layers_are_on_the_last_stage():
+    made = planner(llama_config(), extra=[("model.layers.2.eh_proj.weight", (64, 128)), ("mtp.fc.weight", (64, 128))])
+    plan = made.plan(1, made.stages(2))
+    assert plan.tensors["model.layers.2.eh_proj.weight"].stages == plan.tensors["mtp.fc.weight"].stages == (1,)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(UsageError, match=r"pp=3 is more than the 2 layers of model.layers: pass at most 2"):
+        planner(llama_config()).stages(3)
+
+
+REFUSED = {
+    "encoder-decoder": ({"model_type": "t5", "num_heads": 2, "d_kv": 2, "d_ff": 4}, "shared.weight", (8, 4)),
+    "encoder": ({"model_type": "vit"}, "vit.layernorm.weight", (4,)),
+    "no family": ({}, "model.norm.weight", (4,)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_without_known_stages_are_refused(case):
+    config, name, shape = REFUSED[case]
+    made = planner_for({name: TensorSpec("F32", shape)}, config, PlanRequest())
+    with pytest.raises(PlanError, match=rf"pp is not supported for family \w+: the stage of {name} is unknown"):
+        made.stages(2)
+
+
+def test_several_sequences_of_layers_are_refused():
+    text = '[stages]\n"a" = "layers"\n"b" = "layers"\n[rules]\n"{a,b}.*" = { style = "replicate" }\n'
+    specs = {f"{name}.0.weight": TensorSpec("F32", (4,)) for name in "ab"}
+    made = planner_for(specs, None, PlanRequest(plan_file=("net.toml", text)))
+    with pytest.raises(PlanError, match=r"it has 2 sequences of layers \(a, b\)"):
+        made.stages((1, 1))
+
+
+def test_plan_file_has_stages():
+    text = """
+        [stages]
+        "first" = "first"
+        "blocks" = "layers"
+        "out" = "head"
+        [rules]
+        "{first,out,blocks.*}" = { style = "replicate" }
+        """
+    names = ("first.weight", *(f"blocks.{number}.weight" for number in range(3)), "out.bias")
+    made = planner_for(dict.fromkeys(names, TensorSpec("F32", (4,))), None, PlanRequest(plan_file=("net.toml", text)))
+    plan = made.plan(2, made.stages((1, 2)))
+    assert [plan.tensors[name].stages for name in names] == [(0,), (0,), (1,), (1,), (1,)]
+    assert plan.num_ranks == 4
+
+
+def test_unknown_kind_in_a_plan_file():
+    with pytest.raises(PlanError, match="stages 'a': 'middle' is unknown"):
+        planner_for({}, None, PlanRequest(plan_file=("net.toml", '[stages]\na = "middle"\n')))
+
+
+def test_number_of_layers_has_to_be_known():
+    config = llama_config()
+    specs = {name: TensorSpec(*spec) for name, spec in llama_specs(config).items()}
+    made = planner_for(specs, None, PlanRequest(family="llama", head_dim=config["head_dim"]))
+    with pytest.raises(PlanError, match=r"number of layers is unknown .*: pass stages"):
+        made.stages(2)
+    assert made.stages((1, 1)).num_layers == (1, 1)
+
+
+def test_wrong_sum_is_refused():
+    made = planner(llama_config())
+    with pytest.raises(UsageError, match=r'stages="1,2" has 3 layers \(expected 2, of model.layers\)'):
+        made.stages((1, 2))

@@ -1,0 +1,129 @@
+"""Models in pipeline stages: outputs and greedy tokens equal those of the unsharded model.
+
+Logits are compared to 1e-4 of the largest, as sums over features are computed per rank; where nothing is summed over
+ranks, with one rank per stage, they are equal.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+import shardconv
+from shardconv.distributed import groups
+from tests.support.command import call
+from tests.support.models import GQA, MODELS, VOCAB, Model
+
+LAYERS, TOKENS = 4, 8
+#: Of attention with windows, the first layer has one: positions of all stages follow from its cache.
+GEMMA = {**GQA, "sliding_window": 6, "tie_word_embeddings": True, "query_pre_attn_scalar": 16}
+KINDS = {
+    "llama": MODELS["llama"],
+    "qwen3_moe": MODELS["qwen3_moe"],
+    "gemma3": Model("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "deepseek_v3": MODELS["deepseek_v3"],
+    "llama-base": MODELS["llama-base"],
+}
+OTHERS = {name: MODELS[name] for name in ("llama-classifier", "bert")}
+SIZES = [(2, 2), (1, 4)]
+
+
+@pytest.fixture(scope="module")
+def source_of(tmp_path_factory):
+    """Write the checkpoint of a kind of model."""
+    home = tmp_path_factory.mktemp("stages")
+
+    def write(name):
+        if not (home / name).exists():
+            model = {**KINDS, **OTHERS}[name]
+            replace(model, config={**model.config, "num_hidden_layers": LAYERS}).build(0.3).save_pretrained(home / name)
+        return home / name
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _own_groups(ranks):
+    """Loading makes its axes the current ones, which other checks do not expect."""
+    yield
+    ranks("four", forget_groups)
+
+
+def forget_groups(_axis):
+    groups._current.groups = None
+
+
+def check_outputs(axis, source, path, options):
+    kind = transformers.AutoModel if "base" in source.name else transformers.AutoModelForCausalLM
+    unsharded = kind.from_pretrained(source).eval()
+    model = shardconv.load(path, device="cpu", **options)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # padding before the second prompt
+    with torch.inference_mode():
+        expected, found = (one(input_ids=ids, attention_mask=mask) for one in (unsharded, model))
+        name = "logits" if "logits" in expected else "last_hidden_state"
+        difference = (found[name] - expected[name])[mask.bool()].abs().max()
+        assert difference <= (1e-4 if options.get("tp", 2) > 1 else 0) * expected[name].abs().max()
+        if name == "logits":
+            given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": TOKENS, "do_sample": False}
+            assert torch.equal(model.generate(**given), unsharded.generate(**given))
+    own, full = (sum(one.numel() for one in each.parameters()) for each in (model, unsharded))
+    return own / full
+
+
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+@pytest.mark.parametrize("name", KINDS)
+def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, name, tp, pp):
+    source = source_of(name)
+    shardconv.split(source, tmp_path / "split", tp=tp, pp=pp)
+    held = ranks("four", check_outputs, source, tmp_path / "split", {})
+    assert max(held) < 0.6
+    assert ranks("four", check_outputs, source, source, {"tp": tp, "pp": pp}) == held
+
+
+def check_refused(axis, path, options, message):
+    with pytest.raises(shardconv.ShardconvError, match=message):
+        shardconv.load(path, device="cpu", **options)
+
+
+REFUSED = {
+    "classifier": ("llama-classifier", {"tp": 2, "pp": 2}, "it has modules of kind 'last'"),
+    "a module": ("llama", {"tp": 2, "pp": 2, "model": torch.nn.Identity}, "model is not supported with pipeline stag"),
+    "number of processes": ("llama", {"tp": 1, "pp": 2}, "would be loaded for 2 ranks, and there are 4 processes"),
+    "adapter": ("llama", {"tp": 2, "pp": 2, "adapter": "any"}, "adapter is not supported with pipeline stages"),
+    "encoder": ("bert", {"tp": 2, "pp": 2}, "pp is not supported for family bert"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(ranks, source_of, case):
+    name, options, message = REFUSED[case]
+    ranks("four", check_refused, source_of(name), options, message)
+
+
+def check_gradients(axis, path):
+    model = shardconv.load(path, device="cpu", tp=1, pp=4)
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match=r"does not compute gradients: call it in torch.no_grad\(\)"):
+        model(ids)
+    for write in (model.save_pretrained, shardconv.gather_state_dict):
+        with pytest.raises(ValueError, match="each rank has the layers of its stage"):
+            write(model if write is shardconv.gather_state_dict else "anywhere")
+
+
+def test_gradients_and_full_tensors_are_refused(ranks, source_of):
+    ranks("four", check_gradients, source_of("llama"))
+
+
+def test_run(source_of, tmp_path, forked_ranks, capfd):
+    source = source_of("llama")
+    assert call("split", source, "--tp", 2, "--pp", 2, "-o", tmp_path / "split").code == 0
+    result = call("run", tmp_path / "split", "--token-ids", "5 6 7", "--max-new-tokens", 4, "--check", source)
+    assert result.code == 0
+    printed = capfd.readouterr().err
+    assert "4 ranks on cpu, 2 stages of 2, 2 layers" in printed
+    assert "greedy tokens are equal" in printed
+    other = call("run", tmp_path / "split", "--pp", 4, "--token-ids", "5")
+    assert (other.code, "is split for --tp 2 --pp 2 --stages 2,2" in other.err) == (2, True)
