@@ -195,7 +195,7 @@ def test_a_pipeline_is_proven_by_components(pipeline):
     ]  # fmt: skip
     assert report.is_proven
     (proof,) = report.components["transformer"].proofs
-    assert proof.is_right
+    assert proof.has_passed
 
 
 def test_a_rank_holds_the_weights_of_all_components(pipeline, tmp_path):
