@@ -171,7 +171,7 @@ def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> Rem
         files: name, relative to the folder, to file.
 
     Raises:
-        SourceError: if a name is not valid, or is that of a file and of a folder.
+        SourceError: if a name is not valid, or is both a file and a folder.
     """
     children: dict[str, dict[str, None]] = {"": {}}
     for each in files:
@@ -241,7 +241,7 @@ def file_bytes(path: AnyPath) -> int:
 
 
 def file_state(path: AnyPath) -> str:
-    """The size, version and permissions of a file; errors as those of :func:`file_bytes`."""
+    """The size, version and permissions of a file; errors as in :func:`file_bytes`."""
     if isinstance(path, RemotePath):
         return path.file.state
     status = path.stat()

@@ -46,7 +46,7 @@ class FileState(NamedTuple):
 
 
 def file_states(paths: Iterable[AnyPath]) -> tuple[FileState, ...]:
-    """The state of each file; that of a file that does not exist, which its reader reports, is all zeros."""
+    """The state of each file; all zeros for a file that does not exist, which its reader reports."""
     none = FileState(0, 0, 0)
     return tuple(FileState.of(path.stat()) if isinstance(path, Path) and path.exists() else none for path in paths)
 

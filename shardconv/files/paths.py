@@ -150,7 +150,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def folder_name(folder: AnyPath) -> str:
-    """The name of a folder, also of ``.`` and ``..``; that of a link, and not of the folder that it leads to."""
+    """The name of a folder, also of ``.`` and ``..``; a link has its own name."""
     return folder.name if isinstance(folder, RemotePath) else absolute_path(folder).name
 
 

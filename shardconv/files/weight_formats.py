@@ -155,7 +155,7 @@ def without_manifest(folder: AnyPath, name: str) -> str:
 
 
 def refuse_sharded_state(folder: AnyPath, names: Collection[str]) -> None:
-    """Refuse rank files of vLLM that cannot be read as those of one folder, such as those of pipeline stages.
+    """Refuse rank files of vLLM that cannot be read as one folder, such as files of pipeline stages.
 
     Args:
         folder: the folder.

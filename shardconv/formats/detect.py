@@ -24,7 +24,7 @@ _OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of
 
 
 def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
-    """The tensors, those of quantized layers with their grid.
+    """The tensors; tensors of quantized layers have their grid.
 
     Args:
         tensors: name to dtype and shape.
@@ -177,7 +177,7 @@ def _cache_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object]
     """The grids of scales of a KV cache with several elements, over the weight of the projection.
 
     Args:
-        tensors: name to dtype, shape and grid; those of quantized layers have one.
+        tensors: name to dtype, shape and grid, which quantized layers have.
         config: the contents of config.json.
 
     Raises:

@@ -132,7 +132,7 @@ class QuantizedLayer:
         """Return the grid of each stored tensor, by the end of its name.
 
         Raises:
-            PlanError: if a tensor is missing, or its dtype or shape is not that of the format.
+            PlanError: if a tensor is missing, or its dtype or shape does not fit the format.
         """
         form, shape = self.scheme.format, self._logical_shape()
         grids = {form.values.suffix: self._grid(self.name, form.values.suffix, form.values, shape)}

@@ -80,7 +80,7 @@ def rank_metadata(metadata: Mapping[str, str], plan: Plan, rank: int) -> dict[st
         rank: the rank.
 
     Returns:
-        The entries that differ from those of the source.
+        The entries that differ from the source.
     """
     changed = {}
     for stored, planned in plan.tensors.items():

@@ -29,7 +29,7 @@ _WIDTHS = ("embed_dim", "hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 def real_heads(
     config: Mapping[str, object], *, has_sizes: bool, has_counts: bool = False, is_submodel: bool = False
 ) -> dict[str, object]:
-    """The fields that give a small model heads like those of the real model.
+    """The fields that give a small model heads like the real model's.
 
     A rule can be right for small heads only, such as one with a number in it, and the numbers of heads determine which
     heads are padded. Where the config determines the size of heads by the width of the model, the model gets wider. A
@@ -108,7 +108,7 @@ def head_sizes(config: Mapping[str, object]) -> dict[str, int]:
 
 
 def _is_like(name: str, *others: str) -> bool:
-    """Whether the line of ``small.toml`` for a field is that of one of some other fields."""
+    """Whether a field shares its line of ``small.toml`` with one of some other fields."""
     return matching_line(name) in [matching_line(other) for other in others]
 
 
@@ -127,7 +127,7 @@ def from_config(
     Args:
         kind: a model class of transformers or diffusers.
         config: its config, which the model may change.
-        dtype: of the parameters; by default that of the config.
+        dtype: of the parameters; by default the config's.
     """
     if isinstance(config, DiffusersConfig):
         model = kind.from_config(config.to_dict())

@@ -1,4 +1,4 @@
-"""Configs of diffusers, and those of small models, which ``diffusion.toml`` describes."""
+"""Configs of diffusers, and configs of small models, which ``diffusion.toml`` describes."""
 
 import inspect
 import tomllib

@@ -1,4 +1,4 @@
-"""Map the names of a checkpoint's tensors on disk to those of a model in memory, as transformers does when it loads.
+"""Map the names of tensors on disk to the names of a model in memory, as transformers does when it loads.
 
 Also the reverse, as when it saves. Nothing is read and no memory is taken for values: transformers itself loads
 tensors on the meta device.
@@ -47,7 +47,7 @@ class ModelCheck:
 
     @property
     def is_match(self) -> bool:
-        """Whether names and shapes are those of the model, except for tensors that it does not need."""
+        """Whether names and shapes match the model, except for tensors that it does not need."""
         return not (self.unused or self.missing or self.mismatched or self.failed)
 
     def differences(self) -> str:

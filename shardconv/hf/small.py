@@ -42,7 +42,7 @@ def default_config(kind: "type[ModelConfig]") -> dict[str, Any]:
 
 
 def fields_of_type(model_type: object) -> dict[str, Any]:
-    """The fields that small models of one type need beside those of all types."""
+    """The fields that small models of one type need beside the fields of all types."""
     found: dict[str, Any] = _table()["types"].get(model_type, {})
     return found
 
@@ -173,7 +173,7 @@ def _layers(config: Mapping[str, object]) -> list[int]:
 
 
 def _small_per_layer(config: Mapping[str, Any], own: Mapping[str, Any], layers: list[int]) -> dict[int, dict[str, Any]]:
-    """Fields of single layers, in the same ratio to those of all layers as in the real model."""
+    """Fields of single layers, in the same ratio to the fields of all layers as in the real model."""
     indices = {layer: index for index, layer in enumerate(layers or range(2))}
     fields: dict[int, dict[str, Any]] = {}
     for key, values in config["per_layer_config"].items():

@@ -129,7 +129,7 @@ def known_tensors(
     dtype: torch.dtype | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """The tensors that a converted model of diffusers has, if they are those of the checkpoint.
+    """The tensors that a converted model of diffusers has, if they match the checkpoint.
 
     Args:
         model: the model.
@@ -161,7 +161,7 @@ def check_report(report: Mapping[str, Any], kind: str, path: AnyPath, unused: Se
         report: the loading info of ``from_pretrained``.
         kind: the class of the model.
         path: of the checkpoint, for the message.
-        unused: patterns of tensors that may be left over, besides those of :func:`~shardconv.plan.unused.known_unused`.
+        unused: patterns of tensors that may be left over, besides :func:`~shardconv.plan.unused.known_unused`.
 
     Raises:
         RunError: if parameters and tensors do not match.

@@ -1,4 +1,4 @@
-"""The layout of a checkpoint: a general one, or that of an engine for its model type, also of quantized layers.
+"""The layout of a checkpoint: a general one, or an engine's for its model type, also of quantized layers.
 
 A quantized weight is stored as several tensors, whose names have another end in place of ``weight``. The rules for a
 weight are also those for these tensors, unless the layout refuses them.
@@ -53,7 +53,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
 
     Args:
         name: of the layout.
-        tensors: name to dtype and shape of the source tensors, those of quantized layers with their grids.
+        tensors: name to dtype and shape of the source tensors; tensors of quantized layers have their grids.
         config: contents of config.json, with the quantization settings; None without a config.
 
     Raises:
@@ -90,7 +90,7 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
 
 
 def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLayout:
-    """The layout with a maximum file size, in bytes or such as "5GB"; None for that of the layout.
+    """The layout with a maximum file size, in bytes or such as "5GB"; None for the size of the layout.
 
     Raises:
         UsageError: if the size is not valid.

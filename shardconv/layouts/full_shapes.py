@@ -262,7 +262,7 @@ def check_pairs(plan: Plan, tensors: Mapping[str, TensorSpec]) -> None:
 def _check_sources(rule: LayoutRule, names: Collection[str], members: Collection[str]) -> None:
     """Refuse tensors whose source would be another tensor under another config.
 
-    Otherwise files of a model with tied embeddings would be accepted as those of a model without input embeddings.
+    Otherwise files of a model with tied embeddings would be accepted as a model without input embeddings.
     """
     for name in names:
         sources = [] if (match := rule.target.match(name)) is None else rule.source_names(match.texts)

@@ -23,8 +23,8 @@ class Permutation(NamedTuple):
         source_shape: its shape in the source.
         shape: in the file: experts, rows, and the shape of a row.
         segments: number of segments of the rows.
-        to_file: the elements of the file in those of the source.
-        to_source: the elements of the source in those of the file.
+        to_file: strided view of the source, in the order of the file.
+        to_source: strided view of the file, in the order of the source.
     """
 
     source_shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The relation between the tensors of a Hugging Face checkpoint and those of its files, as rules that go both ways.
+"""The relation between the tensors of a Hugging Face checkpoint and of its files, as rules that go both ways.
 
 A rule names a file tensor, and its source tensors in order. In a name, ``*`` matches any text, including dots, and
 ``#`` the index of an expert. ``{a,b}`` expands to two rules, one with ``a`` and one with ``b`` on both sides. Forward,

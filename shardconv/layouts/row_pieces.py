@@ -44,7 +44,7 @@ class RowTensor(NamedTuple):
         also: further names in the file.
         spec: dtype and shape, without padding.
         pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
-        has_experts: whether dim 0 is that of experts.
+        has_experts: whether dim 0 is the expert dim.
         is_interleaved: whether a segment is not contiguous in the rows.
         is_padded: whether there may be rows behind these in a file.
     """

@@ -128,7 +128,7 @@ def _layer(module: str, tensors: Mapping[str, str]) -> AdaptedLayer:
         raise PlanError(f"{tensors[BIAS]}: is not supported beside a magnitude vector, as PEFT does not compute it")
     endings = {tensors[part].endswith(tuple(_EMBEDDING_SUFFIXES)) for part in (A, B)}
     if len(endings) > 1:
-        raise PlanError(f"{module}: A is that of a linear layer and B of an embedding, or the reverse: save it again")
+        raise PlanError(f"{module}: A is for a linear layer and B for an embedding, or the reverse: save it again")
     return AdaptedLayer(module, endings.pop(), tensors)
 
 

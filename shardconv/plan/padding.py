@@ -100,9 +100,9 @@ class UnitPadding:
 UNKNOWN = UnitPadding(refusal="no rule determines the units that it is padded with")
 
 
-#: For a unit whose count equals the number of KV heads of other modules, or that of heads of several kinds.
+#: For a unit whose count equals the number of KV heads of other modules, or the number of heads of several kinds.
 AMBIGUOUS = UnitPadding(
-    refusal="its count equals that of heads of other modules, so the heads that it belongs to are ambiguous"
+    refusal="its count equals the number of heads of other modules, so the heads that it belongs to are ambiguous"
 )
 
 

@@ -10,7 +10,7 @@ from math import prod
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import ConfigError, option
 
-#: Files with quantization settings besides config.json: those of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
+#: Files with quantization settings besides config.json: of ModelOpt, AutoGPTQ, AutoAWQ and Quanto.
 SETTINGS_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quanto_qmap.json")
 
 #: The key of quantization settings in config.json.

@@ -242,7 +242,7 @@ def _assumptions(
 def _how_to_compare(config: Mapping[str, object]) -> str:
     """The instruction for comparing outputs with the unsharded model. A proof needs a class of transformers."""
     model_type = model_type_of(config)
-    own = "the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
+    own = "the outputs of shardconv.load(DIR, model=MODULE) with the unsharded module's"
     if model_type is None:
         return f"compare {own}"
     if family_for(model_type) is not None:

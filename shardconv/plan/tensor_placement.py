@@ -245,7 +245,7 @@ class TensorGroup:
             return
         read = ", ".join(f"{key}={value}" for key, value in self._fields.read.items())
         stored = "" if self.spec.grid is None else ", or quantization_config of the layer is wrong"
-        of_group = f"; counts of segments are those of one of the {groups} groups" if groups > 1 else ""
+        of_group = f"; counts of segments are per group, of which there are {groups}" if groups > 1 else ""
         cause = f"{'the config is of another checkpoint, or ' * bool(read)}the family or plan file does not fit{stored}"
         config = option("config")
         raise ShapeError(

@@ -54,7 +54,7 @@ class Comparison:
 
 
 def compare(run: ModelRun, outputs: Outputs, folder: AnyPath, source: AnyPath) -> Comparison:
-    """Compare outputs of a sharded model with those of the unsharded one, which the first rank loads.
+    """Compare outputs of a sharded model with the unsharded one, which the first rank loads.
 
     Args:
         run: the sharded model and its inputs. All ranks call it.
@@ -86,7 +86,7 @@ def _with_generated_tokens(run: ModelRun, outputs: Outputs) -> Inputs:
 def _compare_on_first(
     run: ModelRun, outputs: Outputs, given: Inputs, values: Tensor, folder: AnyPath, source: AnyPath
 ) -> Comparison:
-    """Compare ``values`` and greedy tokens with those of the unsharded model."""
+    """Compare ``values`` and greedy tokens with the unsharded model."""
     model, options = run.model, run.options
     dequantized = _dequantized(source, options) if options.dequantize else None
     unsharded: PretrainedModel = load_unsharded(
@@ -183,7 +183,7 @@ def _check_folder(folder: AnyPath) -> None:
     if not folder.exists():
         raise RunError(f"--check {folder}: does not exist{missing_hint(folder, takes_url=False)}")
     if not folder.is_dir():
-        raise RunError(f"--check {folder}: is not a folder (expected that of the unsharded model)")
+        raise RunError(f"--check {folder}: is not a folder (expected the folder of the unsharded model)")
     if is_split(folder):
         raise RunError(
             f"--check {folder}: is a split checkpoint (expected the unsharded model): pass the source that it was "

@@ -25,7 +25,7 @@ def rank_device(device: Device) -> torch.device:
     """Return the device of this rank: the given one, by default an accelerator where there is one, else the CPU.
 
     Without an index, it is :func:`~shardconv.distributed.devices.local_device`. Ranks can share a device if gloo
-    supports its tensors, as those of CUDA.
+    supports its tensors, as for CUDA.
 
     Raises:
         UsageError: if it does not exist, or ranks cannot use or share it.

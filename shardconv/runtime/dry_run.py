@@ -1,7 +1,7 @@
 """Dry runs on the meta device: one rank of a sharded model processes a prompt and generates a token.
 
 Owns how a model is called, which is as ``generate`` calls it. The model is converted as in a real run, so that its
-collectives and tensors are those of a real run.
+collectives and tensors are as in a real run.
 """
 
 import inspect

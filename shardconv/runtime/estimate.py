@@ -174,7 +174,7 @@ def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, 
     model, disk = _on_disk(path, config)
     specs = {name: TensorSpec(DTYPE_NAMES[one.dtype], tuple(one.shape)) for name, one in disk.tensors.items()}
     origin = "the dtype of the config" if model.has_config_dtype else "assumed, as the config does not have a dtype"
-    written = f"no weights found: those of {model.name} are counted as save_pretrained writes them"
+    written = f"no weights found: the tensors of {model.name} are counted as save_pretrained writes them"
     dtype = f"in {_name(model.dtype)} ({origin})"
     notes = []
     if fields := [name for name in _MTP_LAYERS if config.get(name)]:
@@ -249,7 +249,7 @@ def _model_of(source: Source, stored: torch.dtype) -> MetaModel:
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
     dtype = _name(model.dtype)
     if has_weights and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
-        yield f"the weights are quantized; activations and cache are those of the model in {dtype}"
+        yield f"the weights are quantized; activations and cache are counted in {dtype}"
     elif has_weights and stored != model.dtype:
         yield (
             f"the weights are stored as {_name(stored)}, and loaded as {dtype} by the config; the bytes of weights are "

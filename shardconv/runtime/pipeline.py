@@ -60,7 +60,7 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
 
 
 def _own_options(pipeline: Pipeline, names: Sequence[str], options: Options) -> dict[str, Options]:
-    """Component to its options that are not those of the pipeline: adapters and dequantization where they apply."""
+    """Component to its own options: adapters and dequantization where they apply."""
     given: dict[str, Options] = {name: dict(pipeline.own.get(name, {})) for name in names}
     if len(names) == 1:
         return given

@@ -156,7 +156,7 @@ def run_pipeline(
 
     Args:
         path: the split pipeline, or the source.
-        prompts: the prompts; all ranks use those of the first rank.
+        prompts: the prompts; all ranks use the prompts of the first rank.
         options: the options.
         progress: opens a progress display of loading.
 
@@ -252,7 +252,7 @@ def _named(pipeline: Any) -> Iterator[None]:
 
 
 def _check_arguments(pipeline: Any, given: Mapping[str, object]) -> None:
-    """Refuse a pipeline that takes other arguments than those of a prompt."""
+    """Refuse a pipeline that does not take the given arguments, or needs others."""
     parameters = inspect.signature(pipeline.__call__).parameters.values()
     names = [one.name for one in parameters]
     needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]

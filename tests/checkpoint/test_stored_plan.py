@@ -205,7 +205,7 @@ def test_assumed_head_dim_is_stored():
 
 
 def test_plan_of_a_split_checkpoint(tmp_path):
-    """The report has the form and the lines of that for the source; with ``--tp`` it is that of a reshard."""
+    """The report has the form and the lines of a report on the source; with ``--tp``, of a reshard."""
     shardconv.split(DEMO, tmp_path / "split", tp=2)
     for tp in ([], ["--tp", 2], ["--tp", 4]):
         ours = call("plan", tmp_path / "split", *tp)

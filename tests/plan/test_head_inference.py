@@ -12,7 +12,7 @@ from tests.support.plans import plan_of
 
 LAYER = "model.layers.0"
 HEAD_DIM_IS_UNKNOWN = "head_dim is unknown (no config.json): assuming it is at most 512."
-HINT = "compare the outputs of shardconv.load(DIR, model=MODULE) with those of the unsharded module"
+HINT = "compare the outputs of shardconv.load(DIR, model=MODULE) with the unsharded module's"
 
 
 def bare(*, heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:

@@ -198,7 +198,7 @@ def test_values_per_head_in_other_modules_are_padded_like_the_heads():
     model_rules = beside_heads("number")
     assert model_rules.units("number", 4) == model_rules.units("query", 4)
     assert beside_heads("width").units("width", 4).local_size(0) == 8
-    with pytest.raises(PlanError, match="its count equals that of heads of other modules"):
+    with pytest.raises(PlanError, match="its count equals the number of heads of other modules"):
         beside_heads("width", width=2, kv_heads=2).units("width", 4)
 
 

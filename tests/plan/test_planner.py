@@ -168,9 +168,9 @@ def test_sizes_of_segments_per_group_are_explained():
     with pytest.raises(PlanError) as caught:
         plan_of({"qkv": (768, 4)}, f"[units]\nhead = {{ count = 8, size = 32 }}\n[rules]\n{rule}\n")
     assert str(caught.value) == (
-        "qkv: dim 0 has 768 elements (expected 6144 = 8 * (8 * 32 + 8 * 32 + 8 * 32); counts of segments are those of "
-        "one of the 8 groups): the family or plan file does not fit: pass other rules (now plan file plan.toml, rule "
-        "'qkv')"
+        "qkv: dim 0 has 768 elements (expected 6144 = 8 * (8 * 32 + 8 * 32 + 8 * 32); counts of segments are per "
+        "group, of which there are 8): the family or plan file does not fit: pass other rules (now plan file "
+        "plan.toml, rule 'qkv')"
     )
 
 

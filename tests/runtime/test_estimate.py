@@ -309,7 +309,7 @@ def test_config_without_weights(tiny, checkpoint, tmp_path, name):
     for source in (tmp_path, tmp_path / "config.json"):
         report = estimate_cost(source, batch=BATCH, seq=SEQ)
         assert report.costs == expected.costs
-        assert report.notes[0].startswith(f"no weights found: those of {report.model} are counted as save_pretrained")
+        assert report.notes[0].startswith(f"no weights found: the tensors of {report.model} are counted as save_")
 
 
 def test_assumed_dtype_of_a_config_without_weights(tiny, tmp_path):

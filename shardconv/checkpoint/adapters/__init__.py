@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT as sources, and those of split checkpoints."""
+"""LoRA adapters of PEFT, as sources and in split checkpoints."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
 """LoRA adapters of PEFT: open one as a source or as a split checkpoint, and plan it by the plan of its base model.
 
-An adapter is split, merged, verified and resharded as a checkpoint of its own. Its rules are those of the base model,
+An adapter is split, merged, verified and resharded as a checkpoint of its own. It follows the rules of the base model,
 and the grids of its tensors say which weight each of them covers.
 """
 
@@ -114,7 +114,7 @@ def plan_adapter(
     Raises:
         SourceError: if the base model cannot be read.
         PlanError: if the adapter does not fit the base model.
-        UsageError: if the base model is padded, or the plan is to be that of an engine.
+        UsageError: if the base model is padded, or the plan is for an engine.
     """
     of_base = base.request.engine if isinstance(base, PlannedSource) else options.get("engine")
     if (engine := of_base or engine_of(layout)) is not None:
@@ -156,7 +156,7 @@ def fitted(adapter: Adapter, rules: RuleSet, base: Mapping[str, TensorSpec] | No
 
 
 def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
-    """The base model, by its own plan, by that of a split checkpoint, or by the options."""
+    """The base model, by its own plan, by the plan of a split checkpoint, or by the options."""
     if isinstance(base, PlannedSource):
         rules, assumed = base.planner.rules, base.planner.assumed
         model_type = model_type_of(base.source.config or {})

@@ -78,7 +78,7 @@ class AdapterSettings(Struct, frozen=True):
             rank: the rank of its tensors.
 
         Raises:
-            PlanError: if the settings are those of another adapter.
+            PlanError: if the settings are for another adapter.
         """
         expected = int(_matched(self.rank_pattern, layer.module, self.r))
         if rank != expected:
@@ -159,7 +159,7 @@ def read_settings(path: AnyPath) -> AdapterSettings:
 
     Raises:
         SourceError: if it cannot be read.
-        PlanError: if it is not that of a LoRA adapter, or a setting is not supported.
+        PlanError: if it is not of a LoRA adapter, or a setting is not supported.
     """
     return parse_settings(path, read_json(path))
 

@@ -22,7 +22,7 @@ from shardconv.support.errors import SourceError, option
 
 Array = NDArray[np.float32]
 
-#: numpy's dtypes of the floating-point dtypes that are supported; those of BF16 are its bits.
+#: numpy's dtypes of the supported floating-point dtypes; BF16 is represented by its bits.
 NUMPY_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 #: Bytes of the matrices that are kept for the next block.
 _KEPT_BYTES = 64 * 2**20

@@ -126,7 +126,7 @@ class _Merge:
         return max(inner, result.row_bytes)
 
     def _of_layer(self, layer: AdaptedLayer) -> Iterator[tuple[str, RowTransform]]:
-        """Yield the transform of the weight of an adapted layer, and that of its bias if the adapter has one."""
+        """Yield the transforms of the weight of an adapted layer, and of its bias if the adapter has one."""
         parts = {part: self._of_adapter(name) for part, name in layer.tensors.items()}
         scaling = self._settings.scaling(layer.module)
         result = self._of_base(f"{layer.module}.weight", layer.tensors[A])
@@ -146,7 +146,7 @@ class _Merge:
             yield bias.name, Vector(bias, before, self._unit(bias, before), parts[BIAS], scaling)
 
     def _before(self, target: str, result: StoredMatrix) -> StoredMatrix:
-        """The tensor to which a product is added: that of the base model, or the one that replaces it."""
+        """The tensor to which a product is added: of the base model, or its replacement."""
         if (name := self._tensors.replaced.get(target)) is not None:
             return self._of_adapter(name)
         conversion = self._conversions.get(result.name)

@@ -54,7 +54,7 @@ Stripe = tuple[Span, ...]
 
 
 class Edits(NamedTuple):
-    """Integers of a quantization format: their values in the full tensor, and how those of shards differ.
+    """Integers of a quantization format: their values in the full tensor, and the differences in shards.
 
     Attributes:
         name: of the tensor.
@@ -74,7 +74,7 @@ class FileRows(NamedTuple):
 
     Attributes:
         size: bytes of a row.
-        stride: bytes from the start of a row to that of the next.
+        stride: bytes from the start of a row to the start of the next.
     """
 
     size: int
@@ -100,7 +100,7 @@ class Shards(NamedTuple):
 
     @property
     def is_edited(self) -> bool:
-        """Whether values of shards differ from those of the full tensor."""
+        """Whether values of shards differ from the full tensor."""
         return self.edits is not None and self.edits.values is not None
 
     def ranges(self, rank: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -187,7 +187,7 @@ class Scratch:
         return self._nested[name]
 
     def keep(self, name: str, key: object, size: int, fill: Callable[[Bytes], None]) -> Bytes:
-        """A buffer of ``size`` bytes that is filled, unless that of the same name was filled for this key last."""
+        """A buffer of ``size`` bytes, filled unless the buffer of this name was last filled for the same key."""
         buffer = self.take(name, size)
         if self._keys.get(name) != key:
             self._keys.pop(name, None)  # until it is filled

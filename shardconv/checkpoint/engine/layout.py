@@ -294,7 +294,7 @@ def _offsets_metadata(shapes: Mapping[str, tuple[int, ...]], placements: Mapping
         placement, offsets = placements[name], [0] * len(shape)
         if placement.dim is not None:
             rank_intervals = intervals(placement.ranks[rank])
-            # The reader identifies a box by its offsets: those of an empty shard must differ from all other boxes.
+            # The reader identifies a box by its offsets: an empty shard must have other offsets than all other boxes.
             offsets[placement.dim] = rank_intervals[0].start if rank_intervals else placement.size
         found[name] = {_OFFSETS_KEYS[1]: offsets}
     return json.dumps(found, separators=(",", ":"), ensure_ascii=False)

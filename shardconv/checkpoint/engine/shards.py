@@ -238,7 +238,7 @@ class ShardWriter:
 
 
 class Comparer:
-    """A sink that compares every block with that of another reader.
+    """A sink that compares every block with the block of another reader.
 
     Args:
         reader: the other reader.
@@ -268,7 +268,7 @@ class Comparer:
             self._compare(state, span, block, other, scratch)
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
-        """Yield the spans as those of the other reader."""
+        """Yield the spans of the other reader."""
         for span in spans:
             if (number := self._numbers[span.tensor]) is not None:
                 yield span._replace(tensor=number)

@@ -1,4 +1,4 @@
-"""One report for a pipeline, from those of the same operation on its components."""
+"""One report for a pipeline, from the reports on its components."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace

@@ -53,7 +53,7 @@ def is_other_model(specs: Mapping[str, TensorSpec], source: Source) -> bool:
 
 
 def tensor_differences(specs: Mapping[str, TensorSpec], source: Source) -> list[str]:
-    """Descriptions of the tensors whose name, dtype or shape differs from that of a source; one of another model."""
+    """Descriptions of the tensors whose name, dtype or shape differs from a source; one line for another model."""
     missing, other = specs.keys() - source.specs.keys(), source.specs.keys() - specs.keys()
     changed = {
         name: f"{name}: is {_describe(spec)} (expected {_describe(source.specs[name])} as in {source.path})"

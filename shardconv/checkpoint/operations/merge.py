@@ -72,7 +72,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
             source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
             file or a folder like the source.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        config: a config.json to use instead of that of another tool's rank files.
+        config: a config.json to use instead of the config of another tool's rank files.
         overwrite, dry_run, resume, threads, progress: how it is written, see
             :class:`~shardconv.WriteOptions`.
 

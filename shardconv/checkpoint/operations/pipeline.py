@@ -60,7 +60,7 @@ from shardconv.support.errors import (
 _OF_PIPELINES = {None, NATIVE.name, DCP.name, SHARDCONV.name}
 P = ParamSpec("P")
 R = TypeVar("R")
-#: The arguments of an operation by their names, those of ``**options`` too.
+#: The arguments of an operation by their names, including ``**options``.
 Options = dict[str, Any]
 #: Applies an operation to a pipeline in some folders.
 Apply = Callable[[Callable[..., R], list[AnyPath], Options], R]
@@ -292,7 +292,7 @@ def _damages(manifest: PipelineManifest, folder: AnyPath, count: int) -> list[st
 
 
 def _other_files(pipeline: SplitPipeline, source: Pipeline) -> list[str]:
-    """The files of a split pipeline, other than those of its components, that differ from a source."""
+    """The files of a split pipeline, without its components, that differ from a source."""
     checksums, expected = {name: checksum_file(path) for name, path in source.files.items()}, pipeline.expected or {}
     names = sorted(checksums.keys() | expected.keys())
     return [f"{name}: differs from {source.first}" for name in names if checksums.get(name) != expected.get(name)]

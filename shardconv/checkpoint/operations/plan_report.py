@@ -141,7 +141,7 @@ def report_plan(
 
     For a split checkpoint, reports the plan in its manifest, or with another ``tp`` the plan of a reshard.
     With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
-    With ``dtype``, dtypes and sizes are those of a split with it.
+    With ``dtype``, dtypes and sizes are as in a split with it.
     """
     chosen_pp = chosen_stages(pp, stages)
     if chosen_pp != 1 and tp is None:
@@ -257,7 +257,7 @@ def tensor_reports(specs: Mapping[str, TensorSpec], plan: Plan) -> tuple[TensorR
 
 
 def _describe(planned: TensorPlan) -> str:
-    """The placement in words, and whether the values of shards differ from those of the source."""
+    """The placement in words, and whether the values of shards differ from the source."""
     text = planned.placement.describe()
     if not planned.edits:
         return text

@@ -96,16 +96,16 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks of a pipeline stage.
         pp, stages: the new pipeline stages, as in :func:`~shardconv.split`.
-        layout: of the new rank files, as in :func:`~shardconv.split`; defaults to that of the split checkpoint.
+        layout: of the new rank files, as in :func:`~shardconv.split`; defaults to the option of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
             engine of ``layout`` or else of the split checkpoint; to shardconv for layout dcp, which does not support
             padding.
         pad: pad units that do not divide with zeros, as in :func:`~shardconv.split`; independent of the padding of the
             split checkpoint.
-        max_file_size: as in :func:`~shardconv.split`; defaults to that of the split checkpoint. A size that no rank
-            reaches gives one file per rank.
+        max_file_size: as in :func:`~shardconv.split`; defaults to the option of the split checkpoint. A size
+            that no rank reaches gives one file per rank.
         source_layout: the layout of another tool's rank files in ``src``; None to detect it.
-        config: a config.json to use instead of that of another tool's rank files.
+        config: a config.json to use instead of the config of another tool's rank files.
         overwrite, dry_run, resume, threads, progress, checksums: how it is written, see
             :class:`~shardconv.WriteOptions`.
 

@@ -109,7 +109,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
             need is read: of column parallel tensors their rows, of row parallel tensors all rows.
         base: the base model of ``src``, a LoRA adapter of PEFT: a checkpoint, a split checkpoint, or a config.json or a
-            folder with one. ``options`` are then those of the base model.
+            folder with one. ``options`` then apply to the base model.
         adapters: folders of LoRA adapters of PEFT for the model ``src``, or LoRA files of diffusers or Kohya; each is
             split into a folder ``adapters/NAME`` of ``dst``, or of the components of a pipeline that it has layers of.
         merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
@@ -254,7 +254,7 @@ def _manifests(
     checksums: bool,
     ranks: tuple[int, ...],
 ) -> tuple[Manifest, Adapters]:
-    """The manifests of a split checkpoint, and of its adapters; that of a foreign layout (None) is not written."""
+    """The manifests of a split checkpoint and of its adapters; None for foreign layouts, which do not have one."""
     of_source = partial(Manifest.of_source, checksums=checksums, ranks=ranks)
     file_layout = NATIVE
     if layout is not None:

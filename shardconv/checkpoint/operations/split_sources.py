@@ -81,7 +81,7 @@ def open_adapters(adapters: Sequence[StrPath | AnyAdapter], *, follow_links: boo
 
 
 def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
-    """Plan an adapter; ``ignore`` has patterns of its files, and the other options are those of its base model."""
+    """Plan an adapter; ``ignore`` has patterns of its files, and other options apply to its base model."""
     follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()))
     adapter = open_adapter(src, follow_links=follow_links, ignore=ignore)
     of_base: PlanOptions = {**options, "ignore": ()}
@@ -109,5 +109,5 @@ def _named(adapters: Sequence[tuple[AnyAdapter, PlannedSource]]) -> dict[str, Pl
     if name := next((name for name in names if not is_portable_name(name)), None):
         raise UsageError(f"{name!r:.100}: is not a name of a folder on every system: rename the folder of the adapter")
     if len({*names}) < len(names):
-        raise UsageError("two adapters have the same name, that of their folder: rename one of the folders")
+        raise UsageError("two adapters have the same name, as their folders do: rename one of the folders")
     return {adapter.source.name: planned for adapter, planned in adapters}

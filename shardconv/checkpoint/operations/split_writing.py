@@ -104,7 +104,7 @@ def write_ranks(
     write_adapters: Callable[[Staged], None],
     mode: int,
 ) -> int:
-    """Write the files that make a folder a split checkpoint: those of the ranks, their indexes, and the manifest.
+    """Write the files of a split checkpoint: rank files, their indexes, and the manifest.
 
     Args:
         writer: its writer, whose team writes it together.
@@ -139,7 +139,7 @@ def write_ranks(
 
 
 def _manifest_mode(source: Source, weights_mode: int) -> int:
-    """Permissions of the manifest, and thereby of a merged index: those of the index, or else of the weights.
+    """Permissions of the manifest, and of a merged index: as of the index, or else of the weights.
 
     The manifest contains the config, so it is readable only for those who can read the config.
     """

@@ -49,7 +49,7 @@ class VerifyReport:
             rank files.
         other_weights: weight files in the folder that are not part of the split checkpoint.
         checked: descriptions of the completed checks.
-        is_compared: whether every byte was compared with that of ``against``.
+        is_compared: whether every byte was compared with ``against``.
         has_checksums: whether there are checksums; without them only errors in replicas and padding are detected.
         differences: descriptions of all differences; empty if there are none.
         left_out: name to reason of files of ``against`` that were left out.
@@ -108,7 +108,7 @@ def verify(
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
         source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint that of
             ``against``. None to detect it.
-        config: a config.json to use instead of that of another tool's rank files in ``src``.
+        config: a config.json to use instead of the config of another tool's rank files in ``src``.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.
 

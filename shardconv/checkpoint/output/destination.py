@@ -145,7 +145,7 @@ class RemoteDestination(Destination):
 
 
 class InnerDestination(Destination):
-    """A folder of a checkpoint that is being written, such as that of an adapter or of a component of a pipeline."""
+    """A folder of a checkpoint that is being written, such as the folder of an adapter or of a component."""
 
     is_nested = True
 

@@ -73,7 +73,7 @@ def check_replaceable(path: AnyPath, new: NewCheckpoint) -> None:
 
 
 def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
-    """Refuse a folder with some of the ranks, but not these: they belong together with those of other folders."""
+    """Refuse a folder with other ranks of a split: its files belong together with other folders."""
     with suppress(SplitCheckpointError):
         held = _held_ranks(path)
         if held is not None and len(held.ranks) < held.tp and held.ranks != ranks:

@@ -38,7 +38,7 @@ _ARGUMENTS = {
     "experts": "experts", "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
     "vocabulary multiple": "make_vocab_size_divisible_by", "components": "components",
 }  # fmt: skip
-#: Command to the settings that are from its options; its other settings are those of its source.
+#: Command to the settings that come from its options; its other settings come from its source.
 _CHOSEN = {
     "split": {*_ARGUMENTS},
     "reshard": {"tp", "stages", "layout", "maximum file size", "engine", "pad"},
@@ -139,7 +139,7 @@ def _digest(value: object) -> str:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Describe the first difference of a job from that of the interrupted run; None if they are the same."""
+    """Describe the first difference of a job from the interrupted run's; None if they are the same."""
     command = new["command"]
     for name in sorted(new, key=partial(_order, command)):
         value: Any = new[name]

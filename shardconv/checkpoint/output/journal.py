@@ -74,7 +74,7 @@ class Journal:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the journal is that of an interrupted run."""
+        """Whether an interrupted run wrote the journal."""
         return self._num_bytes > 0
 
     def read(self, folder: Path, target: AnyPath) -> None:
@@ -112,7 +112,7 @@ class Journal:
                 self.finished[record.stripe] = record.checksums
 
     def start(self, folder: Path) -> None:
-        """Open the journal for new records; begin it, unless it is that of an interrupted run."""
+        """Open the journal for new records; begin it, unless an interrupted run wrote it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(folder / JOURNAL_NAME, flags, 0o600)
         os.ftruncate(self._descriptor, self._num_bytes)

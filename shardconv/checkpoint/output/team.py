@@ -77,7 +77,7 @@ class Team:
         return open_staging()
 
     def gather(self, rows: Checksums) -> Checksums:
-        """The checksums of all ranks of the folder, from those of the ranks of each process."""
+        """The checksums of all ranks of the folder, gathered from the processes."""
         return rows
 
     def watch(self, progress: Progress | None) -> Progress | None:

@@ -242,7 +242,7 @@ class CheckpointWriter:
             IntegrityError: if bytes or files differ from those that were written.
             SourceError: if an input file changes, or cannot be read.
             OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is
-                not that of the same arguments.
+                not of the same arguments.
         """
         with inputs:
             journal = self._journal(reader, inputs, weights, settings, [*read])

@@ -109,7 +109,7 @@ def list_folder(
     Args:
         path: of the folder.
         ignore: patterns of files to leave out; each must match a file.
-        optional: further patterns, which may match nothing; those of ``ignore`` take precedence.
+        optional: further patterns, which may match nothing; ``ignore`` takes precedence.
         follow_links: whether files may be links out of the folder.
 
     Raises:
@@ -165,7 +165,7 @@ def refuse_adapter(folder: AnyPath, names: Collection[str]) -> None:
 
 
 def holds_base(names: Collection[str]) -> bool:
-    """Whether files directly in a folder have weights that are not those of an adapter."""
+    """Whether files directly in a folder have weights other than an adapter's."""
     return any(is_weights(name) and name not in ADAPTER_FILES and not is_trainer_state(name) for name in names)
 
 
@@ -200,7 +200,7 @@ def leave_out_weights(
 
 
 def _refuse(folder: SourceFolder, unknown: Mapping[str, str], checkpoint: Collection[str]) -> NoReturn:
-    """Refuse weights besides those of a checkpoint."""
+    """Refuse weights that are not part of a checkpoint."""
     is_adapter, last = any(name in ADAPTER_FILES for name in checkpoint), [*checkpoint][-1]
     weights = [PurePosixPath(name) for name in unknown if PurePosixPath(name).name in ADAPTER_WEIGHTS]
     parents = dict.fromkeys(str(name.parent) for name in weights)

@@ -98,7 +98,7 @@ def _full_tensor(
         return full_tensor(related.rule.options, [shard.spec.shape for shard in shards], config)
     except PlanError as error:
         raise SourceError(
-            f"{folder}: {name}: {error.message}: files of a rank are missing, or the config is that of another model"
+            f"{folder}: {name}: {error.message}: files of a rank are missing, or the config belongs to another model"
         ) from error
 
 

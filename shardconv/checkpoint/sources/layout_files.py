@@ -165,7 +165,7 @@ def _by_rank(folder: AnyPath, layout: LayoutFile, names: Sequence[str]) -> list[
 def refuse_missing(
     folder: AnyPath, layout: LayoutFile, names: Sequence[str], missing: Collection[int], *, kind: str = "rank"
 ) -> None:
-    """Refuse files without those of some ranks, or without some parts.
+    """Refuse a folder in which files are missing.
 
     Args:
         folder: the folder.

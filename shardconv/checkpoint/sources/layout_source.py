@@ -35,7 +35,7 @@ _FILE, _METADATA = "model.safetensors", {"format": "pt"}
 
 
 def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
-    """The layout that the user asked for, or that of the files; a folder with a manifest is not of another tool.
+    """The layout that the user asked for, or the layout of the files; a folder with a manifest is not of another tool.
 
     Raises:
         SourceError: if rank files are the only weights, without the file that has to be beside them.

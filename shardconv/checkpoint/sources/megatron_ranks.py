@@ -1,7 +1,7 @@
 """Checkpoints of Megatron-Core in its earlier format ``torch``: a file of torch.save for each rank.
 
 The shards of all ranks are listed as chunks of the tensors that they form: names have the layers of all pipeline
-stages, experts are one tensor, and rows of the gate projection come before those of the up projection. The files are
+stages, experts are one tensor, and rows of the gate projection come before rows of the up projection. The files are
 read by a process that executes nothing in them.
 """
 
@@ -94,7 +94,7 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
 
 
 def _ranks(folder: SourceFolder, names: Sequence[str]) -> list[_Rank]:
-    """The ranks of the files, which are those of complete groups."""
+    """The ranks of the files, which form complete groups."""
     ranks = []
     for file, name in enumerate(names):
         match = layout_file(MEGATRON).names.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint in those of GPTModel."""
+"""Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint as rows of GPTModel's tensors."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ from shardconv.support.errors import IntegrityError, PlanError, SourceError, opt
 
 #: The folder of a converted model, and the file that names the folder of the last iteration.
 FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
-#: The file with arguments of the training program, and those of them that have the value of a config field.
+#: The file with arguments of the training program, and the arguments that have the value of a config field.
 COMMON_NAME = "common.pt"
 SIZES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
@@ -151,7 +151,7 @@ def read_megatron(
 
 
 def check_unquantized(config: Mapping[str, object]) -> None:
-    """Check that a config is not that of a quantized model.
+    """Check that a config is not for a quantized model.
 
     Raises:
         PlanError: if it is.
@@ -164,7 +164,7 @@ def check_unquantized(config: Mapping[str, object]) -> None:
 
 
 def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
-    """Check that the arguments of the training program, where they are stored, are those of the config.
+    """Check that the arguments of the training program, where they are stored, agree with the config.
 
     Raises:
         PlanError: if one is not.
@@ -215,7 +215,7 @@ def _check(
     rules: ChosenRules,
     sizes: Mapping[str, Any],
 ) -> None:
-    """Check that the tensors are all those of the model.
+    """Check that the checkpoint has exactly the tensors of the model.
 
     Raises:
         PlanError: if one is unknown or missing, or has two names with different bytes.
@@ -244,7 +244,7 @@ def _select(_: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, List
 
 
 def _kind(name: str) -> str | None:
-    """What an entry is that is not a weight; None for a weight."""
+    """The kind of an entry that is not a weight; None for a weight."""
     if "_extra_state" in name:
         return "extra states"
     first = name.partition(".")[0].partition("/")[0]

@@ -203,7 +203,7 @@ class HeadSizes(NamedTuple):
 
 
 def head_sizes(config: Mapping[str, object]) -> HeadSizes:
-    """The heads of the config of a Llama or Mistral; fields that it does not have are those of its class.
+    """The heads of the config of a Llama or Mistral; missing fields have the defaults of its class.
 
     Raises:
         PlanError: if one is not a positive integer.

@@ -84,7 +84,7 @@ def open_if_external(path: AnyPath, source_layout: str | None, config: Path | No
     Args:
         path: the folder.
         source_layout: the layout of the rank files; None to detect it.
-        config: a config.json to use instead of that of the folder.
+        config: a config.json to use instead of the folder's.
 
     Raises:
         SourceError: as :func:`open_source`.

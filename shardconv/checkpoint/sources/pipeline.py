@@ -58,12 +58,12 @@ class Pipeline:
 
     @property
     def first(self) -> AnyPath:
-        """The first folder, whose files stand for those of all."""
+        """The first folder, whose files stand for all."""
         return self.paths[0]
 
     @property
     def name(self) -> str:
-        """The name of the folder; in a Hugging Face cache that of the pipeline."""
+        """The name of the folder, or of the pipeline in a Hugging Face cache."""
         return model_name(self.first.resolve())
 
 

@@ -35,7 +35,7 @@ class PlanOptions(TypedDict, total=False):
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
         experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
-        engine: "vllm" to use the boundaries of that engine; None for those of shardconv's runtime, which also runs
+        engine: "vllm" to use the boundaries of that engine; None for shardconv's runtime, which also runs
             checkpoints with other boundaries.
         pad: pad units that do not divide with zeros, if outputs stay equal.
         config: a config.json to use instead of the one next to the weights.
@@ -118,7 +118,7 @@ class PlannedSource(NamedTuple):
 
     Attributes:
         source: the source.
-        tensors: its tensors, those of quantized layers with their grids.
+        tensors: its tensors; tensors of quantized layers have their grids.
         request: the user's options for the plan.
         planner: the rules over the tensors, with their assumptions.
         paths: all files that were read.
@@ -149,7 +149,7 @@ def plan_source(
 ) -> PlannedSource:
     """Open a source, unless it is a :class:`Source`, and find its rules.
 
-    The options are those of :class:`PlanOptions`, the errors those of :func:`make_plan`. The plan is for the engine of
+    Options as in :class:`PlanOptions`, errors as in :func:`make_plan`. The plan is for the engine of
     the ``layout``, if it has one. With ``dtype``, floating-point tensors are converted: see
     :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``allow_unmatched_rules``, rules of
     the user may match nothing.

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JoinedRows:
-    """A tensor whose rows are those of several stored tensors, one after the other.
+    """A tensor with the rows of several stored tensors, one after the other.
 
     Attributes:
         parts: the stored tensors, in order.
@@ -102,7 +102,7 @@ class RotaryRows:
         stored: the name of the stored tensor, of the same size.
         head_rows: rows per head.
         row_bytes: bytes per row.
-        to_halves: whether stored pairs are neighbors and those of the tensor half a head apart; else the inverse.
+        to_halves: whether stored pairs are neighbors, and pairs of the tensor half a head apart; else the inverse.
     """
 
     stored: str

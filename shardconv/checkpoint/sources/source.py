@@ -17,12 +17,12 @@ from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_K
 
 
 def is_snapshot(folder: AnyPath) -> bool:
-    """Whether a folder is that of a model in a Hugging Face cache."""
+    """Whether a folder is a model in a Hugging Face cache."""
     return folder.parent.name == "snapshots"
 
 
 def model_name(folder: AnyPath) -> str:
-    """The name of the folder of a model; in a Hugging Face cache that of the model."""
+    """The name of the folder of a model, or of the model in a Hugging Face cache."""
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot(folder) else folder_name(folder)
 
 
@@ -43,7 +43,7 @@ class Source:
         path: the path that the user passed.
         is_folder: whether ``path`` is a folder.
         files: the safetensors files that a merge writes, sorted by name.
-        converted_from: the tensors that those of ``files`` are made of; None if ``files`` store them.
+        converted_from: the stored tensors from which the tensors of ``files`` are made; None if ``files`` store them.
         index: name and text of the index of the files, or None.
         index_path: the index of the files that store the tensors, or None.
         config: contents of config.json, or None.
@@ -58,7 +58,7 @@ class Source:
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
         merged_adapter: name of the adapter that is merged into the weights; None without one.
         dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
-        is_config_given: whether the user passed the config, in place of that of the folder.
+        is_config_given: whether the user passed the config, in place of the folder's.
     """
 
     path: AnyPath
@@ -107,7 +107,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """The name of the file without its suffix, or of the folder; in a Hugging Face cache that of the model."""
+        """The name of the file without its suffix, or of the folder, or of the model in a Hugging Face cache."""
         path = absolute_path(self.path) if isinstance(self.path, Path) else self.path  # resolve() would leave a cache
         folder = path if path.is_dir() else path.parent
         is_weights = path != folder and path.name.endswith((*SAFETENSORS.suffixes, *PYTORCH.suffixes))

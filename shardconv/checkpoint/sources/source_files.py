@@ -65,7 +65,7 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
         given_index: the name of the index that the user passed; None if it passed the folder.
 
     Raises:
-        SourceError: if the files are not those of exactly one checkpoint, or its index is not valid.
+        SourceError: if the files are not exactly one checkpoint, or its index is not valid.
         UsageError: if the user left out a file of the checkpoint.
     """
     path, names = folder.path, folder.names

@@ -29,7 +29,7 @@ ReadTensor = Callable[[str, int, Bytes], None]
 
 
 class Transform(Protocol):
-    """Computes the bytes of a tensor from those of tensors that are stored, or computed by transforms below it.
+    """Computes the bytes of a tensor from tensors that are stored, or computed by transforms below it.
 
     Attributes:
         unit: ranges of bytes are read once if they begin and end at multiples of this.

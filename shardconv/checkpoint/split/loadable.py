@@ -33,7 +33,7 @@ class Loadable:
 
     Attributes:
         path: the split checkpoint, or the source as the user passed it.
-        manifest: of the split checkpoint; of a source, that of a split, without checksums.
+        manifest: of the split checkpoint; of a source, the manifest that its split would have, without checksums.
         source: the source; None for a split checkpoint.
         pipeline: the folder of the pipeline that is loaded with this component; None for a model alone.
     """
@@ -148,7 +148,7 @@ def open_loadable(
 
     Args:
         path: the folder of a split checkpoint, or a source.
-        tp: tensor parallel size of a source; None for that of a split checkpoint.
+        tp: tensor parallel size of a source; None for a split checkpoint.
         pp: number of pipeline stages of a source, as in :func:`~shardconv.split`.
         stages: number of layers of each.
         options: how the source is read and planned; a split checkpoint has its plan.
@@ -186,7 +186,7 @@ def _refuse_options(
 
 
 def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
-    """Refuse another tensor parallel size than that of a split checkpoint or pipeline; None is accepted.
+    """Refuse a tensor parallel size other than the split checkpoint's or pipeline's; None is accepted.
 
     Raises:
         UsageError: if ``tp`` is another one.

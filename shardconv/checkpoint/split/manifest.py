@@ -69,7 +69,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
             checkpoint.
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
-        is_config_given: whether the user passed the config, in place of that of the source.
+        is_config_given: whether the user passed the config, in place of the source's.
         created_by: name and version of the program that wrote it.
     """
 

@@ -109,7 +109,7 @@ def _check_manifest(manifest: Manifest, name: str) -> None:
     if not (ranks and list(ranks) == sorted({*ranks}) and 0 <= ranks[0] <= ranks[-1] < manifest.num_ranks):
         raise ValueError(f"its ranks are not ascending ranks of {manifest.num_ranks}")
     if manifest.file_name != name:
-        raise ValueError(f"it is that of a {'padded' if manifest.is_padded else 'split'} checkpoint")
+        raise ValueError(f"it belongs to a {'padded' if manifest.is_padded else 'split'} checkpoint")
     if not isinstance(manifest.config, dict | None):
         raise ValueError(f"config: is not an object (got {manifest.config_text!r:.40})")  # noqa: TRY004 - untrusted data
     manifest.plan.rules.check()

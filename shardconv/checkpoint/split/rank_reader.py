@@ -142,7 +142,7 @@ class _StripeChecks:
             return None if self._error is not None else next(self._numbers, None)
 
     def wait(self, tensor: int | None = None) -> None:
-        """Wait for the checks of a tensor's stripes, by default for those of all.
+        """Wait for the checks of a tensor's stripes, by default of all stripes.
 
         Raises:
             IntegrityError: if bytes of any stripe differ from those that were written.
@@ -154,7 +154,7 @@ class _StripeChecks:
                 raise self._error.with_traceback(None)
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Stop checking, after the current stripes; what waits raises the error, which is also that of later calls."""
+        """Stop checking after the current stripes; waiting and later calls raise the error."""
         with self._changed:
             self._error = self._error or error or RuntimeError("the reader of the rank is closed")
             self._changed.notify_all()

@@ -31,7 +31,7 @@ from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 #: Values of a manifest by their names.
 _Properties = dict[str, Callable[[Manifest], object]]
-#: Properties of a source, and those of a split, which are the same in all folders of a split.
+#: Properties of a source and of a split that are the same in all folders of a split.
 _OF_SOURCE: _Properties = {
     "files": lambda manifest: (manifest.source_files, manifest.index, manifest.metadata, manifest.is_folder),
     "auxiliary files": lambda manifest: manifest.auxiliary_files,
@@ -54,7 +54,7 @@ class SplitFolders(NamedTuple):
 
     Attributes:
         manifest: of all ranks, in the order of the folders; a rank that several folders have is in it as often. Of
-            rank files of another tool, that of a split for one rank.
+            rank files of another tool, the manifest of a split for one rank.
         folders: the folders.
         source: the rank files of another tool; None for a split checkpoint.
     """
@@ -65,7 +65,7 @@ class SplitFolders(NamedTuple):
 
     @property
     def first(self) -> AnyPath:
-        """The first folder, whose auxiliary files stand for those of all."""
+        """The first folder, whose auxiliary files stand for all."""
         return self.folders[0].path
 
     @property
@@ -129,7 +129,7 @@ def open_folders(
     Args:
         src: one folder or several.
         source_layout: the layout of another tool's rank files; None to detect it.
-        config: a config.json, or a folder with one, to use instead of that of the rank files of another tool.
+        config: a config.json, or a folder with one, to use instead of the config of another tool's rank files.
         allow_missing_ranks: whether ranks may be missing in a single folder.
         has_source: whether there is a source to compare with, whose layout ``source_layout`` may be.
 

@@ -18,7 +18,7 @@ from shardconv.support.errors import PlanError, SplitCheckpointError
 
 
 def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
-    """The source tensors with the grids that the manifest stores; of a manifest without any, those of its config."""
+    """The source tensors with the grids that the manifest stores, or else with the grids of its config."""
     tensors, planned = manifest.source_tensors, manifest.plan.tensors
     if not any(one.grid for one in planned.values()):
         return with_grids(tensors, manifest.config)
@@ -38,8 +38,8 @@ def stored_planner(
 
     Args:
         manifest: of the split checkpoint.
-        engine: the engine whose boundaries the plan uses; None for those of shardconv.
-        pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for that of the split checkpoint.
+        engine: the engine whose boundaries the plan uses; None for shardconv.
+        pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for the option of the split checkpoint.
         dequantize: plan the weights of quantized layers, in place of the tensors that store them.
 
     Raises:

@@ -21,7 +21,7 @@ from shardconv.files.containers.unpickle import DTYPES
 from shardconv.plan.plan import TensorSpec
 
 METADATA_NAME = ".metadata"
-#: Chunks begin at multiples of this: those of the same dtype and shape have the same bytes around their data.
+#: Chunks begin at multiples of this, so that chunks of one dtype and shape have the same bytes around their data.
 _ALIGNMENT = 64
 
 

@@ -47,7 +47,7 @@ _LENGTH = struct.Struct("<Q")
 class TensorInfo(NamedTuple):
     """Dtype and shape of one tensor of a file, and its byte range in the data section of the file.
 
-    Its strides, in elements, are None if its bytes are contiguous, as those of all tensors of safetensors files are.
+    Its strides, in elements, are None if its bytes are contiguous, as in all safetensors files.
     """
 
     dtype: str

@@ -93,7 +93,7 @@ class Tensor(NamedTuple):
         offset: of its first element in the storage, in elements.
         shape: its shape.
         strides: for each dim the distance of its indices, in elements.
-        dtype: its dtype, if it is not that of the storage.
+        dtype: its dtype, if it differs from the storage's.
         kind: why it cannot be read as a dense tensor; empty if it can.
     """
 

@@ -93,11 +93,11 @@ def explain_write(error: Exception, shown: str) -> OutputError:
 
 @contextmanager
 def explained(shown: str, make_error: Callable[[Exception, str], ShardconvError] = explain) -> Iterator[None]:
-    """Replace the errors of clients, which are of many types, by those of shardconv.
+    """Replace the errors of clients, which are of many types, by shardconv's.
 
     Args:
         shown: the URL that is shown.
-        make_error: makes the error from that of a client and the URL.
+        make_error: makes the error from a client's error and the URL.
     """
     try:
         yield

@@ -44,7 +44,7 @@ class RemoteLock:
     Args:
         key: its place.
         shown: URL of the destination.
-        requests: those of the destination.
+        requests: the requests of the destination.
 
     Attributes:
         is_requested: whether this run may have created it.
@@ -74,7 +74,7 @@ class RemoteLock:
         """Check that this run still has the lock.
 
         Raises:
-            OutputError: if it was removed, or replaced by that of another run.
+            OutputError: if it was removed, or replaced by another run's.
         """
         if not self._requests.run(self.is_held, self.key.shown):
             raise OutputError(
@@ -258,7 +258,7 @@ class RemoteOutput:
     async def _remove(self) -> list[str]:
         """Delete visible files of this run, and then its lock; returns the URLs of the files that remain.
 
-        Without the lock, files may be those of another run, and are not deleted.
+        Without the lock, files may belong to another run, and are not deleted.
         """
         is_held, written = await self._lock.is_held(), self._written()
         for _ in range(_NUM_REMOVALS):
@@ -282,7 +282,7 @@ def _joined(urls: Collection[str]) -> str:
 
 
 def _since(lock: bytes) -> str:
-    """When and where the run started that wrote a lock, if it is valid."""
+    """Start time and host of the run that wrote a lock, for a message; empty if the lock is not valid."""
     try:
         found = json.loads(lock)
     except ValueError:

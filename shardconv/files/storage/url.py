@@ -16,7 +16,7 @@ SCHEMES = ("s3", "gs", "az", *_WEB, "hf")
 _HOST = re.compile(r"(\[[^\]]*\]|[^:@\[\]]*)(:\d{0,5})?")
 #: Where a query starts; keys of object stores may contain ? and #.
 _QUERY, _STORE_QUERY = re.compile(r"[?#]"), re.compile(r"\?[^/=]*=")
-#: Suffixes of files; a URL with any other end is that of a folder.
+#: Suffixes of files; a URL with any other end is a folder.
 _FILES = (".safetensors", ".json")
 
 #: The file in a folder of an object store that a run keeps while it writes the folder.

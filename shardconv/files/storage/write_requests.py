@@ -1,4 +1,4 @@
-"""Requests that write to stores: those of an interrupted command are finished before its files are removed."""
+"""Requests that write to stores. An interrupted command finishes its requests before it removes its files."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future

@@ -37,7 +37,7 @@ class _DiffusionValues(Values):
     """:class:`~shardconv.hf.inputs.special.Values` of a model of diffusers."""
 
     def draw(self, table: Any) -> Any:
-        """The values that a table describes; of a list, those of each item."""
+        """The values that a table describes; for a list, the values of each item."""
         return [self.draw(one) for one in table] if isinstance(table, list) else super().draw(table)
 
     def _full(self, table: Mapping[str, Any]) -> Tensor:

@@ -77,7 +77,7 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
     return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else without_numbers
 
 
-#: Return a name with 0 in place of each number between dots, such as those of layers and experts.
+#: Return a name with 0 in place of each number between dots, such as the numbers of layers and experts.
 without_numbers = partial(_NUMBER.sub, ".0")
 
 

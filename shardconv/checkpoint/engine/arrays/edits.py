@@ -36,7 +36,7 @@ def add(data: Bytes, dtype: str, offset: int, values: Sequence[int], *, sign: in
 
 
 def fill(data: Bytes, edits: Edits, offset: int) -> None:
-    """Write the values of a full tensor that follow from its grid; the arguments are those of :func:`difference`."""
+    """Write the values of a full tensor that follow from its grid; arguments as for :func:`difference`."""
     elements = np.frombuffer(data, _DTYPES[edits.dtype])
     elements[:] = _expected(edits.grid, np.arange(len(elements)) + offset // elements.itemsize)
 

@@ -45,7 +45,7 @@ def convert(data: Bytes, dtype: str, target: Bytes, target_dtype: str) -> None:
 
 
 def widen(elements: NDArray[Any], dtype: str, to: str = "<f4") -> NDArray[Any]:
-    """The elements of a dtype of safetensors in one of numpy; those of BF16 are given by their bits."""
+    """The numpy dtype of a safetensors dtype; BF16 is represented by its bits."""
     if dtype == "BF16":
         elements = (elements.astype("<u4") << 16).view("<f4")
     return elements.astype(to, copy=False)
