@@ -17,6 +17,7 @@ from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.engines.held_shard import HeldShard, runs_of
 from shardconv.engines.rank_tensor import RankTensor
+from shardconv.plan.stages import chosen_stages
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
 from shardconv.support.errors import PlanError, WorldSizeError
@@ -120,7 +121,7 @@ def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozense
     """The tensors of a stage of an engine; None for all, if the stages of the family are unknown."""
     planner = stored_planner(manifest, engine)
     try:
-        plan = planner.plan(manifest.tp, planner.stages(stages.num_layers))
+        plan = planner.plan(manifest.tp, planner.stages(chosen_stages(1, stages.num_layers)))
     except PlanError:
         return None
     return frozenset(name for name in plan.tensors if plan.holds(stages.stage * manifest.tp, name))

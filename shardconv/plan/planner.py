@@ -1,7 +1,7 @@
 """The planner: the plan of a checkpoint, from the names and shapes of its tensors and a rule set."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
 
 from msgspec.structs import replace
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.stages import StageFinder, Stages
+from shardconv.plan.stages import StageChoice, StageFinder, Stages
 from shardconv.plan.tensor_groups import TensorGroups, group_tensors
 from shardconv.plan.tensor_placement import BlockedError, PaddedRule
 from shardconv.plan.tp_sizes import MAX_TP, BlockedTp, PlacedTensors, unsupported_tp
@@ -84,16 +84,16 @@ class Planner:
         other.assumed, other._with_padding = sentences, {}  # noqa: SLF001 - of the same class
         return other
 
-    def stages(self, chosen: int | Sequence[int]) -> Stages | None:
-        """The stages of pipeline parallelism; None for one.
-
-        Args:
-            chosen: number of stages, or of the layers of each.
+    def stages(self, chosen: StageChoice) -> Stages | None:
+        """The pipeline stages of the model, also for an adapter; None for one.
 
         Raises:
             PlanError, UsageError: as :meth:`StageFinder.divide <shardconv.plan.stages.StageFinder.divide>`.
         """
-        return None if chosen == 1 else StageFinder(self.rules).divide(chosen, self.group_of)
+        if chosen.count == 1:
+            return None
+        names = [group.matrix_of(name) for name, group in self.group_of.items()]
+        return StageFinder(self.rules).divide(chosen, names)
 
     def plan(self, tp: int, stages: Stages | None = None) -> Plan:
         """The plan for ``tp`` ranks, in each of ``stages``.

@@ -8,6 +8,7 @@ do: rank ``stage * tp + t`` holds the shards of tensor parallel rank t of the st
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -98,26 +99,43 @@ def _fill(layer_bytes: Sequence[int], pp: int, limit: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def chosen_stages(pp: int, stages: str | Sequence[int]) -> int | tuple[int, ...]:
-    """The number of stages that a user chooses, or the number of layers of each.
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """The pipeline stages that a user chooses.
+
+    Attributes:
+        count: number of stages.
+        num_layers: number of layers of each; empty for :func:`divide_layers`.
+        is_tied: whether the head is the embedding table; None if it follows from the model.
+    """
+
+    count: int = 1
+    num_layers: tuple[int, ...] = ()
+    is_tied: bool | None = None
+
+
+def chosen_stages(pp: int, stages: str | Sequence[int] | Stages) -> StageChoice:
+    """The stages that a user chooses.
 
     Args:
         pp: number of stages.
-        stages: number of layers of each, also as a text such as "20,20,21,19"; empty for :func:`divide_layers`.
+        stages: number of layers of each, also as a text such as "20,20,21,19"; empty for equal numbers. Those of a base
+            model for its adapter.
 
     Raises:
         UsageError: if they contradict each other, or are not positive integers.
     """
+    if isinstance(stages, Stages):
+        return StageChoice(stages.count, stages.num_layers, stages.is_tied)
     numbers = [int(one) if one.isdecimal() else one for one in stages.split(",")] if isinstance(stages, str) else stages
     given = as_option(stages) if stages else option(pp=pp)
     counts = tuple(one for one in numbers if type(one) is int and one > 0) if stages else ()
     if type(pp) is not int or pp < 1 or (stages and len(counts) != len(numbers)):
         raise UsageError(f"{given} is wrong (expected positive integers, such as {as_option('20,20')}): correct it")
-    if stages and pp not in {1, len(counts)}:
-        raise UsageError(
-            f"{given} has {len(counts)} stages (expected {pp}, for {option(pp=pp)}): correct one of the two"
-        )
-    return counts if len(counts) > 1 else pp
+    if stages and (pp not in {1, len(counts)} or len(counts) == 1):
+        expected = f"{pp}, for {option(pp=pp)}" if pp > 1 else "at least 2"
+        raise UsageError(f"{given} has {len(counts)} of them (expected {expected}): correct it")
+    return StageChoice(len(counts) or pp, counts)
 
 
 def as_option(stages: str | Iterable[object]) -> str:
@@ -156,12 +174,12 @@ class StageFinder:
             for pattern, kind in model_rules.family.stages.items()
         ]
 
-    def divide(self, chosen: int | Sequence[int], names: Collection[str]) -> Stages:
+    def divide(self, chosen: StageChoice, names: Collection[str]) -> Stages:
         """The stages of a model with tensors of these names.
 
         Args:
-            chosen: number of stages, or of the layers of each.
-            names: of its tensors.
+            chosen: the choice of the user.
+            names: of its tensors, or of those that an adapter changes.
 
         Raises:
             PlanError: if the model does not have one sequence of layers, or its number of layers is unknown.
@@ -173,20 +191,22 @@ class StageFinder:
             raise self._refusal(f"it has {len(sequences)} sequences of layers ({', '.join(sequences) or 'none'})")
         ((path, model_rules),) = sequences.items()
         known = model_rules.fields().evaluate_known(NUM_LAYERS)
-        num_layers = divide_layers(known, chosen) if isinstance(chosen, int) and known is not None else chosen
-        if isinstance(num_layers, int):
+        num_layers = chosen.num_layers or (() if known is None else divide_layers(known, chosen.count))
+        if not num_layers:
             raise PlanError(
                 f"the number of layers is unknown ({NUM_LAYERS} is missing): pass {option('stages')} with the number "
                 "of layers of each stage"
             )
         if 0 in num_layers:
-            raise UsageError(f"{option(pp=chosen)} is more than the {known} layers of {path}: pass at most {known}")
+            raise UsageError(
+                f"{option(pp=chosen.count)} is more than the {known} layers of {path}: pass at most {known}"
+            )
         if known not in {None, sum(num_layers)}:
             raise UsageError(
                 f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {known}, of {path}): correct it"
             )
         is_tied = _is_tied(self._rules) or all(one.kind != HEAD for one in found)
-        return Stages(place_layers(num_layers), is_tied)
+        return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied)
 
     def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:
         """The stages that hold a tensor; () for all.

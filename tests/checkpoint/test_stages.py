@@ -163,6 +163,45 @@ def test_only_the_layers_of_a_stage_are_read(source, tmp_path, monkeypatch):
     assert sum(read) < 1.2 * report.rank_bytes[0]  # with headers and samples; the other stage has as many bytes
 
 
+def test_adapters_are_in_the_stages_of_their_layers(tmp_path, checkpoint):
+    pytest.importorskip("peft")
+    from tests.support.adapters import ADAPTERS, write_adapter  # noqa: PLC0415 - imports PEFT
+
+    source = checkpoint("llama")
+    adapter = write_adapter(tmp_path / "adapter", source, **ADAPTERS["llama-dora"][1])
+    shardconv.split(source, tmp_path / "out", tp=2, pp=2, adapters=[adapter])
+    for rank, file in enumerate(rank_files(tmp_path / "out" / "adapters" / "adapter")):
+        names = [name.removeprefix("base_model.model.") for name in tensors_of(file)]
+        assert names
+        assert {stage_of(name, (1, 1)) for name in names} == {rank // 2}
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back" / "adapters" / "adapter") == contents(adapter)
+    shardconv.reshard(tmp_path / "out", tmp_path / "one", tp=1)
+    shardconv.reshard(tmp_path / "one", tmp_path / "again", tp=2, pp=2)
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    shardconv.split(adapter, tmp_path / "alone", base=source, tp=2, pp=2)
+    shardconv.merge(tmp_path / "alone", tmp_path / "adapter again")
+    assert contents(tmp_path / "adapter again") == contents(adapter)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_quantized_layers(tmp_path, act_order):
+    """Codes, scales, zero points and groups of a layer are in its stage; of rows, each rank counts groups from 0."""
+    from tests.support.gptq import write_gptq  # noqa: PLC0415 - imports torch
+
+    source = write_gptq(tmp_path / "source", bits=4, group=8, act_order=act_order, layers=2)
+    shardconv.split(source, tmp_path / "whole", tp=2)
+    shardconv.split(source, tmp_path / "out", tp=2, pp=2)
+    whole = [tensors_of(file) for file in rank_files(tmp_path / "whole")]
+    for rank, file in enumerate(rank_files(tmp_path / "out")):
+        stage, tp_rank = divmod(rank, 2)
+        expected = {name: one for name, one in whole[tp_rank].items() if stage_of(name, (1, 1)) == stage}
+        assert tensors_of(file) == expected
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
 def test_damage_names_file_and_tensor(source, tmp_path):
     shardconv.split(source, tmp_path / "out", tp=2, pp=2)
     damaged = rank_files(tmp_path / "out")[3]

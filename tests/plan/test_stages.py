@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardconv.plan.placement import Interval
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.stages import Stages, chosen_stages, divide_layers, even_stages, place_layers
+from shardconv.plan.stages import StageChoice, Stages, chosen_stages, divide_layers, even_stages, place_layers
 from shardconv.support.errors import PlanError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs
 
@@ -78,11 +78,10 @@ def test_other_placements_are_refused():
 
 
 CHOSEN = {
-    (1, ""): 1,
-    (2, ""): 2,
-    (1, "20,20"): (20, 20),
-    (2, (20, 21)): (20, 21),
-    (1, "4"): 1,
+    (1, ""): StageChoice(),
+    (2, ""): StageChoice(2),
+    (1, "20,20"): StageChoice(2, (20, 20)),
+    (2, (20, 21)): StageChoice(2, (20, 21)),
 }
 WRONG = {
     (0, ""): "pp=0 is wrong",
@@ -90,7 +89,8 @@ WRONG = {
     (1, "2,a"): 'stages="2,a" is wrong',
     (1, "2,,3"): 'stages="2,,3" is wrong',
     (1, (2, 0)): 'stages="2,0" is wrong',
-    (3, "2,2"): r'stages="2,2" has 2 stages \(expected 3, for pp=3\)',
+    (3, "2,2"): r'stages="2,2" has 2 of them \(expected 3, for pp=3\)',
+    (1, "4"): r"stages=4 has 1 of them \(expected at least 2\)",
 }
 
 
@@ -115,7 +115,7 @@ def planner(config, names=None, extra=()):
 def test_tied_embedding_is_on_both_ends(is_tied):
     config = {**llama_config(), "num_hidden_layers": 2, "tie_word_embeddings": is_tied}
     made = planner(config, {name for name in llama_specs(config) if not (is_tied and name == "lm_head.weight")})
-    plan = made.plan(1, made.stages(2))
+    plan = made.plan(1, made.stages(StageChoice(2)))
     assert plan.tensors["model.embed_tokens.weight"].stages == ((0, 1) if is_tied else (0,))
     assert plan.tensors["model.norm.weight"].stages == (1,)
     assert [plan.tensors[f"model.layers.{layer}.mlp.up_proj.weight"].stages for layer in (0, 1)] == [(0,), (1,)]
@@ -124,25 +124,25 @@ def test_tied_embedding_is_on_both_ends(is_tied):
 def test_head_that_is_missing_is_the_embedding():
     config = llama_config()
     made = planner({**config, "tie_word_embeddings": False}, {*llama_specs(config)} - {"lm_head.weight"})
-    assert made.stages(2).is_tied
+    assert made.stages(StageChoice(2)).is_tied
 
 
 def test_old_buffers_are_on_all_stages():
     made = planner(llama_config(), extra=[("model.rotary_emb.inv_freq", (4,))])
-    plan = made.plan(1, made.stages(2))
+    plan = made.plan(1, made.stages(StageChoice(2)))
     assert plan.tensors["model.rotary_emb.inv_freq"].stages == ()
     assert all(plan.holds(rank, "model.rotary_emb.inv_freq") for rank in (0, 1))
 
 
 def test_mtp_layers_are_on_the_last_stage():
     made = planner(llama_config(), extra=[("model.layers.2.eh_proj.weight", (64, 128)), ("mtp.fc.weight", (64, 128))])
-    plan = made.plan(1, made.stages(2))
+    plan = made.plan(1, made.stages(StageChoice(2)))
     assert plan.tensors["model.layers.2.eh_proj.weight"].stages == plan.tensors["mtp.fc.weight"].stages == (1,)
 
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(UsageError, match=r"pp=3 is more than the 2 layers of model.layers: pass at most 2"):
-        planner(llama_config()).stages(3)
+        planner(llama_config()).stages(StageChoice(3))
 
 
 REFUSED = {
@@ -157,7 +157,7 @@ def test_models_without_known_stages_are_refused(case):
     config, name, shape = REFUSED[case]
     made = planner_for({name: TensorSpec("F32", shape)}, config, PlanRequest())
     with pytest.raises(PlanError, match=rf"pp is not supported for family \w+: the stage of {name} is unknown"):
-        made.stages(2)
+        made.stages(StageChoice(2))
 
 
 def test_several_sequences_of_layers_are_refused():
@@ -165,7 +165,7 @@ def test_several_sequences_of_layers_are_refused():
     specs = {f"{name}.0.weight": TensorSpec("F32", (4,)) for name in "ab"}
     made = planner_for(specs, None, PlanRequest(plan_file=("net.toml", text)))
     with pytest.raises(PlanError, match=r"it has 2 sequences of layers \(a, b\)"):
-        made.stages((1, 1))
+        made.stages(StageChoice(2, (1, 1)))
 
 
 def test_plan_file_has_stages():
@@ -179,7 +179,7 @@ def test_plan_file_has_stages():
         """
     names = ("first.weight", *(f"blocks.{number}.weight" for number in range(3)), "out.bias")
     made = planner_for(dict.fromkeys(names, TensorSpec("F32", (4,))), None, PlanRequest(plan_file=("net.toml", text)))
-    plan = made.plan(2, made.stages((1, 2)))
+    plan = made.plan(2, made.stages(StageChoice(2, (1, 2))))
     assert [plan.tensors[name].stages for name in names] == [(0,), (0,), (1,), (1,), (1,)]
     assert plan.num_ranks == 4
 
@@ -194,11 +194,11 @@ def test_number_of_layers_has_to_be_known():
     specs = {name: TensorSpec(*spec) for name, spec in llama_specs(config).items()}
     made = planner_for(specs, None, PlanRequest(family="llama", head_dim=config["head_dim"]))
     with pytest.raises(PlanError, match=r"number of layers is unknown .*: pass stages"):
-        made.stages(2)
-    assert made.stages((1, 1)).num_layers == (1, 1)
+        made.stages(StageChoice(2))
+    assert made.stages(StageChoice(2, (1, 1))).num_layers == (1, 1)
 
 
 def test_wrong_sum_is_refused():
     made = planner(llama_config())
     with pytest.raises(UsageError, match=r'stages="1,2" has 3 layers \(expected 2, of model.layers\)'):
-        made.stages((1, 2))
+        made.stages(StageChoice(2, (1, 2)))

@@ -62,7 +62,7 @@ def write_gptq(
         version: of the format, ``gptq`` or ``gptq_v2``, or ``awq`` for the format of AWQ.
         sizes: see :func:`~tests.support.checkpoints.llama_config`.
     """
-    config = llama_config(layers=1, vocab=16, **sizes)
+    config = llama_config(**{"layers": 1, "vocab": 16, **sizes})
     random, tensors = np.random.default_rng(0), {}
     for name, (_, shape) in llama_specs(config).items():
         layer = name.removesuffix(".weight")

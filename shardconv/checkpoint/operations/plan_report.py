@@ -22,7 +22,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.planner import Planner
-from shardconv.plan.stages import chosen_stages, even_stages
+from shardconv.plan.stages import StageChoice, chosen_stages, even_stages
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
@@ -144,7 +144,7 @@ def report_plan(
     With ``dtype``, dtypes and sizes are as in a split with it.
     """
     chosen_pp = chosen_stages(pp, stages)
-    if chosen_pp != 1 and tp is None:
+    if chosen_pp.count > 1 and tp is None:
         raise UsageError(f"{option('pp')} is for a plan: add {option('tp')}")
     if is_split(path := open_path(src)):
         if dtype is not None:
@@ -161,7 +161,7 @@ def report_plan(
     return replace(report, left_out=source.left_out, engine=options.get("engine"))
 
 
-def _report_stored(folder: AnyPath, tp: int | None, pp: int | tuple[int, ...], options: PlanOptions) -> PlanReport:
+def _report_stored(folder: AnyPath, tp: int | None, chosen: StageChoice, options: PlanOptions) -> PlanReport:
     """Report the plan of a split checkpoint."""
     pad = options.pop("pad", False)  # an option of reshard, too
     refuse_changes(folder, options)
@@ -171,9 +171,9 @@ def _report_stored(folder: AnyPath, tp: int | None, pp: int | tuple[int, ...], o
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan = manifest.plan
     planner = stored_planner(manifest, manifest.request.engine)
-    if tp is not None and (tp != plan.tp or planner.stages(pp) != plan.stages):
+    if tp is not None and (tp != plan.tp or planner.stages(chosen) != plan.stages):
         planner = planner.padded(int(pad)) if tp != plan.tp else planner
-        plan = planner.plan(tp, planner.stages(pp))
+        plan = planner.plan(tp, planner.stages(chosen))
     report = _report(folder, planner, quantized_tensors(manifest), plan, manifest.config, is_adapter=is_adapter)
     return replace(
         report,
@@ -233,7 +233,7 @@ def _even_stages(
     finest = planner.plan(plan.tp, plan.stages.finest)
     sizes = rank_bytes(tensor_reports(specs, finest), finest.num_ranks)
     even = even_stages([max(sizes[at : at + plan.tp]) for at in range(0, len(sizes), plan.tp)], plan.pp)
-    even_plan = planner.plan(plan.tp, planner.stages(even))
+    even_plan = planner.plan(plan.tp, planner.stages(chosen_stages(1, even)))
     even_bytes = max(rank_bytes(tensor_reports(specs, even_plan), plan.num_ranks))
     return (even, even_bytes) if even_bytes < max(held) else (plan.num_layers, max(held))
 

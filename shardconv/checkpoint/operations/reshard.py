@@ -31,7 +31,7 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
-from shardconv.plan.stages import chosen_stages
+from shardconv.plan.stages import StageChoice, Stages, chosen_stages
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
@@ -74,7 +74,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     *,
     tp: int,
     pp: int = 1,
-    stages: str | Sequence[int] = (),
+    stages: str | Sequence[int] | Stages = (),
     layout: str | None = None,
     engine: str | None = None,
     pad: bool = False,
@@ -143,7 +143,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     chosen_pp = chosen_stages(pp, stages)
-    new_suffix = size_suffix(tp, chosen_pp if isinstance(chosen_pp, int) else len(chosen_pp))
+    new_suffix = size_suffix(tp, chosen_pp.count)
     name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.pp))
     destination = given or Destination(Path(f"{name}{new_suffix}"))
     is_identified = how.checksums and not destination.is_remote
@@ -161,7 +161,9 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(adapter.manifest, tp, new.plan.num_layers or 1, pad=int(pad), checksums=how.checksums)
+        _plan_reshard(
+            adapter.manifest, tp, chosen_stages(1, new.plan.stages or ()), pad=int(pad), checksums=how.checksums
+        )
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),
@@ -200,7 +202,7 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
 def _plan_reshard(
     old: Manifest,
     tp: int,
-    pp: int | tuple[int, ...],
+    chosen: StageChoice,
     *,
     layout: str | None = None,
     max_file_size: int | str | None = None,
@@ -222,7 +224,7 @@ def _plan_reshard(
         request = request_for(request, layout)
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
     planner = stored_planner(old, request.engine, pad=pad)
-    plan = planner.plan(tp, planner.stages(pp))
+    plan = planner.plan(tp, planner.stages(chosen))
     file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
     return old.with_plan(plan, request, file_layout, checksums=checksums), padding_report(planner, tp)
 
@@ -235,7 +237,7 @@ def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters:
         for name, adapter in adapters.items():
             inner = staged.inner(f"{ADAPTERS}/{name}")
             reshard(
-                adapter.paths, inner, tp=new.tp, stages=new.plan.num_layers, checksums=options.checksums,
+                adapter.paths, inner, tp=new.tp, stages=new.plan.stages or (), checksums=options.checksums,
                 threads=options.threads,
             )  # fmt: skip
 

@@ -29,7 +29,7 @@ from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
-from shardconv.plan.stages import chosen_stages
+from shardconv.plan.stages import Stages, chosen_stages
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
@@ -76,7 +76,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     *,
     tp: int | None = None,
     pp: int = 1,
-    stages: str | Sequence[int] = (),
+    stages: str | Sequence[int] | Stages = (),
     ranks: Ranks = None,
     base: StrPath | None = None,
     adapters: Sequence[StrPath | AnyAdapter] = (),
@@ -154,7 +154,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     if tp is None and layout != MEGATRON:
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
     tp, chosen_pp = tp or 1, chosen_stages(pp, stages)
-    pp = chosen_pp if isinstance(chosen_pp, int) else len(chosen_pp)
+    pp = chosen_pp.count
     chosen = choose_ranks(ranks, tp * pp)
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)

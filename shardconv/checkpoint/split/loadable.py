@@ -23,7 +23,7 @@ from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_
 from shardconv.files.paths import folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
-from shardconv.plan.stages import chosen_stages
+from shardconv.plan.stages import StageChoice, chosen_stages
 from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
@@ -173,10 +173,11 @@ def open_loadable(
 
 
 def _refuse_options(
-    path: AnyPath, manifest: Manifest, tp: int | None, pp: int | tuple[int, ...], options: PlanOptions
+    path: AnyPath, manifest: Manifest, tp: int | None, chosen: StageChoice, options: PlanOptions
 ) -> None:
     """Refuse options that a split checkpoint does not use."""
-    if pp not in {1, manifest.plan.pp, manifest.plan.num_layers}:
+    num_layers = manifest.plan.num_layers
+    if chosen.count > 1 and (chosen.count, chosen.num_layers or num_layers) != (manifest.plan.pp, num_layers):
         raise UsageError(
             f"{path}: is split for {manifest.size_options}: remove {option('pp')} and {option('stages')}, or make "
             f"another one with shardconv reshard"
