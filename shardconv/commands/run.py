@@ -122,6 +122,8 @@ def run(
         raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
     if is_pipeline(folder):
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
+        if values["pp"] != 1 or values["stages"]:
+            raise UsageError("a pipeline of diffusers does not have pipeline stages: remove --pp and --stages")
         run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
         return
     if token_ids and (prompt or values["chat"]):

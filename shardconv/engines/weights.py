@@ -28,6 +28,10 @@ _OTHER_ENGINE = (
     "split the source again with shardconv split SRC --tp {tp} --for {engine}, or run shardconv reshard {folder} "
     "--tp {tp} --for {engine}"
 )
+_OTHER_ENGINE_OF_STAGES = (
+    "split the source again with shardconv split SRC --tp {tp} --stages {stages} --for {engine}, or run shardconv "
+    "reshard {folder} --tp {tp} --stages {stages} --for {engine}"
+)
 _SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
 _SOURCE = "the engine shards it differently: load it with --load-format auto"
 
@@ -83,8 +87,12 @@ def open_for_engine(
             f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
             f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
-    of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
-    remedy = (_SOURCE if is_source else of_split).format(engine=engine, folder=folder, tp=tp)
+    num_layers = manifest.plan.num_layers
+    other = _OTHER_ENGINE_OF_STAGES if num_layers else _OTHER_ENGINE
+    of_split = _SAME_ENGINE if manifest.request.engine == engine else other
+    remedy = (_SOURCE if is_source else of_split).format(
+        engine=engine, folder=folder, tp=tp, stages=",".join(map(str, num_layers))
+    )
     if manifest.plan.stages is not None:
         _check_stages(folder, manifest, stages)
     if stages is not None:
@@ -110,10 +118,11 @@ def _check_stages(folder: Path, manifest: Manifest, stages: EngineStages | None)
     num_layers = () if stages is None else stages.num_layers
     if num_layers != manifest.plan.num_layers:
         expected, got = (",".join(map(str, one)) or "all" for one in (num_layers, manifest.plan.num_layers))
+        again = f"shardconv reshard {folder} --tp {manifest.tp}"
+        again = f"shardconv reshard {folder} --tp {manifest.tp} --stages {expected}" if stages else again
         raise WorldSizeError(
             f"{folder} is split for other pipeline stages (got {got} layers, expected {expected} of the engine): start "
-            f"the engine with --pipeline-parallel-size {manifest.plan.pp} and VLLM_PP_LAYER_PARTITION={got}, or run "
-            f"shardconv reshard {folder} --tp {manifest.tp}" + (f" --stages {expected}" if stages else "")
+            f"the engine with {manifest.plan.pp} stages and VLLM_PP_LAYER_PARTITION={got}, or run {again}"
         )
 
 

@@ -124,7 +124,7 @@ def _has_others(group: GroupLike) -> bool:
 def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
     path, manifest = checkpoint.pipeline or checkpoint.path, checkpoint.manifest
     if manifest.plan.pp > 1 and group is not None:
-        raise UsageError(f"{path}: has pipeline stages, which use all processes: remove {option('group')}")
+        raise UsageError(f"{path}: has pipeline stages, which use all processes: remove the argument group")
     size = _num_connected(group, manifest.plan.pp) or launched_size()
     if size != manifest.num_ranks:
         found = "is 1 process" if size == 1 else f"are {size} processes"

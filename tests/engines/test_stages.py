@@ -65,9 +65,7 @@ def test_only_bytes_of_the_stage_are_verified(source, tmp_path, kind):
 
 
 def test_other_stages_are_refused(splits):
-    with pytest.raises(
-        WorldSizeError, match=r"got 1,2,1 layers, expected 2,2 .*VLLM_PP_LAYER_PARTITION=1,2"
-    ):
+    with pytest.raises(WorldSizeError, match=r"got 1,2,1 layers, expected 2,2 .*VLLM_PP_LAYER_PARTITION=1,2"):
         opened(splits["stages"], 0, layers=(2, 2))
     with pytest.raises(WorldSizeError, match=r"got 1,2,1 layers, expected all of the engine"):
         opened(splits["stages"], 0, layers=None)
