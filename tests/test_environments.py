@@ -23,7 +23,7 @@ PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a process starts with.
+    """The environment that a process starts with.
 
     Attributes:
         variables: environment variables beside PATH and PYTHONPATH.

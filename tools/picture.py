@@ -29,7 +29,7 @@ def commands() -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command prints on stdout and stderr.
+    """The output of a command on stdout and stderr.
 
     Raises:
         subprocess.CalledProcessError: if it fails.

@@ -1,14 +1,15 @@
-"""Refuse words that the glossary replaces.
+"""Refuse words that the glossary replaces, and count those that are often better said otherwise.
 
-    python -m tools.wording
+    python -m tools.wording [--warnings]
 
-Checks the tracked Python, Markdown and TOML files, and fails with file, line and the word to use instead. Only words
-without another meaning in this project are in the table.
+Checks the tracked Python, Markdown and TOML files, and fails with file, line and the word to use instead. Words that
+are right in some places are only counted; ``--warnings`` prints their lines.
 """
 
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 #: Regular expression of a word to replacement.
@@ -49,22 +50,46 @@ WORDS = {
     r"[{,] part = \d": "segment = ...",
     r"(?:^|['\"`])\[(?:\w+\.)?parts\]": "[submodels]",
     r"\bon_parts\b": "on_shards",
+    r"\bnot right\b": "failed, incorrect",
+    r"\bput off\b": "deferred",
+    r"\bcannot be sure\b": "cannot verify",
+}
+#: The same for openings of docstrings and of entries in the changelog, and for verdicts, with their case.
+CASED = {
+    r'"""(?:What|How|Which|Why|Who|Where|When) ': "a noun or a verb",
+    r"^- (?:Get|See|Learn|Find) ": "what was added",
+    r"\bDIFFERENT\b": "failed, differs",
+    r"\bFAILED TO RUN\b": "failed to run",
+}
+#: The same for words that are right in some places.
+WARNINGS = {
+    r"\b(?:that|those) of\b": "repeat the noun, or say it shorter",
+    r"\bthe ones? (?:that|which|of)\b": "repeat the noun",
+    r"\blikewise\b": "a sentence with the fact",
+    r"\bin place of\b": "instead of",
+    r"\bat once\b": "immediately",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 
 
-def main() -> int:
-    """Print every finding; returns the exit code."""
+def findings(words: dict[str, str], flags: re.RegexFlag) -> Iterator[str]:
+    """Yield the file, line and replacement of each word in the tracked files."""
     listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.split()
-    regex = re.compile("|".join(f"({word})" for word in WORDS), re.IGNORECASE)
-    replacements = list(WORDS.values())
-    found = 0
+    regex = re.compile("|".join(f"({word})" for word in words), flags)
+    replacements = list(words.values())
     for path in (Path(name) for name in listed if Path(name).suffix in _SUFFIXES and name != "tools/wording.py"):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             for match in regex.finditer(line):
-                found += 1
-                instead = replacements[(match.lastindex or 1) - 1]
-                sys.stdout.write(f"{path}:{number}: {match[0]!r}: use {instead}\n")
+                yield f"{path}:{number}: {match[0]!r}: use {replacements[(match.lastindex or 1) - 1]}"
+
+
+def main() -> int:
+    """Print every finding; returns the exit code."""
+    found = [*findings(WORDS, re.IGNORECASE), *findings(CASED, re.NOFLAG)]
+    warnings = list(findings(WARNINGS, re.IGNORECASE))
+    shown = [*found, *warnings] if "--warnings" in sys.argv[1:] else found
+    sys.stdout.writelines(f"{line}\n" for line in shown)
+    sys.stdout.write(f"{len(warnings)} lines may be said otherwise: python -m tools.wording --warnings\n")
     return 1 if found else 0
 
 

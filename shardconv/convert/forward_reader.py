@@ -58,7 +58,7 @@ _MAX_SEGMENTS = 4
 
 
 class Problem(NamedTuple):
-    """A division of local features by a number of the unsharded model, or another use that is not right on each rank.
+    """A division of local features by a number of the unsharded model, or another use that is incorrect on a rank.
 
     Attributes:
         shard: the features.

@@ -382,7 +382,7 @@ def test_hosts_with_different_sources(tmp_path, what):
     [(4096, "was split from another source .* bytes of model.norm.weight"), (10**6, "model.norm.weight differs from")],
 )
 def test_hosts_whose_sources_differ_in_a_byte(with_another_norm, tmp_path, stripe_bytes, expected):
-    """Where no sample has the byte, checksums of replicated stripes differ, or else replicas."""
+    """If no sample has the byte, checksums of replicated stripes differ, or else replicas."""
     source, other = with_another_norm(0, stripe_bytes)
     folders = [*split(source, tmp_path, "0-1"), *split(other, tmp_path / "b", "2-3")]
     with pytest.raises(SplitCheckpointError, match=expected):

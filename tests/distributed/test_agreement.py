@@ -1,4 +1,4 @@
-"""What ranks or processes see, in words."""
+"""Messages on differences between ranks or processes."""
 
 from pathlib import Path
 

@@ -240,7 +240,7 @@ OF_QUANTO = ("llama", "phi3", "qwen3_moe")
 
 
 class Form(NamedTuple):
-    """How the layers of a model are stored.
+    """The storage of the layers of a model.
 
     Attributes:
         quantize: returns the tensors of a weight.

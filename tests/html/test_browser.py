@@ -157,7 +157,7 @@ def test_text_of_a_checkpoint_is_shown_as_text(show):
 
 
 def test_browser_refuses_further_scripts_and_requests(browser, files):
-    """What the page would refuse even if a script of it made markup of a name."""
+    """The page refuses this even if a script of it made markup of a name."""
     page = browser.new_page()
     page.goto((files / "plan.html").as_uri())
     refused = """async () => {

@@ -148,7 +148,7 @@ def test_loaded_model(ranks, tmp_path, settings):
 
 
 def check_disguise(axis):
-    """What the disguised CPU detects, so that the other tests can fail."""
+    """The disguised CPU detects these errors, so that the other tests can fail."""
     x, cpu = torch.ones(2, 3, device=NAME, requires_grad=True), torch.ones(3)
     for mix in (lambda: x * cpu, lambda: torch.cat([x[0], cpu]), lambda: nn.functional.linear(x, torch.ones(2, 3))):
         with pytest.raises(RuntimeError, match=f"gets tensors of the CPU and of {NAME}"):

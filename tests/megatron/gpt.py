@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the processes do: the checkpoint that they load, its source, and where they write results."""
+    """The task of the processes: the checkpoint that they load, its source, and the folder of results."""
 
     sizes: Sizes
     source: Path

@@ -587,7 +587,7 @@ def test_plan_lists_large_sizes_if_only_these_need_padding(tmp_path):
 
 
 def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
-    """Where they are supported without padding, and from where they can be chosen: a split checkpoint has its plan."""
+    """Sizes that are supported without padding, and their origin: a split checkpoint has its plan."""
     source = Model("mixtral", {**GQA, **MOE, "intermediate_size": 90}).write(tmp_path / "source")
     remedy = "--experts expert to distribute whole experts, or --pad to pad with zeros"
     assert f": pass a supported size, or {remedy}" in call("plan", source, "--tp", 4).err

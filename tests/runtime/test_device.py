@@ -73,7 +73,7 @@ def found(monkeypatch):
     ],
 )
 def test_device_of_local_rank_3(monkeypatch, found, kind, count, requested, expected):
-    """Where there is an accelerator whose tensors torch sends between ranks, the one with the local rank as index."""
+    """The accelerator with the local rank as index, if torch sends its tensors between ranks."""
     found(kind, count)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert device.rank_device(requested) == torch.device(expected)

@@ -1,4 +1,4 @@
-"""What the tests of writing to S3 share: comparisons, and faults of the requests of a step."""
+"""Shared by the tests of writing to S3: comparisons, and faults of the requests of a step."""
 
 import json
 

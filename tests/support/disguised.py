@@ -74,7 +74,7 @@ class DeviceTensor(Tensor):
 
 
 class DeviceModule:
-    """What ``torch.get_device_module`` returns for the device."""
+    """The module that ``torch.get_device_module`` returns for the device."""
 
     generator = torch.Generator()
 

@@ -154,7 +154,7 @@ def check_values(
 
 
 def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
-    """What ``load`` with ``dequantize`` reads from a rank's file."""
+    """The tensors that ``load`` with ``dequantize`` reads from a rank's file."""
     manifest = read_manifest(split)
     plan = runnable_plan(manifest, split, dequantize=True)
     tensors = read_tensors(RankFileReader(manifest, split, rank))

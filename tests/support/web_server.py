@@ -177,5 +177,5 @@ def serve(**options: Any) -> Iterator[WebServer]:
 
 
 def num_requests(server: WebServer, path: str) -> int:
-    """How often a file was requested."""
+    """The number of requests for a file."""
     return sum(request.path == path for request in server.log)

@@ -1,4 +1,4 @@
-"""How the attention modules of a model are sharded, for docs/models.md."""
+"""The sharding of a model's attention modules, for docs/models.md."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _FULL_OUTPUT = ("colwise_gather_output", "gathered", "replicate", "embedding_col
 
 
 def attention_kinds(model: nn.Module, plan: Plan) -> tuple[str, list[str]]:
-    """How attention is sharded, and why some of it is gathered.
+    """The sharding of attention, and the reasons why some of it is gathered.
 
     Args:
         model: a model of transformers.
