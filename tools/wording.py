@@ -67,7 +67,6 @@ WARNINGS = {
     r"\bthe ones? (?:that|which|of)\b": "repeat the noun",
     r"\blikewise\b": "a sentence with the fact",
     r"\bin place of\b": "instead of",
-    r"\bat once\b": "immediately",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 

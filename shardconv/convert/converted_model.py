@@ -23,7 +23,7 @@ from shardconv.layers.runtime_classes import converted_class
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
-#: Those of them whose random numbers are from Python's or numpy's generator.
+#: Fields whose random numbers come from Python's or numpy's generator.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 #: The class of transformers' models, and the method by which libraries write models.
 _PRETRAINED, _SAVE = ("PreTrainedModel", "transformers"), "save_pretrained"

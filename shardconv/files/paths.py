@@ -157,7 +157,7 @@ def folder_name(folder: AnyPath) -> str:
 def leads_out(path: AnyPath, folder: AnyPath) -> bool:
     """Whether a path is a link out of its folder; links to the blobs of a Hugging Face cache are not.
 
-    The folder may be one in the cache, or that of a component of a pipeline there.
+    The folder may be in the cache, or belong to a component of a pipeline there.
     """
     if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
         return False

@@ -89,7 +89,7 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         axes: names of the last dims of the logical matrix.
         values: the tensor with the values.
         companions: end of the name to the other tensors, which begin with the name of the layer.
-        settings: name of a block to that of the setting with its size, for messages.
+        settings: name of a block to the name of the setting with its size, for messages.
     """
 
     name: str
@@ -207,7 +207,7 @@ class Settings:
         return has_own_sizes or any(name.startswith("re:") or _NUMBER.search(name) for name in names)
 
     def closest(self, layer: str, schemes: Iterable[Scheme]) -> list[Scheme]:
-        """Those of some schemes whose targets name a layer most closely; empty if none names it."""
+        """The schemes whose targets name a layer most closely; empty if none names it."""
         ranked = [(rank, scheme) for scheme in schemes if (rank := scheme.rank(layer, self.deadline))]
         best = min((rank for rank, _ in ranked), default=None)
         return [scheme for rank, scheme in ranked if rank == best]

@@ -80,7 +80,7 @@ def _compressed_tensors(table: Mapping[str, object]) -> Iterator[Scheme]:
     if _format_of(table, "transform_config") != "dense":
         raise PlanError(
             "compressed-tensors: transform_config is not supported: a rotation over all features of a layer differs "
-            "from that of a shard: split a checkpoint that was quantized without transforms"
+            "from a shard's: split a checkpoint that was quantized without transforms"
         )
     for name, group in groups.items():
         if not isinstance(group, Mapping):

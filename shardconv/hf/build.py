@@ -14,7 +14,7 @@ from shardconv.hf.package import isolated
 from shardconv.hf.small import HEADS, SAME, fields_of_type, matching_line, small_fields, small_value, submodels
 from shardconv.support.errors import RunError
 
-#: Fields whose lines of ``small.toml`` are those of the numbers of query heads and KV heads.
+#: Fields whose lines of ``small.toml`` have the numbers of query heads and KV heads.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 #: Fields with the number of features of an attention head, with the number of heads, and with the width of the model.

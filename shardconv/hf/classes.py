@@ -82,7 +82,7 @@ def diffusers_class(name: str) -> "type[PretrainedModel]":
 
 def _unknown(config: Mapping[str, object], folder: AnyPath | None) -> RunError:
     """The error if transformers does not have the class or the model type."""
-    remedy = "correct it; for a split checkpoint, correct that of the source, and split it again"
+    remedy = "correct it; for a split checkpoint, correct the source's, and split it again"
     if folder is None:
         remedy = f"pass one that does with {option(config='FILE')}"
     return RunError(

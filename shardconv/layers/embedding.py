@@ -181,7 +181,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class ParallelEmbedding(ParallelModule, nn.Embedding):
     """nn.Embedding with its table sharded over the ranks of the tensor axis.
 
-    After construction the gathered table equals, bit for bit, the one that nn.Embedding draws on the first rank.
+    After construction the gathered table equals, bit for bit, the table that nn.Embedding draws on the first rank.
 
     Args:
         num_embeddings: number of rows of the full table; with dim=0 it is padded to a multiple of tp.
@@ -193,7 +193,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
         sparse: as in nn.Embedding.
         _weight: initial full table, as in nn.Embedding.
         dim: the dim of the table that is sharded: 0 for the vocabulary, 1 or -1 for the embedding dim, None for none;
-            by default that of the class.
+            by default the dim of the class.
         gather_output: with dim=-1, all-gather the output.
         weight: this rank's shard, used without a copy.
         weight_init: an initializer, or its name; by default N(0, 1) with zeros at ``padding_idx``.

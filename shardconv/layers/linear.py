@@ -65,7 +65,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         out_features: number of output features of the full layer.
         bias: whether the layer has a bias.
         dim: the dim of [in_features, out_features] that is sharded: -1 or 1 for columns, 0 for rows, None for none; by
-            default that of the class.
+            default the dim of the class.
         gather_output: with dim=-1, all-gather the output.
         input_is_parallel: with dim=0, whether the input is already sharded; by default determined from its last dim.
         skip_bias_add: return ``(output, bias)`` and leave the addition to the caller.

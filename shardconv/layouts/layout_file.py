@@ -1,7 +1,7 @@
 """Layout files: one TOML file of this package for each system whose rank files are read or written.
 
-A file has the names of the system's rank files, and groups of rules that relate their tensors to those of a Hugging
-Face checkpoint. ``[types]`` has the groups that apply to each model type; without it, all do. A group has rules in
+A file has the names of the system's rank files, and groups of rules that relate their tensors to a Hugging Face
+checkpoint's. ``[types]`` has the groups that apply to each model type; without it, all do. A group has rules in
 ``tensors``, name in the files = names of the source tensors (see :class:`~shardconv.layouts.relation.RuleTable`).
 """
 

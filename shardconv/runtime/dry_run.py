@@ -73,7 +73,7 @@ class MetaModel:
     """
 
     def __init__(self, config: Mapping[str, object], stored: torch.dtype) -> None:
-        hide_warnings()  # such as those of missing kernels, which are not used without values
+        hide_warnings()  # such as warnings of missing kernels, which are not used without values
         self._given = {name: value for name, value in config.items() if name != "quantization_config"}
         kind, made = model_class(config)
         self._kind, self._config, self.name = kind, made, str(kind.__name__)

@@ -119,7 +119,7 @@ def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineO
     if options.output is not None:
         _check_output(options.output, len(prompts))
     if options.check is not None and (not is_pipeline(options.check) or is_split_pipeline(options.check)):
-        raise SourceError(f"{options.check}: is not an unsharded pipeline ({INDEX_NAME}): pass the one that was split")
+        raise SourceError(f"{options.check}: is not an unsharded pipeline ({INDEX_NAME}): pass the source of the split")
     if is_split_pipeline(path):
         pipeline = open_split_pipeline([path])
         refuse_other_tp(path, pipeline.tp, options.tp)
@@ -282,7 +282,7 @@ def _compare(found: Tensor, path: AnyPath, source: Path, prompts: Sequence[str],
     expected = _latents(unsharded, prompts, options)
     if found.shape != expected.shape:
         raise RunError(
-            f"{source}: is another pipeline: its latents have shape {list(expected.shape)}, not that of the run"
+            f"{source}: is another pipeline: its latents have shape {list(expected.shape)}, not the shape of the run"
         )
     return float((found - expected).abs().max() / expected.abs().max())
 

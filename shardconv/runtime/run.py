@@ -52,7 +52,7 @@ class RunReport:
         prompts: the prompts.
         outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.
         load_seconds: time to load the model.
-        load_bytes: size of the rank's file, or of the one that a split of the source would have.
+        load_bytes: size of the rank's file, or of the file that a split of the source would have.
         memory_bytes: peak memory of each rank; on the device if it is an accelerator.
         dequantized_bytes: size of this rank's tensors after quantized layers are dequantized; None if none are.
         first_token_seconds: time from the prompt to the first token; None if nothing is generated.

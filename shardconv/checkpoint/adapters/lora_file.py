@@ -36,7 +36,7 @@ from shardconv.support.structs import Data, convert
 
 #: The use of a tensor with the factor of a layer, times its rank.
 _ALPHA = "alpha"
-#: The metadata with settings of PEFT, whose names begin with those of components.
+#: The metadata with settings of PEFT, whose names begin with names of components.
 _METADATA = "lora_adapter_metadata"
 #: Formats of scalars.
 _SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i"}
@@ -175,7 +175,7 @@ class LoraFile:
     def _settings(
         self, component: str, specs: Mapping[str, TensorSpec], alphas: Mapping[str, str]
     ) -> dict[str, object]:
-        """The ``adapter_config.json`` of a component: that of the metadata, or one by the tensors."""
+        """The ``adapter_config.json`` of a component, from the metadata or else from the tensors."""
         path = self.source.path
         start = f"{component}." if component else ""
         if stated := _metadata(self.source):

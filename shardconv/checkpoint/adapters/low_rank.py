@@ -1,6 +1,6 @@
 """Weights with the low-rank product of an adapter added, computed by blocks of rows with numpy.
 
-A weight W of shape [output, input] becomes W' = W + s B A, with DoRA (m / |W'|) W', where the norm is that of each row.
+A weight W of shape [output, input] becomes W' = W + s B A, with DoRA (m / |W'|) W', where each row has its norm.
 Weights that are stored as [input, output] become the transpose of that. Sums are computed in float32, and
 rounded once to the dtype of the weight, to nearest, ties to even.
 """

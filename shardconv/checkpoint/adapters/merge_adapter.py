@@ -1,6 +1,6 @@
 """Merge a LoRA adapter into its base model while the model is split, as transforms of the source.
 
-Tensors of model and adapter that are computed while they are read, such as those of Meta's files, are read through
+Tensors of model and adapter that are computed while they are read, such as from Meta's files, are read through
 their transforms. Equals ``merge_and_unload`` of PEFT except for rounding.
 """
 

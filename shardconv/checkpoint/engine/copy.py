@@ -337,7 +337,7 @@ class CopyJob:
         return number
 
     def _prefetch(self, number: int) -> None:
-        """Read a stripe ahead, which the calling thread copies after the one that it read ahead last."""
+        """Prefetch a stripe for the calling thread."""
         for side in self._sides:
             side.prefetch(self._stripes[number])
 

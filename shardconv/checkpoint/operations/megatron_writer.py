@@ -268,7 +268,7 @@ def _arguments(rules: ChosenRules, tensors: Mapping[str, DcpTensor]) -> dict[str
 
 
 def _rotary(config: Mapping[str, object]) -> dict[str, object]:
-    """The arguments for rotary embeddings that the config states, unless they are scaled, or those of layers differ."""
+    """The arguments for rotary embeddings that the config states, unless they are scaled, or differ between layers."""
     held = config.get("rope_parameters") or config.get("rope_scaling")
     stated = held if isinstance(held, dict) else {}
     is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"

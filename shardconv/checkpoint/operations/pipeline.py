@@ -340,7 +340,7 @@ class Written:
     Attributes:
         command: its name.
         open: opens the pipeline that is read.
-        name: the default name of the destination, with ``{name}`` for that of the pipeline, and options.
+        name: the default name of the destination, with ``{name}`` for the name of the pipeline, and options.
         is_split: whether the result is a split pipeline.
         is_finished: whether a component that an interrupted run has written is right, by the folders it was made from;
             if that is unknown, it is written again.

@@ -55,7 +55,7 @@ class AuxiliaryFiles:
 
     @classmethod
     def of_source(cls, source: Source) -> Self:
-        """Those of a source, some of which may get other contents."""
+        """The auxiliary files of a source, some of which may get other contents."""
         paths = source.auxiliary_files
         copied = {name: path for name, path in paths.items() if name not in source.made_files}
         made = {
@@ -66,7 +66,7 @@ class AuxiliaryFiles:
 
     @classmethod
     def of_split(cls, manifest: Manifest, folder: AnyPath) -> Self:
-        """Those of a split or padded checkpoint, with their checksums.
+        """The auxiliary files of a split or padded checkpoint, with their checksums.
 
         Raises:
             SplitCheckpointError: if one is missing, not a regular file, or a link out of the folder.

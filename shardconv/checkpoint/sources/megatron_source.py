@@ -54,7 +54,7 @@ _ITERATION = re.compile(r"iter_\d{7,12}|release")
 
 
 def with_iteration(folder: SourceFolder) -> SourceFolder:
-    """The folder, with its weights in that of the last iteration, if it has iterations of Megatron-Core.
+    """The folder, with the weights of its last iteration, if it has iterations of Megatron-Core.
 
     Raises:
         SourceError: if the last iteration is not there.
@@ -111,7 +111,7 @@ def read_megatron(
     if config is None:
         raise SourceError(
             f"{folder.path}: does not have a config.json, which has the model type and its sizes: copy it into the "
-            f"folder, or pass that of the Hugging Face checkpoint ({option('config')})"
+            f"folder, or pass the config of the Hugging Face checkpoint ({option('config')})"
         )
     try:
         rules = layout_file(MEGATRON).rules_for(config)

@@ -43,7 +43,7 @@ class Pipeline:
         expected: name to checksum of ``files``; None if they are unknown.
         left_out: name to reason of files that are left out.
         ignore: patterns of files that the user left out.
-        own: name to arguments of an operation on each of ``components`` that are not those of the pipeline.
+        own: name to arguments of an operation on each of ``components`` that the pipeline does not share.
     """
 
     paths: tuple[AnyPath, ...]

@@ -55,7 +55,7 @@ class StoredTensors:
         files: the files.
         shards: name to the positions of the shards of each stored tensor in the files.
         layers: transforms, of which each layer reads the tensors of the layer before it, the first the stored ones. A
-            tensor that a layer does not compute is that of the layer before it.
+            tensor that a layer does not compute is taken from the layer before it.
     """
 
     files: tuple[TensorFile, ...]

@@ -37,7 +37,7 @@ def read_manifest(folder: AnyPath, *, name: str = MANIFEST_NAME, remedy: str = "
 
     Args:
         folder: the checkpoint.
-        name: of the manifest; that of a padded checkpoint for one.
+        name: of the manifest, of a split or padded checkpoint.
         remedy: another remedy for the message that it is not a split checkpoint.
 
     Raises:

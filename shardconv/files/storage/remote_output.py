@@ -168,7 +168,7 @@ class RemoteOutput:
     def create(
         self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], _mode: int, *, may_exist: bool
     ) -> UploadFiles:
-        """Start new files; arguments as those of :class:`~shardconv.files.output_files.LocalOutputFiles`."""
+        """Start new files; arguments as for :class:`~shardconv.files.output_files.LocalOutputFiles`."""
         assert not may_exist
         files = UploadFiles([self._key(path.relative_to(self._staged).as_posix()) for path in paths], prefixes, sizes)
         self._files.append(files)

@@ -73,7 +73,7 @@ def _placeholders(model: PretrainedModel, given: Mapping[str, Tensor]) -> Iterab
 
 @torch.no_grad()
 def _count(model: PretrainedModel, modality: str, given: Mapping[str, Tensor]) -> int:
-    """The number of placeholder tokens of an image or recording: that of the features that the model computes."""
+    """The number of placeholder tokens of an image or recording: one for each feature that the model computes."""
     features = _method(model, f"get_{modality}_features")
     if features is None:
         return 0

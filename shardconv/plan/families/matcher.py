@@ -34,7 +34,7 @@ class PatternMatch(NamedTuple):
 class Matcher:
     """Finds the first of several patterns that matches the name of a tensor.
 
-    Only patterns whose last component can match that of the name are tried, and a pattern is compiled when it is tried
+    Only patterns whose last component can match the name's are tried, and a pattern is compiled when it is tried
     first: most patterns of a family are never tried for one model.
 
     Args:

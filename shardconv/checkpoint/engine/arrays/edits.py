@@ -1,6 +1,6 @@
 """Edits: integers of a quantization format whose values are checked, most of which depend on the rank.
 
-Indices of groups count from the first group of a rank, and the stored shape of a packed weight is that of the shard: an
+Indices of groups count from the first group of a rank, and the stored shape of a packed weight is the shard's: an
 integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
 tensor follow from the quantization settings, and are compared with them.
 """
