@@ -163,6 +163,29 @@ def test_only_the_layers_of_a_stage_are_read(source, tmp_path, monkeypatch):
     assert sum(read) < 1.2 * report.rank_bytes[0]  # with headers and samples; the other stage has as many bytes
 
 
+#: Models with experts in one tensor or in several, with a latent, with an old buffer, and without a prefix and a head.
+KINDS = ("qwen3_moe", "qwen3_moe-packed", "deepseek_v3", "llama-old", "llama-base")
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", KINDS)
+def test_models_of_other_kinds(checkpoint, tmp_path, name, tp):
+    source = checkpoint(name)
+    shardconv.split(source, tmp_path / "out", tp=tp, pp=2)
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    shardconv.split(source, tmp_path / "one", tp=2)
+    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=2)
+    assert contents(tmp_path / "again") == contents(tmp_path / "one")
+    shardconv.reshard(tmp_path / "one", tmp_path / "stages", tp=tp, pp=2)
+    assert contents(tmp_path / "stages") == contents(tmp_path / "out")
+    held = [{*tensors_of(file)} for file in rank_files(tmp_path / "out")]
+    assert set().union(*held) == {*read_manifest(tmp_path / "out").plan.tensors}
+    layers = [{int(name.split("layers.")[1].split(".")[0]) for name in one if "layers." in name} for one in held]
+    assert layers == [{0}] * tp + [{1}] * tp
+
+
 def test_adapters_are_in_the_stages_of_their_layers(tmp_path, checkpoint):
     pytest.importorskip("peft")
     from tests.support.adapters import ADAPTERS, write_adapter  # noqa: PLC0415 - imports PEFT
