@@ -146,10 +146,10 @@ SPLIT_TP = Option(
 )  # fmt: skip
 SOURCE_TP = Option(PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N")
 STAGE_OPTIONS = (
-    Option(PLAN, "--pp", "Number of pipeline stages, intervals of the layers. [default: 1]", type=COUNT, metavar="N",
-           default=1, show_default=False),
-    Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: equal; as in vLLM, stages "
-           "before the last one have the remainder]", metavar="L,L,...", default="", show_default=False),
+    Option(PLAN, "--pp", "Number of pipeline stages, intervals of the layers. [default: 1, or as in a split "
+           "checkpoint]", type=COUNT, metavar="N"),
+    Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: equal; as in vLLM, the "
+           "remainder goes to the stages before the last]", metavar="L,L,...", default="", show_default=False),
 )  # fmt: skip
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
 COMPONENT = Option(

@@ -106,7 +106,7 @@ def plan(
     *,
     tps: tuple[int, ...] | None,
     memory: int | None,
-    pp: int,
+    pp: int | None,
     stages: str,
     families: str | None,
     propose: bool,

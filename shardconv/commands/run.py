@@ -122,7 +122,7 @@ def run(
         raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
     if is_pipeline(folder):
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
-        if values["pp"] != 1 or values["stages"]:
+        if values["pp"] not in {None, 1} or values["stages"]:
             raise UsageError("a pipeline of diffusers does not have pipeline stages: remove --pp and --stages")
         run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
         return

@@ -25,6 +25,12 @@ from shardconv.layers.runtime_classes import converted_class
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
 #: Fields whose random numbers come from Python's or numpy's generator.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
+#: The attribute of modules whose parameters are on other pipeline stages, and what functions of all parameters raise.
+ON_OTHER_STAGE = "_is_on_other_stage"
+OTHER_STAGES = (
+    "the model is in pipeline stages, and each rank has the layers of its stage: merge the split checkpoint with "
+    "shardconv merge, or load it without stages"
+)
 #: The class of transformers' models, and the method by which libraries write models.
 _PRETRAINED, _SAVE = ("PreTrainedModel", "transformers"), "save_pretrained"
 
@@ -119,9 +125,25 @@ def _check_call(model: nn.Module, _: tuple[object, ...], options: dict[str, obje
             "output_attentions: each rank has the attention weights of its local heads only, and these are not "
             "gathered: pass output_attentions=False"
         )
+    if model.pipeline is not None:
+        _check_staged_call(model, options)
     if model.training and model.axis.size > 1 and (fields := _random_fields(model.config.to_dict())):
         has_others = any(_OTHER_GENERATORS.search(name) for name in fields)
         model.seed_check(model.device, has_others=has_others)  # in each pass: some models set seeds
+
+
+#: Outputs that models record per layer, and that a stage has for its layers only.
+_PER_LAYER = ("output_hidden_states", "output_router_logits")
+
+
+def _check_staged_call(model: ConvertedModel, options: Mapping[str, object]) -> None:
+    """Refuse arguments that a model in pipeline stages does not support, on all of its ranks."""
+    if options.get("inputs_embeds") is not None:
+        raise ValueError("inputs_embeds is not supported in pipeline stages: pass input_ids")
+    for name in _PER_LAYER:
+        requested = options.get(name)
+        if getattr(model.config, name, False) if requested is None else requested:
+            raise ValueError(f"{name}: each rank has the layers of its stage only: pass {name}=False")
 
 
 def _random_fields(config: Mapping[str, object]) -> list[str]:
@@ -151,11 +173,8 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
     Example:
         >>> state = gather_state_dict(model)  # doctest: +SKIP
     """
-    if isinstance(module, ConvertedModel) and module.pipeline is not None:
-        raise ValueError(
-            "the model is in pipeline stages, and each rank has the layers of its stage: merge the split checkpoint "
-            "with shardconv merge, or load it without stages"
-        )
+    if any(vars(child).get(ON_OTHER_STAGE) for child in module.modules()):
+        raise ValueError(OTHER_STAGES)
     state: dict[str, Tensor] = module.state_dict()
     gathered: dict[Tensor, Tensor] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):

@@ -17,10 +17,10 @@ from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.engines.held_shard import HeldShard, runs_of
 from shardconv.engines.rank_tensor import RankTensor
-from shardconv.plan.stages import chosen_stages
+from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
-from shardconv.support.errors import PlanError, WorldSizeError
+from shardconv.support.errors import PlanError, UsageError, WorldSizeError
 
 #: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
 #: for one that was, and for a source. Commands are complete, as an engine shows arguments in place of other options.
@@ -108,7 +108,7 @@ def open_for_engine(
 def _open(folder: Path, tp: int | None, stages: EngineStages | None, options: PlanOptions) -> Loadable:
     """Open a checkpoint, with the stages of a source if those of its family are known."""
     if tp is not None and stages is not None:
-        with suppress(PlanError):  # the engine may have stages of more families
+        with suppress(PlanError, UsageError):  # the engine may have stages of more families
             return open_loadable(folder, tp=tp, stages=stages.num_layers, options=options)
     return open_loadable(folder, tp=tp, options=options)
 
@@ -130,8 +130,8 @@ def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozense
     """The tensors of a stage of an engine; None for all, if the stages of the family are unknown."""
     planner = stored_planner(manifest, engine)
     try:
-        plan = planner.plan(manifest.tp, planner.stages(chosen_stages(1, stages.num_layers)))
-    except PlanError:
+        plan = planner.plan(manifest.tp, planner.stages(StageChoice(len(stages.num_layers), stages.num_layers)))
+    except (PlanError, UsageError):  # unknown, or of a draft model with fewer layers than stages
         return None
     return frozenset(name for name in plan.tensors if plan.holds(stages.stage * manifest.tp, name))
 

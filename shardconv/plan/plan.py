@@ -152,7 +152,8 @@ class Plan(Data, frozen=True, dict=True):
 
     def __repr__(self) -> str:
         """A short form without the many tensors."""
-        return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.index_of)} tensors)"
+        stages = f", stages of {self.num_layers} layers" if self.stages is not None else ""
+        return f"Plan(tp={self.tp}, family={self.family!r}, {len(self.index_of)} tensors{stages})"
 
     @property
     def pp(self) -> int:

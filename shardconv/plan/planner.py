@@ -93,7 +93,8 @@ class Planner:
         if chosen.count == 1:
             return None
         names = [group.matrix_of(name) for name, group in self.group_of.items()]
-        return StageFinder(self.rules).divide(chosen, names)
+        is_adapter = any(group.spec.grid is not None and group.spec.grid.prefix for group in self._sizes)
+        return StageFinder(self.rules).divide(chosen, names, is_adapter=is_adapter)
 
     def plan(self, tp: int, stages: Stages | None = None) -> Plan:
         """The plan for ``tp`` ranks, in each of ``stages``.
@@ -105,6 +106,11 @@ class Planner:
         if type(tp) is not int or not 1 <= tp <= MAX_TP:
             raise UsageError(
                 f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
+            )
+        if stages is not None and tp * stages.count > MAX_TP:
+            raise UsageError(
+                f"{option(tp=tp)} and {option(pp=stages.count)} have {tp * stages.count} ranks (expected at most "
+                f"{MAX_TP}): correct them"
             )
         try:
             plans = {group: group.plan(tp) for group in self._sizes}

@@ -47,6 +47,7 @@ class RuleSet(Data, frozen=True, eq=False):
             have to be valid for smaller head sizes, too.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
         engine: name of the engine whose rules are included; None for shardconv's own runtime.
+        in_all_stages: model types whose embedding, norm and head the engine has on every pipeline stage.
     """
 
     family: str
@@ -55,6 +56,7 @@ class RuleSet(Data, frozen=True, eq=False):
     uncertain: str = ""
     vocab_multiple: Annotated[int, Meta(ge=1, le=MAX_MULTIPLE)] = 1
     engine: str | None = None
+    in_all_stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.experts not in EXPERT_MODES:
@@ -108,7 +110,13 @@ class RuleSet(Data, frozen=True, eq=False):
             yield from (rule for rule in rules if not rule.by_user)
 
         name = None if engine is SHARDCONV else engine.name
-        return replace(self.with_rules(with_engine), vocab_multiple=engine.vocab_multiple, engine=name)
+        types = {(model_rules.config or {}).get("model_type") for model_rules in self.models}
+        return replace(
+            self.with_rules(with_engine),
+            vocab_multiple=engine.vocab_multiple,
+            engine=name,
+            in_all_stages=tuple(sorted(engine.in_all_stages & types)),
+        )
 
     def without_engine(self) -> Self:
         """Return the rule set without the rules of an engine, for shardconv's own runtime with the same padding."""

@@ -10,9 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from shardconv.plan.engines import engine_named
 from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Interval, Placement
@@ -77,7 +76,7 @@ def divide_layers(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 def even_stages(layer_bytes: Sequence[int], pp: int) -> tuple[int, ...]:
-    """The number of layers of each of ``pp`` stages if the stage with most bytes is to have fewest.
+    """The number of layers of each of ``pp`` stages that minimize the bytes of the largest stage.
 
     Args:
         layer_bytes: bytes of each layer, with those of other tensors in the first and in the last one.
@@ -113,29 +112,40 @@ class StageChoice:
     num_layers: tuple[int, ...] = ()
     is_tied: bool | None = None
 
+    @classmethod
+    def of(cls, stages: Stages | None) -> Self:
+        """The stages of a plan."""
+        return cls() if stages is None else cls(stages.count, stages.num_layers, stages.is_tied)
 
-def chosen_stages(pp: int, stages: str | Sequence[int] | Stages) -> StageChoice:
+
+def chosen_stages(
+    pp: int | None, stages: str | Sequence[int] | Stages, *, default: Stages | None = None
+) -> StageChoice:
     """The stages that a user chooses.
 
     Args:
-        pp: number of stages.
+        pp: number of stages; None if it is not given.
         stages: number of layers of each, also as a text such as "20,20,21,19"; empty for equal numbers. Those of a base
             model for its adapter.
+        default: the stages if neither is given.
 
     Raises:
         UsageError: if they contradict each other, or are not positive integers.
     """
     if isinstance(stages, Stages):
-        return StageChoice(stages.count, stages.num_layers, stages.is_tied)
+        return StageChoice.of(stages)
+    if pp is None and not stages:
+        return StageChoice.of(default)
     numbers = [int(one) if one.isdecimal() else one for one in stages.split(",")] if isinstance(stages, str) else stages
     given = as_option(stages) if stages else option(pp=pp)
     counts = tuple(one for one in numbers if type(one) is int and one > 0) if stages else ()
-    if type(pp) is not int or pp < 1 or (stages and len(counts) != len(numbers)):
+    count = len(counts) if pp is None else pp
+    if type(count) is not int or count < 1 or (stages and len(counts) != len(numbers)):
         raise UsageError(f"{given} is wrong (expected positive integers, such as {as_option('20,20')}): correct it")
-    if stages and (pp not in {1, len(counts)} or len(counts) == 1):
-        expected = f"{pp}, for {option(pp=pp)}" if pp > 1 else "at least 2"
+    if stages and (count != len(counts) or count == 1):
+        expected = "at least 2" if count == 1 else f"{pp}, for {option(pp=pp)}"
         raise UsageError(f"{given} has {len(counts)} of them (expected {expected}): correct it")
-    return StageChoice(len(counts) or pp, counts)
+    return StageChoice(count, counts)
 
 
 def as_option(stages: str | Iterable[object]) -> str:
@@ -167,19 +177,20 @@ class StageFinder:
     """
 
     def __init__(self, rules: RuleSet) -> None:
-        self._rules, self._in_all_stages = rules, engine_named(rules.engine).in_all_stages
+        self._rules = rules
         self._patterns = [
             (re.compile(f"(?P<path>{model_rules.regex(pattern)}){_AFTER.get(kind, _ANY)}"), kind, model_rules)
             for model_rules in rules.models
             for pattern, kind in model_rules.family.stages.items()
         ]
 
-    def divide(self, chosen: StageChoice, names: Collection[str]) -> Stages:
+    def divide(self, chosen: StageChoice, names: Collection[str], *, is_adapter: bool = False) -> Stages:
         """The stages of a model with tensors of these names.
 
         Args:
             chosen: the choice of the user.
             names: of its tensors, or of those that an adapter changes.
+            is_adapter: whether they are those of an adapter, which may lack layers.
 
         Raises:
             PlanError: if the model does not have one sequence of layers, or its number of layers is unknown.
@@ -190,22 +201,28 @@ class StageFinder:
         if len(sequences) != 1:
             raise self._refusal(f"it has {len(sequences)} sequences of layers ({', '.join(sequences) or 'none'})")
         ((path, model_rules),) = sequences.items()
+        layers = {one.layer for one in found if one.layer is not None}
         known = model_rules.fields().evaluate_known(NUM_LAYERS)
-        num_layers = chosen.num_layers or (() if known is None else divide_layers(known, chosen.count))
-        if not num_layers:
+        if known is None and not chosen.num_layers:
             raise PlanError(
                 f"the number of layers is unknown ({NUM_LAYERS} is missing): pass {option('stages')} with the number "
                 "of layers of each stage"
             )
+        total = max(layers) + 1 if known is None else known
+        num_layers = chosen.num_layers or divide_layers(total, chosen.count)
         if 0 in num_layers:
+            given = option(pp=chosen.count)
+            raise UsageError(f"{given} is more than the {known} layers of {path}: pass at most {known}")
+        if total != sum(num_layers) and not (is_adapter and known is None):
             raise UsageError(
-                f"{option(pp=chosen.count)} is more than the {known} layers of {path}: pass at most {known}"
+                f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {total}, of {path}): correct it"
             )
-        if known not in {None, sum(num_layers)}:
-            raise UsageError(
-                f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {known}, of {path}): correct it"
+        if not is_adapter and (missing := {*range(total)} - layers):
+            raise PlanError(
+                f"{path}.{min(missing)} is missing (expected {total} layers, by {NUM_LAYERS}): pass the config of this "
+                "checkpoint, or the checkpoint with all layers"
             )
-        is_tied = _is_tied(self._rules) or all(one.kind != HEAD for one in found)
+        is_tied = _is_tied(self._rules, has_head=any(one.kind == HEAD for one in found))
         return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied)
 
     def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:
@@ -218,7 +235,7 @@ class StageFinder:
         if found.layer is not None:
             return stages.of_layer(found.layer)
         config = found.model_rules.config or {}
-        return () if config.get("model_type") in self._in_all_stages else stages.of_kind(found.kind)
+        return () if config.get("model_type") in self._rules.in_all_stages else stages.of_kind(found.kind)
 
     def locate(self, name: str) -> Located:
         """The module of a tensor.
@@ -226,16 +243,22 @@ class StageFinder:
         Raises:
             PlanError: if no pattern matches it.
         """
+        if (found := self.find(name)) is None:
+            raise self._refusal(f"the stage of {name} is unknown")
+        return found
+
+    def find(self, name: str) -> Located | None:
+        """The module of a tensor, or one of the modules themselves; None if no pattern matches it."""
         for pattern, kind, model_rules in self._patterns:
             if match := pattern.fullmatch(name):
                 layer = int(match["layer"]) if kind == LAYERS else None
                 return Located(kind, match["path"], layer, model_rules)
-        raise self._refusal(f"the stage of {name} is unknown")
+        return None
 
     def _refusal(self, reason: str) -> PlanError:
         return PlanError(
-            f"{option('pp')} is not supported for family {self._rules.family}: {reason}: remove it, or add the modules "
-            f"to [stages] of a plan file"
+            f"{option('pp')} is not supported for family {self._rules.family}: {reason}: remove it. For a decoder, "
+            f"[stages] of a plan file names its modules"
         )
 
 
@@ -243,6 +266,7 @@ class StageFinder:
 _ANY, _AFTER = r"(?:\..+)?", {LAYERS: r"\.(?P<layer>\d{1,6})(?:\..+)?"}
 
 
-def _is_tied(rules: RuleSet) -> bool:
-    """Whether the config of a model or submodel ties the head to the embedding table."""
-    return any((model_rules.config or {}).get(TIED) is True for model_rules in rules.models)
+def _is_tied(rules: RuleSet, *, has_head: bool) -> bool:
+    """Whether the config ties the head to the embedding table, or may tie it where a head is missing."""
+    flags = {(model_rules.config or {}).get(TIED) for model_rules in rules.models} - {None}
+    return True in flags or not (flags or has_head)

@@ -57,7 +57,7 @@ def estimate_cost(
     src: SourcePath,
     *,
     tps: Sequence[int] | None = None,
-    pp: int = 1,
+    pp: int | None = None,
     stages: str | Sequence[int] = (),
     batch: int = 1,
     seq: int | None = None,

@@ -38,7 +38,7 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.caller_module import build_by_caller, check_builder, fill
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
-from shardconv.runtime.model_stage import cut_to_stage
+from shardconv.runtime.model_stage import keep_stage, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
@@ -51,7 +51,7 @@ def load(
     path: SourcePath,
     *,
     tp: int | None = None,
-    pp: int = 1,
+    pp: int | None = None,
     stages: str | Sequence[int] = (),
     device: Device = None,
     dtype: torch.dtype | str | None = None,
@@ -157,7 +157,9 @@ def load(
     return loaded.eval()
 
 
-def _open(path: SourcePath, tp: int | None, pp: int, stages: str | Sequence[int], options: PlanOptions) -> Loadable:
+def _open(
+    path: SourcePath, tp: int | None, pp: int | None, stages: str | Sequence[int], options: PlanOptions
+) -> Loadable:
     return open_loadable(open_path(path), tp=tp, pp=pp, stages=stages, options=options)
 
 
@@ -283,12 +285,13 @@ class _Loading:
             return fill(built, make, known_tensors(built, tensors, folder, dtype=self.dtype, unused=unused))
         model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
         extend_model_class(model, self.ranks.all)
-        if isinstance(model, ConvertedModel):
+        if isinstance(model, ConvertedModel) and self.ranks.pipeline is not None:
             model.pipeline = self.ranks.pipeline
+            refuse_parts(model)
         return model
 
     def _convert(self, model: nn.Module) -> nn.Module:
         if self.ranks.pipeline is not None:
-            cut_to_stage(model, self.plan, self.ranks.pipeline)
+            keep_stage(model, self.plan, self.ranks.pipeline)
         config = self.checkpoint.manifest.config or {}
         return convert_with_request(model, config, self.plan, self.ranks.tensor, has_values=False)

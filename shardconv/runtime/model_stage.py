@@ -1,4 +1,4 @@
-"""A model of transformers cut to one pipeline stage, for inference.
+"""One pipeline stage of a model of transformers, for inference.
 
 Each rank has the modules of its stage. The model's own code runs unchanged on all stages: the embedding of a later
 stage returns the hidden states that it receives from the stage before, layers of other stages return their input, the
@@ -9,7 +9,7 @@ Hidden states have shape [batch, tokens, hidden size], in the dtype of the model
 the same number in the next stage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -17,14 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
 from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import Located, StageFinder
 from shardconv.support.errors import RunError
 
+#: The remedy for models that do not run in stages.
+_WITHOUT_STAGES = "run it in one stage (shardconv reshard DIR --tp N --pp 1)"
 
-def cut_to_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
+
+def keep_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """Remove the parameters and buffers of other stages from a model, and connect it with these stages, in place.
 
     Args:
@@ -38,21 +42,31 @@ def cut_to_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """
     finder, located = StageFinder(plan.rules), dict[str, Located]()
     assert plan.stages is not None
-    for name in [*_names(model)]:
+    for name in [*_names(model, finder)]:
         located[name] = finder.locate(name)
         stages = finder.stages_of(name, plan.stages)
         if stages and axis.rank not in stages:
             _remove(model, name)
-    _connect(model, located, _Stage(axis, model))
-    model.register_forward_pre_hook(_refuse_gradients)
+    _connect(model, located, finder, _Stage(axis, model))
     if not plan.stages.is_tied or axis.rank < axis.size - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
 
 
-def _names(model: nn.Module) -> Iterator[str]:
-    """Yield the names of all parameters and buffers."""
+def refuse_parts(model: nn.Module) -> None:
+    """Refuse to save modules of a model in stages, which would write the layers of one stage."""
+    for name, module in model.named_modules():
+        if module is not model and hasattr(module, "save_pretrained"):
+            vars(module)["save_pretrained"] = partial(_refuse_saving, name)
+
+
+def _refuse_saving(name: str, *_: object, **__: object) -> None:
+    raise ValueError(f"{name}: {OTHER_STAGES}")
+
+
+def _names(model: nn.Module, finder: StageFinder) -> Iterator[str]:
+    """Yield the names of all parameters, and of buffers whose stages are known: others are not of a checkpoint."""
     yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
-    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False) if finder.find(name) is not None)
 
 
 def _remove(model: nn.Module, name: str) -> None:
@@ -60,19 +74,20 @@ def _remove(model: nn.Module, name: str) -> None:
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     setattr(module, own, None)
-    vars(module)["_is_hf_initialized"] = True
+    vars(module).update({"_is_hf_initialized": True, ON_OTHER_STAGE: True})
 
 
-def _connect(model: nn.Module, located: dict[str, Located], stage: "_Stage") -> None:
+def _connect(model: nn.Module, located: Mapping[str, Located], finder: StageFinder, stage: "_Stage") -> None:
     """Replace the forward methods of the modules at which stages are connected."""
     paths: dict[str, set[str]] = {}
-    for one in located.values():
+    of_modules = ((name, finder.find(name)) for name, _ in model.named_modules())  # a norm may lack parameters
+    for one in (*located.values(), *(found for name, found in of_modules if found and found.path == name)):
         paths.setdefault(one.kind, set()).add(one.path)
     if missing := next((kind for kind in (EMBEDDING, LAYERS, "last") if len(paths.get(kind, ())) != 1), None):
         found = ", ".join(sorted(paths.get(missing, ()))) or "none"
         raise RunError(
             f"{type(model).__name__} does not run in pipeline stages: it has modules of kind {missing!r} that are not "
-            f"connected (got {found}, expected one)"
+            f"connected (got {found}, expected one): {_WITHOUT_STAGES}"
         )
     (embedding,), (layers,), (norm,) = paths[EMBEDDING], paths[LAYERS], paths["last"]
     held = {one.layer for name, one in located.items() if one.kind == LAYERS and _has(model, name)}
@@ -83,6 +98,7 @@ def _connect(model: nn.Module, located: dict[str, Located], stage: "_Stage") -> 
     stage.connect_norm(model.get_submodule(norm), is_output=not heads)
     for head in heads:
         stage.connect_head(head)
+    stage.connect_model()
 
 
 def _has(model: nn.Module, name: str) -> bool:
@@ -102,24 +118,44 @@ class _Stage:
     def __init__(self, axis: Axis, model: nn.Module) -> None:
         self._axis, self._model = axis, model
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
+        self._is_called = False
         self.current: Tensor | None = None
 
+    def connect_model(self) -> None:
+        """Refuse gradients, and calls of modules of the model instead of the model itself."""
+        self._model.register_forward_pre_hook(self._begin)
+        self._model.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, *_: object) -> None:
+        """A forward pre-hook: gradients would end at the hidden states that a stage receives."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a model in pipeline stages does not compute gradients: call it in torch.no_grad() or "
+                "torch.inference_mode()"
+            )
+        self._is_called = True
+
+    def _end(self, *_: object) -> None:
+        self._is_called = False
+
     def connect_embedding(self, module: nn.Embedding) -> None:
-        """Let the embedding of a later stage return the hidden states of the stage before."""
+        """Replace the embedding of a later stage by the hidden states of the stage before."""
+        module.register_forward_pre_hook(self._check_called)
         if not self._is_first:
             vars(module)["forward"] = partial(self._receive, module.embedding_dim)
 
     def connect_layer(self, module: nn.Module, number: int, *, is_held: bool) -> None:
-        """Let a layer of another stage return its input, and check the input of all layers."""
+        """Replace a layer of another stage by its input, and check the input of all layers."""
         if not is_held:
             module._modules.clear()  # noqa: SLF001 - it computes nothing
+            vars(module)[ON_OTHER_STAGE] = True
             vars(module)["forward"] = partial(_pass, number)
         if number or not self._is_first:
             module.register_forward_pre_hook(self._check_input, with_kwargs=True)
         module.register_forward_hook(self._set_current)
 
     def connect_norm(self, module: nn.Module, *, is_output: bool) -> None:
-        """Let the final norm of an earlier stage send its input; with ``is_output``, return that of the last stage."""
+        """Send the input of the final norm of an earlier stage; with ``is_output``, return that of the last stage."""
         run = partial(_forward, module) if self._is_last else self._send
         if is_output:
             run = partial(self._broadcast, run, lambda hidden: hidden.shape)
@@ -127,7 +163,7 @@ class _Stage:
         vars(module)["forward"] = run
 
     def connect_head(self, module: nn.Linear) -> None:
-        """Let the head return the logits of the last stage."""
+        """Return the logits of the last stage from the head."""
         run: Callable[[Tensor], Tensor] = partial(_forward, module) if self._is_last else nn.Identity()
         vars(module)["forward"] = partial(
             self._broadcast, run, lambda hidden: (*hidden.shape[:-1], module.out_features)
@@ -160,7 +196,7 @@ class _Stage:
         if output.dtype != self._dtype:
             raise RunError(
                 f"{type(self._model).__name__} does not run in pipeline stages: an output is {output.dtype} (expected "
-                f"{self._dtype}, as its parameters): run it without stages"
+                f"{self._dtype}, as its parameters): {_WITHOUT_STAGES}"
             )
         return output
 
@@ -168,26 +204,24 @@ class _Stage:
     def _dtype(self) -> torch.dtype:
         return next(self._model.parameters()).dtype
 
+    def _check_called(self, *_: object) -> None:
+        """A forward pre-hook: the hidden states of a part of the model are those of one stage."""
+        if not self._is_called:
+            raise RuntimeError(
+                f"a module of a {type(self._model).__name__} in pipeline stages was called: call the model itself"
+            )
+
     def _check_input(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook: refuse code of the model between the embedding, layers and final norm."""
         if (args[0] if args else options.get("hidden_states")) is not self.current:
             raise RunError(
                 f"{type(self._model).__name__} does not run in pipeline stages: it changes hidden states before "
-                f"{type(module).__name__}: run it without stages"
+                f"{type(module).__name__}: {_WITHOUT_STAGES}"
             )
 
     def _set_current(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         """A forward hook: the output of a layer is what the next one has to get."""
         self.current = output
-
-
-def _refuse_gradients(*_: object) -> None:
-    """A forward pre-hook: gradients would end at the hidden states that a stage receives."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a model in pipeline stages does not compute gradients: call it in torch.no_grad() or "
-            "torch.inference_mode()"
-        )
 
 
 def _forward(module: nn.Module, hidden: Tensor) -> Tensor:
@@ -197,8 +231,12 @@ def _forward(module: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _pass(number: int, hidden_states: Tensor, *_: object, past_key_values: Any = None, **__: object) -> Tensor:
-    """The forward of a layer of another stage: its input. The cache counts its tokens, from which positions follow."""
-    if past_key_values is not None:
+    """The forward of a layer of another stage: its input. The cache counts its tokens, from which positions follow.
+
+    Layers of linear attention have a state instead, which does not count tokens.
+    """
+    layers = getattr(past_key_values, "layers", ())
+    if past_key_values is not None and (number >= len(layers) or hasattr(layers[number], "update")):
         tokens = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
         past_key_values.update(tokens, tokens, number)
     return hidden_states

@@ -58,7 +58,7 @@ class RunOptions:
     trust_remote_code: bool = False
     token_ids: bool = False
     tp: int | None = None
-    pp: int = 1
+    pp: int | None = None
     stages: str = ""
     plan: PlanOptions = field(default_factory=PlanOptions)
     adapter: Path | None = None

@@ -9,6 +9,7 @@ from importlib import metadata
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
 from shardconv.checkpoint.split.manifest import Manifest
@@ -52,7 +53,7 @@ def connect_ranks(
         find: function that opens the checkpoint.
         device: device of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not. Of
-            a checkpoint with pipeline stages, None: its axes become the current ones.
+            a checkpoint with pipeline stages, None: its ranks are all processes.
 
     Raises:
         WorldSizeError: if there are not as many processes as ranks, where a rank detects it.
@@ -102,11 +103,12 @@ def _axis(group: GroupLike, pp: int, device_type: str) -> Axis:
 
 
 def _ranks_of_stages(axis: Axis, manifest: Manifest, device_type: str) -> Ranks:
-    """Return the axes of the ranks of several stages, which become the current ones."""
+    """Return the axes of the ranks of several stages; the current ones if the caller made such."""
     tp, pp = manifest.tp, manifest.plan.pp
-    if not has_groups() or (current_groups().tensor.size, current_groups().pipeline.size) != (tp, pp):
-        init_parallel(tensor=tp, pipeline=pp, device_type=device_type)
-    return Ranks(axis, current_groups().tensor, current_groups().pipeline)
+    if has_groups() and (current_groups().tensor.size, current_groups().pipeline.size) == (tp, pp):
+        return Ranks(axis, current_groups().tensor, current_groups().pipeline)
+    mesh = init_device_mesh(device_type, (pp, tp), mesh_dim_names=("pipeline", "tensor"))
+    return Ranks(axis, as_axis(mesh["tensor"]), as_axis(mesh["pipeline"]))
 
 
 def _num_connected(group: GroupLike, pp: int) -> int | None:

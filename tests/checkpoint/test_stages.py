@@ -4,6 +4,8 @@ Files are compared with those of a split without stages, of which each stage has
 with the source.
 """
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,12 @@ def without_stages(source, tmp_path_factory):
         return [tensors_of(path) for path in rank_files(folder / str(tp))]
 
     return tensors
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    config = {**json.loads((folder / "config.json").read_text()), **fields}
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
 
 
 def rank_files(folder: Path) -> list[Path]:
@@ -105,7 +113,7 @@ def test_default_name_and_names_of_files(source, tmp_path, monkeypatch):
         f"rank-{rank}-of-4.safetensors" for rank in range(4)
     ]
     shardconv.reshard("source-tp2-pp2", tp=1, pp=4)
-    shardconv.reshard("source-tp1-pp4", tp=4)
+    shardconv.reshard("source-tp1-pp4", tp=4, pp=1)
     shardconv.split(source, "expected", tp=4)
     assert contents(Path("source-tp4")) == contents(Path("expected"))
     shardconv.merge("source-tp2-pp2")
@@ -145,7 +153,7 @@ def test_ranks_of_a_stage_are_written_and_read_alone(source, tmp_path):
     assert [tensors_of(file) for file in of_hosts] == [tensors_of(file) for file in rank_files(whole)]
     report = shardconv.verify(tmp_path / "host1", against=source)
     assert (report.ranks, report.pp, report.differences) == ((2, 3), 2, ())
-    with pytest.raises(SplitCheckpointError, match=r"ranks 0, 1 of 4 are missing .* pp=2 stages=\"2,2\" ranks="):
+    with pytest.raises(SplitCheckpointError, match=r"ranks 0, 1 of 4 are missing .* stages=\"2,2\" ranks="):
         shardconv.merge(tmp_path / "host1", tmp_path / "back")
     shardconv.merge([tmp_path / "host1", tmp_path / "host0"], tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
@@ -176,7 +184,7 @@ def test_models_of_other_kinds(checkpoint, tmp_path, name, tp):
     shardconv.merge(tmp_path / "out", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
     shardconv.split(source, tmp_path / "one", tp=2)
-    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=2)
+    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=2, pp=1)
     assert contents(tmp_path / "again") == contents(tmp_path / "one")
     shardconv.reshard(tmp_path / "one", tmp_path / "stages", tp=tp, pp=2)
     assert contents(tmp_path / "stages") == contents(tmp_path / "out")
@@ -200,7 +208,7 @@ def test_adapters_are_in_the_stages_of_their_layers(tmp_path, checkpoint):
     assert shardconv.verify(tmp_path / "out", against=source).differences == ()
     shardconv.merge(tmp_path / "out", tmp_path / "back")
     assert contents(tmp_path / "back" / "adapters" / "adapter") == contents(adapter)
-    shardconv.reshard(tmp_path / "out", tmp_path / "one", tp=1)
+    shardconv.reshard(tmp_path / "out", tmp_path / "one", tp=1, pp=1)
     shardconv.reshard(tmp_path / "one", tmp_path / "again", tp=2, pp=2)
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
     shardconv.split(adapter, tmp_path / "alone", base=source, tp=2, pp=2)
@@ -261,6 +269,37 @@ def test_plan_has_bytes_of_stages_and_proposes_even_ones(tmp_path):
     assert sizes == list(even.rank_bytes)
     text = call("plan", source, "--tp", 2, "--pp", 4).out
     assert f"more even: --stages {','.join(map(str, report.even_stages))} (" in text
+
+
+def test_reshard_keeps_the_stages(source, tmp_path):
+    shardconv.split(source, tmp_path / "old", tp=2, stages="1,3")
+    shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=4)
+    shardconv.split(source, tmp_path / "expected", tp=4, stages="1,3")
+    assert contents(tmp_path / "new") == contents(tmp_path / "expected")
+    assert shardconv.report_plan(tmp_path / "old", tp=2).stages == (1, 3)
+    assert shardconv.report_plan(tmp_path / "old", tp=2, pp=1).stages == ()
+
+
+def test_reshard_of_several_files_into_stages(source, tmp_path):
+    shardconv.split(source, tmp_path / "old", tp=2, max_file_size=20_000)
+    shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=2, pp=2)
+    shardconv.split(source, tmp_path / "expected", tp=2, pp=2)
+    assert contents(tmp_path / "new") == contents(tmp_path / "expected")
+
+
+def test_plan_has_the_stages(source, tmp_path):
+    plan = shardconv.make_plan(source, tp=2, stages="3,1")
+    assert "stages of (3, 1) layers" in repr(plan)
+    assert shardconv.split(source, tmp_path / "out", tp=2, rules=plan).stages == (3, 1)
+
+
+def test_stages_of_a_source_without_a_number_of_layers(source, tmp_path):
+    """Layers after those of the config are MTP layers; without a config, there are none."""
+    folder = shutil.copytree(source, tmp_path / "source")
+    change_config(folder, num_hidden_layers=None)
+    with pytest.raises(UsageError, match=r'stages="1,1" has 2 layers \(expected 4, of model.layers\)'):
+        shardconv.split(folder, tmp_path / "out", tp=2, stages="1,1")
+    assert shardconv.split(folder, tmp_path / "out", tp=2, stages="1,3").stages == (1, 3)
 
 
 REFUSED = {

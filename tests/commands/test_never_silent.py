@@ -31,7 +31,6 @@ from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.planning import PlanOptions
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
-from shardconv.distributed import groups
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import SPLIT, Proof, sharded_fraction
@@ -1479,8 +1478,6 @@ def run_on_rank(
         report = run_rank(place, [PROMPT], options, lambda _: None)
     except ShardconvError as problem:
         return problem.with_options(), (), ()
-    finally:
-        groups._current.groups = None  # those of stages
     return "\n".join(report.differences or ()), report.outputs, report.notes
 
 
@@ -1530,8 +1527,6 @@ def load_on_rank(axis: Any, place: Path, options: dict[str, Any]) -> tuple[str, 
     except (ShardconvError, RuntimeError) as problem:
         is_own = isinstance(problem, ShardconvError)
         return problem.with_options() if is_own else f"{type(problem).__name__}: {problem}", None, []
-    finally:
-        groups._current.groups = None  # those of stages
 
 
 RUNNERS: Mapping[str, Callable[..., Found]] = dict(

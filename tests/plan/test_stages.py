@@ -78,12 +78,14 @@ def test_other_placements_are_refused():
 
 
 CHOSEN = {
+    (None, ""): StageChoice(),
     (1, ""): StageChoice(),
     (2, ""): StageChoice(2),
-    (1, "20,20"): StageChoice(2, (20, 20)),
+    (None, "20,20"): StageChoice(2, (20, 20)),
     (2, (20, 21)): StageChoice(2, (20, 21)),
 }
 WRONG = {
+    (1, "2,2"): r'stages="2,2" has 2 of them \(expected at least 2\)',
     (0, ""): "pp=0 is wrong",
     (True, ""): "pp=True is wrong",
     (1, "2,a"): 'stages="2,a" is wrong',
@@ -121,10 +123,26 @@ def test_tied_embedding_is_on_both_ends(is_tied):
     assert [plan.tensors[f"model.layers.{layer}.mlp.up_proj.weight"].stages for layer in (0, 1)] == [(0,), (1,)]
 
 
-def test_head_that_is_missing_is_the_embedding():
+@pytest.mark.parametrize(("flag", "is_tied"), [({}, True), ({"tie_word_embeddings": False}, False)])
+def test_head_that_is_missing_may_be_the_embedding(flag, is_tied):
+    """Without the field, a class of transformers may tie by default; with it, this is a model without a head."""
     config = llama_config()
-    made = planner({**config, "tie_word_embeddings": False}, {*llama_specs(config)} - {"lm_head.weight"})
-    assert made.stages(StageChoice(2)).is_tied
+    made = planner({**config, **flag}, {*llama_specs(config)} - {"lm_head.weight"})
+    assert made.stages(StageChoice(2)).is_tied == is_tied
+
+
+def test_layers_that_are_missing_are_refused():
+    config = {**llama_config(layers=4), "num_hidden_layers": 8}
+    specs = {name: TensorSpec(*spec) for name, spec in llama_specs(llama_config(layers=4)).items()}
+    made = planner_for(specs, config, PlanRequest())
+    with pytest.raises(PlanError, match=r"model\.layers\.4 is missing \(expected 8 layers, by num_hidden_layers\)"):
+        made.stages(StageChoice(2))
+
+
+def test_as_many_ranks_as_a_manifest_may_have():
+    made = planner(llama_config(layers=2, heads=4096, kv_heads=4096, hidden=4096))
+    with pytest.raises(UsageError, match=r"tp=4096 and pp=2 have 8192 ranks \(expected at most 4096\)"):
+        made.plan(4096, made.stages(StageChoice(2)))
 
 
 def test_old_buffers_are_on_all_stages():
@@ -182,6 +200,14 @@ def test_plan_file_has_stages():
     plan = made.plan(2, made.stages(StageChoice(2, (1, 2))))
     assert [plan.tensors[name].stages for name in names] == [(0,), (0,), (1,), (1,), (1,)]
     assert plan.num_ranks == 4
+
+
+def test_plan_file_replaces_the_stages_of_a_family():
+    text = 'inherits = "llama"\n[stages]\n"{lm_head,embed_out,output_projection,proj_out}" = "first"\n'
+    config = llama_config()
+    specs = {name: TensorSpec(*spec) for name, spec in llama_specs(config).items()}
+    made = planner_for(specs, config, PlanRequest(plan_file=("net.toml", text)))
+    assert made.plan(1, made.stages(StageChoice(2))).tensors["lm_head.weight"].stages == (0,)
 
 
 def test_unknown_kind_in_a_plan_file():

@@ -11,19 +11,24 @@ import torch
 import transformers
 
 import shardconv
-from shardconv.distributed import groups
 from tests.support.command import call
-from tests.support.models import GQA, MODELS, VOCAB, Model
+from tests.support.models import GQA, MODELS, MOE, VOCAB, Model
 
 LAYERS, TOKENS = 4, 8
 #: Of attention with windows, the first layer has one: positions of all stages follow from its cache.
 GEMMA = {**GQA, "sliding_window": 6, "tie_word_embeddings": True, "query_pre_attn_scalar": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 8, "linear_num_key_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "intermediate_size": 64,
+}  # fmt: skip
 KINDS = {
     "llama": MODELS["llama"],
     "qwen3_moe": MODELS["qwen3_moe"],
     "gemma3": Model("gemma3_text", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2}),
     "deepseek_v3": MODELS["deepseek_v3"],
     "llama-base": MODELS["llama-base"],
+    "olmo": Model("olmo", GQA),  # a norm without parameters
+    "qwen3_next": Model("qwen3_next", {**GQA, **MOE, **LINEAR}),  # layers with a state in place of a cache
 }
 OTHERS = {name: MODELS[name] for name in ("llama-classifier", "bert")}
 SIZES = [(2, 2), (1, 4)]
@@ -41,17 +46,6 @@ def source_of(tmp_path_factory):
         return home / name
 
     return write
-
-
-@pytest.fixture(autouse=True)
-def _own_groups(ranks):
-    """Loading makes its axes the current ones, which other checks do not expect."""
-    yield
-    ranks("four", forget_groups)
-
-
-def forget_groups(_axis):
-    groups._current.groups = None
 
 
 def check_outputs(axis, source, path, options):
@@ -108,9 +102,17 @@ def check_gradients(axis, path):
     ids = torch.ones(1, 3, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"does not compute gradients: call it in torch.no_grad\(\)"):
         model(ids)
-    for write in (model.save_pretrained, shardconv.gather_state_dict):
+    for part in (model, model.model):
         with pytest.raises(ValueError, match="each rank has the layers of its stage"):
-            write(model if write is shardconv.gather_state_dict else "anywhere")
+            part.save_pretrained("anywhere")
+        with pytest.raises(ValueError, match="each rank has the layers of its stage"):
+            shardconv.gather_state_dict(part)
+    with torch.no_grad():
+        for options in ({"output_hidden_states": True}, {"inputs_embeds": torch.zeros(1, 2, 64)}):
+            with pytest.raises(ValueError, match=next(iter(options))):
+                model(**{"input_ids": ids, **options})
+        with pytest.raises(RuntimeError, match="call the model itself"):
+            model.model(ids)
 
 
 def test_gradients_and_full_tensors_are_refused(ranks, source_of):
@@ -126,4 +128,4 @@ def test_run(source_of, tmp_path, forked_ranks, capfd):
     assert "4 ranks on cpu, 2 stages of 2, 2 layers" in printed
     assert "greedy tokens are equal" in printed
     other = call("run", tmp_path / "split", "--pp", 4, "--token-ids", "5")
-    assert (other.code, "is split for --tp 2 --pp 2 --stages 2,2" in other.err) == (2, True)
+    assert (other.code, "is split for --tp 2 --stages 2,2 (got --pp 4)" in other.err) == (2, True)

@@ -101,7 +101,7 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _refuse_stages(path: AnyPath, arguments: Options) -> None:
     """Refuse pipeline stages of transformers, whose components run one after the other."""
-    if arguments.get("pp", 1) != 1 or arguments.get("stages"):
+    if arguments.get("pp") not in {None, 1} or arguments.get("stages"):
         raise UsageError(
             f"{path}: is a pipeline of diffusers, whose models do not have pipeline stages: remove {option('pp')} and "
             f"{option('stages')}"

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, Unpack
 
 from msgspec import Struct
@@ -22,7 +23,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.planner import Planner
-from shardconv.plan.stages import StageChoice, chosen_stages, even_stages
+from shardconv.plan.stages import StageFinder, chosen_stages, even_stages
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
@@ -86,8 +87,8 @@ class PlanReport:
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
         stored_tp: tensor parallel size of a split checkpoint; None for a source.
         stored_stages: number of layers of each pipeline stage of a split checkpoint; empty for one stage.
-        even_stages: number of layers of each stage if the rank with most bytes is to have fewest; empty for one stage.
-        even_bytes: the bytes of that rank.
+        even_stages: number of layers of each stage that minimizes the bytes of the largest rank; empty for one stage.
+        even_bytes: bytes of that rank.
         ranks: the ranks whose files the folder of a split checkpoint has; empty for a source.
         quantization: method, format and bits of quantized weights, as their settings have them; "" without any.
         adapters: names of the adapters of a split checkpoint.
@@ -131,7 +132,7 @@ def report_plan(
     src: SourcePath,
     *,
     tp: int | None = None,
-    pp: int = 1,
+    pp: int | None = None,
     stages: str | Sequence[int] = (),
     base: StrPath | None = None,
     dtype: str | None = None,
@@ -143,9 +144,8 @@ def report_plan(
     With ``base``, ``src`` is a LoRA adapter of this base model, as in :func:`~shardconv.split`.
     With ``dtype``, dtypes and sizes are as in a split with it.
     """
-    chosen_pp = chosen_stages(pp, stages)
-    if chosen_pp.count > 1 and tp is None:
-        raise UsageError(f"{option('pp')} is for a plan: add {option('tp')}")
+    if (pp is not None or stages) and tp is None:
+        raise UsageError(f"{option('pp')} and {option('stages')} are for the plan of one size: pass one {option('tp')}")
     if is_split(path := open_path(src)):
         if dtype is not None:
             raise UsageError(
@@ -153,15 +153,20 @@ def report_plan(
             )
         if base is not None:
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
-        return _report_stored(path, tp, chosen_pp, options)
+        return _report_stored(path, tp, pp, stages, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
-    source, plan = planned.source, None if tp is None else planned.plan(tp, planned.planner.stages(chosen_pp))
+    source, plan = (
+        planned.source,
+        None if tp is None else planned.plan(tp, planned.planner.stages(chosen_stages(pp, stages))),
+    )
     settings = config_with_quantization(source)
     report = _report(path, planned.planner, planned.tensors, plan, settings, is_adapter=base is not None)
     return replace(report, left_out=source.left_out, engine=options.get("engine"))
 
 
-def _report_stored(folder: AnyPath, tp: int | None, chosen: StageChoice, options: PlanOptions) -> PlanReport:
+def _report_stored(
+    folder: AnyPath, tp: int | None, pp: int | None, stages: str | Sequence[int], options: PlanOptions
+) -> PlanReport:
     """Report the plan of a split checkpoint."""
     pad = options.pop("pad", False)  # an option of reshard, too
     refuse_changes(folder, options)
@@ -170,7 +175,7 @@ def _report_stored(folder: AnyPath, tp: int | None, chosen: StageChoice, options
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan = manifest.plan
-    planner = stored_planner(manifest, manifest.request.engine)
+    planner, chosen = stored_planner(manifest, manifest.request.engine), chosen_stages(pp, stages, default=plan.stages)
     if tp is not None and (tp != plan.tp or planner.stages(chosen) != plan.stages):
         planner = planner.padded(int(pad)) if tp != plan.tp else planner
         plan = planner.plan(tp, planner.stages(chosen))
@@ -199,7 +204,7 @@ def _report(
     sizes = tp_sizes(planner)
     tensors = () if plan is None else tensor_reports(specs, plan)
     held = () if plan is None else rank_bytes(tensors, plan.num_ranks)
-    even_stages, even_bytes = ((), 0) if plan is None else _even_stages(planner, specs, plan, held)
+    even_stages, even_bytes = ((), 0) if plan is None else _even_stages(planner, tensors, plan, held)
     return PlanReport(
         source=str(path),
         family=planner.rules.family,
@@ -225,17 +230,25 @@ def _report(
 
 
 def _even_stages(
-    planner: Planner, specs: Mapping[str, TensorSpec], plan: Plan, held: Sequence[int]
+    planner: Planner, tensors: Sequence[TensorReport], plan: Plan, held: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
     """The stages whose largest rank has fewest bytes, and these bytes; those of the plan if it is not larger."""
     if plan.stages is None:
         return (), 0
-    finest = planner.plan(plan.tp, plan.stages.finest)
-    sizes = rank_bytes(tensor_reports(specs, finest), finest.num_ranks)
-    even = even_stages([max(sizes[at : at + plan.tp]) for at in range(0, len(sizes), plan.tp)], plan.pp)
-    even_plan = planner.plan(plan.tp, planner.stages(chosen_stages(1, even)))
-    even_bytes = max(rank_bytes(tensor_reports(specs, even_plan), plan.num_ranks))
-    return (even, even_bytes) if even_bytes < max(held) else (plan.num_layers, max(held))
+    finder, finest, tp = StageFinder(planner.rules), plan.stages.finest, plan.tp
+    of_layer = [[0] * tp for _ in range(finest.count)]
+    for tensor in tensors:
+        first = min(tensor.stages, default=0) * tp
+        matrix = planner.group_of[tensor.name].matrix_of(tensor.name)
+        for layer in finder.stages_of(matrix, finest):  # tensors of all stages do not change their order
+            for rank, size in enumerate(tensor.shard_bytes[first : first + tp]):
+                of_layer[layer][rank] += size
+    even = even_stages([max(sizes) for sizes in of_layer], plan.pp)
+    on_all = rank_bytes([tensor for tensor in tensors if not tensor.stages], tp)
+    bounds = pairwise(accumulate(even, initial=0))
+    stages = ([sum(sizes) for sizes in zip(*of_layer[start:stop], strict=True)] for start, stop in bounds)
+    largest = max(size + shared for sizes in stages for size, shared in zip(sizes, on_all, strict=True))
+    return (even, largest) if largest < max(held) else (plan.num_layers, max(held))
 
 
 def rank_bytes(tensors: Iterable[TensorReport], num_ranks: int) -> tuple[int, ...]:

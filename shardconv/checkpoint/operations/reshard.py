@@ -73,7 +73,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     dst: StrPath | Destination | None = None,
     *,
     tp: int,
-    pp: int = 1,
+    pp: int | None = None,
     stages: str | Sequence[int] | Stages = (),
     layout: str | None = None,
     engine: str | None = None,
@@ -95,7 +95,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks of a pipeline stage.
-        pp, stages: the new pipeline stages, as in :func:`~shardconv.split`.
+        pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; defaults to those of the split checkpoint.
+            1 removes them.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to the option of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
             engine of ``layout`` or else of the split checkpoint; to shardconv for layout dcp, which does not support
@@ -142,7 +143,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout {layout}"
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
-    chosen_pp = chosen_stages(pp, stages)
+    chosen_pp = chosen_stages(pp, stages, default=old.plan.stages)
     new_suffix = size_suffix(tp, chosen_pp.count)
     name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.pp))
     destination = given or Destination(Path(f"{name}{new_suffix}"))
@@ -161,9 +162,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(
-            adapter.manifest, tp, chosen_stages(1, new.plan.stages or ()), pad=int(pad), checksums=how.checksums
-        )
+        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), pad=int(pad), checksums=how.checksums)
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),
@@ -225,7 +224,11 @@ def _plan_reshard(
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
     planner = stored_planner(old, request.engine, pad=pad)
     plan = planner.plan(tp, planner.stages(chosen))
-    file_layout = with_max_file_size(file_layout, old.layout.max_file_bytes if max_file_size is None else max_file_size)
+    inherited = None if plan.stages is not None else old.layout.max_file_bytes
+    if file_layout.max_file_bytes != inherited:
+        file_layout = structs.replace(file_layout, max_file_bytes=inherited)
+        file_layout = NATIVE if file_layout == NATIVE else file_layout  # a default that a manifest leaves out
+    file_layout = with_max_file_size(file_layout, max_file_size)
     return old.with_plan(plan, request, file_layout, checksums=checksums), padding_report(planner, tp)
 
 
@@ -237,8 +240,8 @@ def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters:
         for name, adapter in adapters.items():
             inner = staged.inner(f"{ADAPTERS}/{name}")
             reshard(
-                adapter.paths, inner, tp=new.tp, stages=new.plan.stages or (), checksums=options.checksums,
-                threads=options.threads,
+                adapter.paths, inner, tp=new.tp, pp=new.plan.pp, stages=new.plan.stages or (),
+                checksums=options.checksums, threads=options.threads,
             )  # fmt: skip
 
     settings, mode = settings_of("reshard", new), permissions(manifests[:1])

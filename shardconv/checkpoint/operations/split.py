@@ -75,7 +75,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     dst: StrPath | Destination | None = None,
     *,
     tp: int | None = None,
-    pp: int = 1,
+    pp: int | None = None,
     stages: str | Sequence[int] | Stages = (),
     ranks: Ranks = None,
     base: StrPath | None = None,
@@ -153,7 +153,9 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         )
     if tp is None and layout != MEGATRON:
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
-    tp, chosen_pp = tp or 1, chosen_stages(pp, stages)
+    rules = options.get("rules")
+    of_rules = rules.stages if isinstance(rules, Plan) else None
+    tp, chosen_pp = tp or 1, chosen_stages(pp, stages, default=of_rules)
     pp = chosen_pp.count
     chosen = choose_ranks(ranks, tp * pp)
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))

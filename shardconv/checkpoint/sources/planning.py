@@ -305,7 +305,7 @@ def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_plan(
-    src: SourcePath, *, tp: int, pp: int = 1, stages: str | Sequence[int] = (), **options: Unpack[PlanOptions]
+    src: SourcePath, *, tp: int, pp: int | None = None, stages: str | Sequence[int] = (), **options: Unpack[PlanOptions]
 ) -> Plan:
     """Make the plan of a checkpoint from its headers and config, without reading its data.
 

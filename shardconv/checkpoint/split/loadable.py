@@ -23,7 +23,9 @@ from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_
 from shardconv.files.paths import folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
+from shardconv.plan.plan import Plan
 from shardconv.plan.stages import StageChoice, chosen_stages
+from shardconv.plan.stages import as_option as stages_option
 from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
@@ -142,7 +144,7 @@ def unapplied(adapters: Collection[str]) -> str:
 
 
 def open_loadable(
-    path: AnyPath, *, tp: int | None, pp: int = 1, stages: str | Sequence[int] = (), options: PlanOptions
+    path: AnyPath, *, tp: int | None, pp: int | None = None, stages: str | Sequence[int] = (), options: PlanOptions
 ) -> Loadable:
     """Open a split checkpoint, or plan a source for ``tp`` ranks in each of ``pp`` stages.
 
@@ -164,9 +166,10 @@ def open_loadable(
         refuse_adapter_alone(path, tp)
     if tp is None or is_split(path):
         manifest = read_manifest(path, remedy=f"or load it without splitting it: {option(tp='N')}")
-        _refuse_options(path, manifest, tp, chosen_stages(pp, stages), options)
+        _refuse_options(path, manifest, tp, chosen_stages(pp, stages, default=manifest.plan.stages), options)
         return Loadable(path, manifest)
-    chosen = chosen_stages(pp, stages)
+    rules = options.get("rules")
+    chosen = chosen_stages(pp, stages, default=rules.stages if isinstance(rules, Plan) else None)
     source, _, request, planner, _ = plan_source(path, **options)
     plan = planner.plan(tp, planner.stages(chosen))
     return Loadable(path, Manifest.of_source(source, plan, request, checksums=False), source)
@@ -177,10 +180,11 @@ def _refuse_options(
 ) -> None:
     """Refuse options that a split checkpoint does not use."""
     num_layers = manifest.plan.num_layers
-    if chosen.count > 1 and (chosen.count, chosen.num_layers or num_layers) != (manifest.plan.pp, num_layers):
+    if (chosen.count, chosen.num_layers or num_layers) != (manifest.plan.pp, num_layers):
+        given = stages_option(chosen.num_layers) if chosen.num_layers else option(pp=chosen.count)
         raise UsageError(
-            f"{path}: is split for {manifest.size_options}: remove {option('pp')} and {option('stages')}, or make "
-            f"another one with shardconv reshard"
+            f"{path}: is split for {manifest.size_options} (got {given}): remove it, or make another one with "
+            "shardconv reshard"
         )
     refuse_other_tp(path, manifest.tp, tp)
     refuse_changes(path, options)

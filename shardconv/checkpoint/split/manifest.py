@@ -166,7 +166,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     def size_options(self) -> str:
         """The options of ``split`` for as many ranks, for messages."""
         stages = self.plan.stages
-        of_stages = "" if stages is None else f" {option(pp=stages.count)} {stages_option(stages.num_layers)}"
+        of_stages = "" if stages is None else f" {stages_option(stages.num_layers)}"
         return f"{option(tp=self.tp)}{of_stages}"
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from shardconv.plan.families.config_fields import NAME, fields_in, replaced
-from shardconv.plan.families.family import PLAN_FILE, Family, Mount, fields_read
+from shardconv.plan.families.family import PLAN_FILE, Family, Mount, fields_read, merge_stages
 from shardconv.plan.families.rule import SIZE_NAMES, ModuleRule, Rule, UnitRule
 from shardconv.support.errors import PlanError
 
@@ -48,7 +48,7 @@ def expand_blocks(family: Family, base: Family, find: Callable[[str], Family]) -
         rules=family.rules + tuple(expanded.rules),
         # The first rule that matches applies; of module overrides the last has precedence.
         modules=tuple(reversed(expanded.modules)) + family.modules,
-        stages={**family.stages, **expanded.stages},
+        stages=merge_stages(family.stages, expanded.stages),
         blocks=(),
         numbered=frozenset(expanded.numbered),
     )

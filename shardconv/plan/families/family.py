@@ -143,12 +143,17 @@ class Family(Data, frozen=True):
             rules=self.rules + base.rules,
             modules=base.modules + self.modules,
             submodels={**base.submodels, **self.submodels},
-            stages={**self.stages, **base.stages},
+            stages=merge_stages(self.stages, base.stages),
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )
         check_units(family)
         return family
+
+
+def merge_stages(first: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """Add the entries of ``[stages]`` for other patterns after the first ones."""
+    return {**first, **{pattern: kind for pattern, kind in others.items() if pattern not in first}}
 
 
 def fields_read(family: Family) -> set[str]:
