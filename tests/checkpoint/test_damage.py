@@ -426,7 +426,7 @@ MANIFESTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (with_text(STRIPES, b'"stripe_bytes":NaN'), "cannot be used"),
     "unknown key": (with_text(STRIPES, STRIPES + b',"x":0'), "cannot be used"),
     "nested deeply": (with_text(FOLDER, b'"is_folder":' + DEEP), "cannot be used"),
-    "of a padded checkpoint": (in_manifest(lambda data: data.update(original_config="{}")), "that of a padded"),
+    "of a padded checkpoint": (in_manifest(lambda data: data.update(original_config="{}")), "belongs to a padded"),
     **{
         f"ignore {one!r}": (in_manifest(lambda data, one=one: data.update(ignore=one)), "cannot be used")
         for one in ("*.gguf", {"*.gguf": 1}, [1], None, 7)

@@ -231,7 +231,7 @@ def test_source_that_changes_while_it_is_loaded(axis, copied):
     ("layout", "tp", "message"),
     [
         ("four", 2, "would be loaded for 2 ranks, and there are 4 processes: .*--nproc-per-node 2, or pass tp=4"),
-        ("three", 3, "is not a multiple of 3"),
+        ("three", 3, "3 neither divides 2 nor is a multiple of 2"),
     ],
 )
 def test_wrong_sizes(ranks, source, layout, tp, message):
