@@ -12,6 +12,7 @@ import transformers
 
 import shardconv
 from tests.support.command import call
+from tests.support.matrix import MATRIX
 from tests.support.models import GQA, MODELS, MOE, VOCAB, Model
 
 LAYERS, TOKENS = 4, 8
@@ -30,7 +31,12 @@ KINDS = {
     "olmo": Model("olmo", GQA),  # a norm without parameters
     "qwen3_next": Model("qwen3_next", {**GQA, **MOE, **LINEAR}),  # layers with a state in place of a cache
 }
-OTHERS = {name: MODELS[name] for name in ("llama-classifier", "bert")}
+#: Other types that run in stages.
+TYPES = (
+    "cohere", "deepseek_v2", "glm4", "glm4_moe", "llama-biases", "mixtral", "olmo2", "olmoe", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "stablelm", "starcoder2",
+)  # fmt: skip
+OTHERS = {name: MODELS[name] for name in ("llama-classifier", "bert", *TYPES)}
 SIZES = [(2, 2), (1, 4)]
 
 
@@ -75,6 +81,11 @@ def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, 
     held = ranks("four", check_outputs, source, tmp_path / "split", {})
     assert max(held) < 0.6
     assert ranks("four", check_outputs, source, source, {"tp": tp, "pp": pp}) == held
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MATRIX) for name in TYPES])
+def test_other_types(ranks, source_of, name):
+    assert max(ranks("four", check_outputs, source_of(name), source_of(name), {"tp": 2, "pp": 2})) < 0.6
 
 
 def check_refused(axis, path, options, message):
