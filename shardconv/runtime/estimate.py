@@ -79,7 +79,8 @@ def estimate_cost(
             :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
             to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
-        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is that of the rank with most.
+        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is that of the rank with most; the
+            broadcast of the logits by ``run`` is not counted.
         stages: number of layers of each.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.

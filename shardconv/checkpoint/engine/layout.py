@@ -21,7 +21,7 @@ from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.stages import StageFinder
+from shardconv.plan.stages import StageFinder, Stages
 from shardconv.support.errors import PlanError, option
 
 #: Names of the manifests of split and of padded checkpoints, and of split pipelines.
@@ -164,16 +164,17 @@ def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bo
     return [stage * plan.tp + rank for stage in range(plan.pp) for rank in first]
 
 
-def _named_in_stage(tensor: FileTensor, stage: int, plan: Plan) -> FileTensor:
-    """A file tensor in the files of a stage: one that has the name of a tied head keeps that of the embedding there.
+def _named_in_stage(file_tensors: Iterable[FileTensor], stage: int, plan: Plan, stages: Stages) -> Iterator[FileTensor]:
+    """Yield file tensors of a stage. One with the name of a tied head has that of the embedding where the head is not.
 
     Raises:
-        PlanError: if the stage of its name is unknown.
+        PlanError: if the stage of a name is unknown.
     """
-    if plan.stages is None or len(tensor.members) > 1 or tensor.name == tensor.members[0]:
-        return tensor
-    stages = StageFinder(plan.rules).stages_of(tensor.name, plan.stages)
-    return tensor if not stages or stage in stages else replace(tensor, name=tensor.members[0])
+    finder = StageFinder(plan.rules)
+    for tensor in file_tensors:
+        is_renamed = len(tensor.members) == 1 and tensor.name != tensor.members[0]
+        named = finder.stages_of(tensor.name, stages) if is_renamed else ()
+        yield replace(tensor, name=tensor.members[0]) if named and stage not in named else tensor
 
 
 def _constants_of(stage: int, plan: Plan, layout: FileLayout) -> Sequence[Constant]:
@@ -228,7 +229,7 @@ def _lay_out_stage(
     lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
     ranks = list(dict.fromkeys(first_equal[stage * plan.tp : (stage + 1) * plan.tp]))
     held = layout.file_tensors([name for name in tensors if plan.holds(ranks[0], name)])
-    one = [_named_in_stage(tensor, stage, plan) for tensor in held]
+    one = held if plan.stages is None else list(_named_in_stage(held, stage, plan, plan.stages))
     first = _constants_of(stage, plan, layout)
     files = {rank: [lay_out(rank, one, first)] for rank in ranks}
     if layout.max_file_bytes is None:

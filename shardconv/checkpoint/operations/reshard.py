@@ -143,21 +143,14 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout {layout}"
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
-    chosen_pp = chosen_stages(pp, stages, default=old.plan.stages)
-    new_suffix = size_suffix(tp, chosen_pp.count)
+    chosen = chosen_stages(pp, stages, default=old.plan.stages)
     name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.pp))
-    destination = given or Destination(Path(f"{name}{new_suffix}"))
+    destination = given or Destination(Path(f"{name}{size_suffix(tp, chosen.count)}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(
-        old,
-        tp,
-        chosen_pp,
-        layout=layout,
-        max_file_size=max_file_size,
-        engine=engine,
-        pad=int(pad),
+        old, tp, chosen, layout=layout, max_file_size=max_file_size, engine=engine, pad=int(pad),
         checksums=is_identified,
-    )  # fmt: skip, checksums=is_identified)
+    )  # fmt: skip
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
