@@ -87,7 +87,7 @@ CASES = {
     "is not a split checkpoint": Case("merge model"),
     "a rank file of shardconv, without its manifest": Case("merge split", remove_manifest),
     "the bytes of ... differ from their checksum": Case("merge split", damage),
-    "is split for ... ranks": Case("run split --tp 4 --prompt x", damage, code=2),
+    "is split for ...": Case("run split --tp 4 --prompt x", damage, code=2),
 }  # fmt: skip
 
 

@@ -261,8 +261,9 @@ def shard_dim(
         dim: the dim, from 0.
         segments: the units of each segment of a group.
         tp: number of ranks.
-        groups: number of groups.
-        padded_groups: number of groups with padding at the end of the dim; None if there is none.
+        groups: number of groups in the tensor.
+        padded_groups: number of groups that the ranks hold in total, of which those after ``groups`` are padding; None
+            without padding.
 
     Raises:
         IndivisibleError: if groups or units cannot be divided over ``tp`` ranks.
