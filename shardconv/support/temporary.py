@@ -1,4 +1,4 @@
-"""Temporary folders: a message reports a signal that interrupts their removal, and a disk that is full."""
+"""Temporary folders that are removed at the end; signals and full disks are reported with the path."""
 
 import shutil
 import tempfile
@@ -12,7 +12,7 @@ from shardconv.support.exits import Removal
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a temporary folder, and remove it at the end; a signal that ends its removal gets a note."""
+    """Make a temporary folder, removed at the end; a signal that interrupts this says that files may be left."""
     folder = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
     try:
         yield folder

@@ -187,7 +187,7 @@ class RemoteFile:
         return result
 
     def _check_version(self, meta: "ObjectMeta") -> None:
-        """Compare with the version that was read first."""
+        """Raise an error if the object was replaced since its first read."""
         if self._is_pinned:
             return
         time = meta["last_modified"]
