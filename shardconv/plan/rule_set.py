@@ -110,12 +110,12 @@ class RuleSet(Data, frozen=True, eq=False):
             yield from (rule for rule in rules if not rule.by_user)
 
         name = None if engine is SHARDCONV else engine.name
-        types = {(model_rules.config or {}).get("model_type") for model_rules in self.models}
+        types = [(model_rules.config or {}).get("model_type") for model_rules in self.models]  # of any JSON type
         return replace(
             self.with_rules(with_engine),
             vocab_multiple=engine.vocab_multiple,
             engine=name,
-            in_all_stages=tuple(sorted(engine.in_all_stages & types)),
+            in_all_stages=tuple(sorted(one for one in engine.in_all_stages if one in types)),
         )
 
     def without_engine(self) -> Self:
