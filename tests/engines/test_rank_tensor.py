@@ -66,7 +66,7 @@ OPERATIONS = {
     "unsqueeze": lambda t, d, a, b: t.unsqueeze(d),
     "transpose": lambda t, d, a, b: t.transpose(d, a % t.dim()),
     "movedim": lambda t, d, a, b: t.movedim(d, a % t.dim()),
-    "flatten": lambda t, d, a, b: t.flatten(0, min(1, t.dim() - 1)) if t.is_contiguous() else t,
+    "flatten": lambda t, d, a, b: t.flatten(0, min(1, t.dim() - 1)),
     "unflatten": lambda t, d, a, b: t.unflatten(d, (b, -1)) if t.shape[d] % b == 0 else t,
     "expand": lambda t, d, a, b: t.unsqueeze(0).expand(b, *t.shape),
     "double": lambda t, d, a, b: t.double(),
