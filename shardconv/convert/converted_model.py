@@ -23,7 +23,7 @@ from shardconv.layers.runtime_classes import converted_class
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
-#: Fields whose random numbers come from Python's or numpy's generator.
+#: Those of these fields whose random numbers come from Python's or numpy's generator.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
 #: The attribute of modules whose parameters are on other pipeline stages, and what functions of all parameters raise.
 ON_OTHER_STAGE = "_is_on_other_stage"

@@ -159,7 +159,7 @@ def difference(path: AnyPath, views: Sequence[View], noun: str, remedy: str) -> 
 
 
 def _described(views: Sequence[View], names: Collection[str], noun: str) -> str:
-    """List the ranks or processes that see the same files, with their hosts and paths where these differ."""
+    """Describe which ranks or processes see the same files, with hosts and paths where these differ."""
     has_hosts, has_paths = len({view.host for view in views}) > 1, len({view.path for view in views}) > 1
     groups: dict[tuple[str, ...], list[int]] = {}
     for at, view in enumerate(views):

@@ -1,7 +1,7 @@
 """Clip the gradients of sharded parameters by the norm of all of them."""
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -60,9 +60,10 @@ def clip_grad_norm_(
             placement, axis = described
             _, own = sharded.setdefault(axis.ranks, (axis, []))
             own += [] if parameter.grad is None else _own_elements(parameter.grad, placement, axis.rank)
-    device = next((parameter.device for parameter in found), None)
-    norms = [_norm(replicated, norm_type, device)]
-    norms += [gather_from_tp(_norm(own, norm_type, device), 0, group=axis) for axis, own in sharded.values()]
+    # the same on all ranks, also on those without elements of their own
+    dtype = reduce(torch.promote_types, (parameter.dtype for parameter in found), torch.float32)
+    norm = partial(_norm, norm_type=norm_type, dtype=dtype, device=next((one.device for one in found), None))
+    norms = [norm(replicated), *(gather_from_tp(norm(own), 0, group=axis) for axis, own in sharded.values())]
     total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients is not finite (got {total.item()}), so they cannot be clipped")
@@ -70,13 +71,12 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(gradients: list[Tensor], norm_type: float, device: torch.device | None) -> Tensor:
-    """The norm of some tensors, [1], in float32 or the widest of their dtypes."""
-    dtype = torch.float32
-    for gradient in gradients:
-        dtype = torch.promote_types(dtype, gradient.dtype)
+def _norm(gradients: list[Tensor], *, norm_type: float, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """The norm of some tensors, [1], in a dtype."""
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).to(device) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type).view(1) if norms else torch.zeros(1, device=device)
+    if not norms:
+        return torch.zeros(1, dtype=dtype, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).view(1)
 
 
 def _own_elements(gradient: Tensor, placement: Placement, rank: int) -> Iterator[Tensor]:

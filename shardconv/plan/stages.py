@@ -80,7 +80,7 @@ def even_stages(layer_bytes: Sequence[int], pp: int) -> tuple[int, ...]:
 
     Args:
         layer_bytes: bytes of each layer, with those of other tensors in the first and in the last one.
-        pp: number of stages, at most that of layers.
+        pp: number of stages, at most the number of layers.
     """
     limits, count = range(max(layer_bytes), sum(layer_bytes) + 1), len(layer_bytes)
     limit = limits[bisect_left(limits, count, key=lambda limit: sum(_fill(layer_bytes, pp, limit)))]

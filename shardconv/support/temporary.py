@@ -1,4 +1,4 @@
-"""Temporary folders that are removed at the end; signals and full disks are reported with the path."""
+"""Temporary folders that are removed at the end, and errors of libraries that write into them."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Commands that write, with something to write: for test_faults.py, test_destination.py and test_resume.py."""
+"""Fixtures of several files: commands that write, with something to write, and small stripes."""
 
 import os
 import shutil
@@ -8,10 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from shardconv.checkpoint.engine import geometry as byte_ranges
 from shardconv.checkpoint.operations.split import split
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.faults import COMMANDS, Job
 from tests.support.matrix import cases
+
+
+@pytest.fixture
+def stripes_without_gaps(monkeypatch):
+    """Many stripes, and no gap that is read."""
+    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
+    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
+    byte_ranges.geometry.cache_clear()
+    yield
+    byte_ranges.geometry.cache_clear()
 
 
 @pytest.fixture(scope="module")

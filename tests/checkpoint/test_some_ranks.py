@@ -35,15 +35,7 @@ from tests.support.matrix import cases
 
 TP = 4
 
-
-@pytest.fixture(autouse=True)
-def _small_stripes(monkeypatch):
-    """Many stripes, and no gap that is read."""
-    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
-    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
-    geometry.cache_clear()
-    yield
-    geometry.cache_clear()
+pytestmark = pytest.mark.usefixtures("stripes_without_gaps")
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,7 @@ import pytest
 from safetensors import deserialize
 
 import shardconv
-from shardconv.checkpoint.engine import geometry as byte_ranges
 from shardconv.checkpoint.engine.copy import CopyJob
-from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.input_files import LocalFile
 from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
@@ -26,15 +24,7 @@ from tests.support.manifests import change_manifest
 
 LAYERS = 4
 
-
-@pytest.fixture(autouse=True)
-def _small_stripes(monkeypatch):
-    """Many stripes, and no gap that is read."""
-    monkeypatch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 5000)
-    monkeypatch.setattr(byte_ranges, "GAP_BYTES", 1)
-    geometry.cache_clear()
-    yield
-    geometry.cache_clear()
+pytestmark = pytest.mark.usefixtures("stripes_without_gaps")
 
 
 @pytest.fixture(scope="module")

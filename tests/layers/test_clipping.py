@@ -87,6 +87,17 @@ def test_a_norm_that_is_not_finite(axis):
 
 
 @on_ranks("four")
+def test_a_rank_may_have_no_elements_of_its_own(axis):
+    """Of weights of two KV heads, which ranks hold twice, every other rank has none."""
+    model = MODELS["llama"].build().double()
+    full = model.model.layers[0].self_attn.k_proj.weight.numel()
+    convert_with_request(model, model.config.to_dict(), PlanRequest(), axis)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    weight.grad = torch.full_like(weight, 3.0)
+    torch.testing.assert_close(shardconv.clip_grad_norm_(weight, 1e9).item(), 3.0 * full**0.5, rtol=1e-12, atol=0)
+
+
+@on_ranks("four")
 def test_dtensors_are_refused(axis):
     layer = nn.Linear(4, 4)
     shard_parameter(layer, "weight", DeviceMesh("cpu", list(axis.ranks)), [Shard(0)])

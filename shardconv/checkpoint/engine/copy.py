@@ -232,7 +232,7 @@ class Side(Protocol):
     tensors: Sequence[Shards]
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Prefetch a stripe for the calling thread."""
+        """Start to read a stripe. The calling thread copies stripes in the order in which it prefetched them."""
 
     def cancel(self) -> None:
         """Cancel what threads are waiting for: the copy failed or was interrupted."""
@@ -337,7 +337,7 @@ class CopyJob:
         return number
 
     def _prefetch(self, number: int) -> None:
-        """Prefetch a stripe for the calling thread."""
+        """Start to read a stripe. The calling thread copies stripes in the order in which it prefetched them."""
         for side in self._sides:
             side.prefetch(self._stripes[number])
 

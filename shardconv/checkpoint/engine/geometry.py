@@ -159,13 +159,15 @@ class Geometry:
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The ranges of a flat range that shards are made of, with short gaps between them."""
-        if self.columns in {None, ((0, self.width),)}:
+        columns = ((0, self.width),) if self.columns is None else self.columns
+        if columns == ((0, self.width),):
             yield start, stop
-        if not self.columns or self.columns == ((0, self.width),):
+            return
+        if not columns:
             return
         for row, rows, first, last in row_spans(start, stop, self.width):
             for base in range(row * self.width, (row + rows) * self.width, self.width):
-                for low, high in self.columns or ():
+                for low, high in columns:
                     if max(low, first) < min(high, last):
                         yield base + max(low, first), base + min(high, last)
 

@@ -46,7 +46,7 @@ def open_remote(location: Location) -> RemotePath:
 
     Raises:
         SourceError: if it does not exist or cannot be listed, or a package is not installed.
-        UsageError: if it is not a model on the Hub, or is a folder of a web server.
+        UsageError: if it does not name a model on the Hub, or is the folder of a web server, which cannot be listed.
     """
     files = _files_of(location)
     if not files or (location.file and location.file not in files):
@@ -135,7 +135,7 @@ def _split_model(location: Location) -> tuple[str, str | None, str]:
     """The name of a model with its organization, the revision, and the path in it.
 
     Raises:
-        UsageError: if the location is not a model.
+        UsageError: if the location does not name a model.
     """
     match = _MODEL.fullmatch(location.path)
     if match is None or location.host in {"datasets", "spaces", "models"} or "@" in location.host:
@@ -155,7 +155,7 @@ def _model_files(location: Location) -> dict[str, RemoteFile]:
 
     Raises:
         SourceError: if the model does not exist, access is denied, or huggingface_hub is not installed.
-        UsageError: if the location is not a model.
+        UsageError: if the location does not name a model.
     """
     model, revision, path = _split_model(location)
     hub = huggingface_hub()

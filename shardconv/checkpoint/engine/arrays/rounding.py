@@ -45,7 +45,7 @@ def convert(data: Bytes, dtype: str, target: Bytes, target_dtype: str) -> None:
 
 
 def widen(elements: NDArray[Any], dtype: str, to: str = "<f4") -> NDArray[Any]:
-    """The numpy dtype of a safetensors dtype; BF16 is represented by its bits."""
+    """Convert elements of a safetensors dtype to a dtype of numpy; elements of BF16 are given as their bits."""
     if dtype == "BF16":
         elements = (elements.astype("<u4") << 16).view("<f4")
     return elements.astype(to, copy=False)
