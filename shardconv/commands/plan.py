@@ -254,6 +254,7 @@ def _stored_lines(report: "PlanReport", num_ranks: int) -> Iterator[str]:
         yield f"this folder has {name_ranks(report.ranks)} of {num_ranks}"
     if (report.stored_tp, report.stored_stages) != (report.tp, report.stages):
         stages = f" --stages {','.join(map(str, report.stages))}" if report.stages else ""
+        stages = " --pp 1" if report.stored_stages and not report.stages else stages
         yield (
             f"{report.source} has {counted(num_ranks, 'rank')}{stages_note(report.stored_stages)}: this is the plan of "
             f"shardconv reshard {report.source} --tp {report.tp}{stages}"

@@ -169,7 +169,7 @@ def _refuse_with_stages(path: AnyPath, plan: Plan, model: object, adapter: objec
     if given and plan.stages is not None:
         raise UsageError(
             f"{path}: {option(given)} is not supported with pipeline stages: remove it, or make a checkpoint without "
-            f"them (shardconv reshard {path} --tp N)"
+            f"them (shardconv reshard {path} --tp N --pp 1)"
         )
 
 
@@ -258,7 +258,7 @@ class _Loading:
             values, dtype = self.dequantizer.weights.values(), self.dequantizer.dtype
             copied = sum(num_bytes(value, dtype) for value in values)
         fetched = self.checkpoint.fetched_bytes(rank)
-        check_room(self.device, values, dtype, manifest.num_ranks, copied=copied, fetched=fetched)
+        check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
 
     def fill(
         self, build: Callable[[dict[str, Tensor]], nn.Module], tensors: dict[str, Tensor], progress: Progress | None

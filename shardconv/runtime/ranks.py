@@ -131,9 +131,11 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
     if size != manifest.num_ranks:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         if checkpoint.source is None:
-            other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}"
+            without = " --pp 1" if manifest.plan.pp > 1 else ""
+            other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}{without}"
         else:
-            other, remedy = "would be loaded", f"pass {option(tp=size)}"
+            given = option(tp=size, pp=1) if manifest.plan.pp > 1 else option(tp=size)
+            other, remedy = "would be loaded", f"pass {given}"
         raise WorldSizeError(
             f"{path}: {other} for {manifest.num_ranks} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.num_ranks}{f', or {remedy}' if _is_supported(manifest, size) else ''}"

@@ -15,7 +15,7 @@ import shardconv
 from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.input_files import LocalFile
-from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
+from shardconv.support.errors import OutputError, PlanError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.damage import flip, place
@@ -143,6 +143,8 @@ def test_ranks_of_a_stage_are_written_and_read_alone(source, tmp_path):
     assert [tensors_of(file) for file in of_hosts] == [tensors_of(file) for file in rank_files(whole)]
     report = shardconv.verify(tmp_path / "host1", against=source)
     assert (report.ranks, report.pp, report.differences) == ((2, 3), 2, ())
+    with pytest.raises(OutputError, match=r"exists \(with ranks 2, 3 of 4, which overwrite=True would remove\)"):
+        shardconv.split(source, tmp_path / "host1", tp=2, pp=2, ranks="0-1")
     with pytest.raises(SplitCheckpointError, match=r"ranks 0, 1 of 4 are missing .* stages=\"2,2\" ranks="):
         shardconv.merge(tmp_path / "host1", tmp_path / "back")
     shardconv.merge([tmp_path / "host1", tmp_path / "host0"], tmp_path / "back")
@@ -268,6 +270,7 @@ def test_reshard_keeps_the_stages(source, tmp_path):
     assert contents(tmp_path / "new") == contents(tmp_path / "expected")
     assert shardconv.report_plan(tmp_path / "old", tp=2).stages == (1, 3)
     assert shardconv.report_plan(tmp_path / "old", tp=2, pp=1).stages == ()
+    assert "--tp 2 --pp 1\n" in call("plan", tmp_path / "old", "--tp", 2, "--pp", 1).out
 
 
 def test_reshard_of_several_files_into_stages(source, tmp_path):

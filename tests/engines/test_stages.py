@@ -1,5 +1,8 @@
 """The tensors that a rank of an engine reads in its pipeline stage, and the bytes that are read and verified."""
 
+import re
+import shlex
+
 import pytest
 
 import shardconv
@@ -7,6 +10,7 @@ from shardconv.engines.weights import EngineStages, open_for_engine, rank_weight
 from shardconv.support.errors import IntegrityError, PlanError, WorldSizeError
 from tests.checkpoint.test_stages import rank_files, stage_of, tensors_of
 from tests.support.checkpoints import llama_config, write_checkpoint
+from tests.support.command import call
 from tests.support.damage import flip, place
 
 LAYERS = (1, 2, 1)
@@ -64,11 +68,15 @@ def test_only_bytes_of_the_stage_are_verified(source, tmp_path, kind):
         list(rank_weights(opened(tmp_path / "split", 1)))
 
 
-def test_other_stages_are_refused(splits):
-    with pytest.raises(WorldSizeError, match=r"got 1,2,1 layers, expected 2,2 .*VLLM_PP_LAYER_PARTITION=1,2"):
-        opened(splits["stages"], 0, layers=(2, 2))
-    with pytest.raises(WorldSizeError, match=r"got 1,2,1 layers, expected all of the engine"):
-        opened(splits["stages"], 0, layers=None)
+@pytest.mark.parametrize(("layers", "expected"), [((2, 2), "2,2"), (None, "all")])
+def test_other_stages_are_refused(splits, layers, expected, tmp_path):
+    """The command that the message has makes a checkpoint that the engine accepts."""
+    message = rf"got 1,2,1 layers, expected {expected} .*VLLM_PP_LAYER_PARTITION=1,2,1, or run shardconv (reshard .*)"
+    with pytest.raises(WorldSizeError, match=message) as error:
+        opened(splits["stages"], 0, layers=layers)
+    command = re.search(message, str(error.value))[1]
+    call(*shlex.split(command), "--for", "vllm", "-o", tmp_path / "again", "-q")
+    opened(tmp_path / "again", 0, layers=layers)
 
 
 def test_tensors_that_the_engine_has_on_all_stages(tmp_path):

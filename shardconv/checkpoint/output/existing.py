@@ -76,9 +76,9 @@ def _refuse_other_ranks(path: AnyPath, ranks: Sequence[int] | None) -> None:
     """Refuse a folder with other ranks of a split: its files belong together with other folders."""
     with suppress(SplitCheckpointError):
         held = _held_ranks(path)
-        if held is not None and len(held.ranks) < held.tp and held.ranks != ranks:
+        if held is not None and len(held.ranks) < held.num_ranks and held.ranks != ranks:
             raise OutputError(
-                f"{path}: exists (with {name_ranks(held.ranks)} of {held.tp}, which {option(overwrite=True)} "
+                f"{path}: exists (with {name_ranks(held.ranks)} of {held.num_ranks}, which {option(overwrite=True)} "
                 f"would remove): choose another folder with {option('dst')}, as merge, reshard and verify take several "
                 "folders with some ranks each"
             )

@@ -64,6 +64,11 @@ class PipelineManifest(Data, frozen=True, kw_only=True, tag_field="format_versio
     ignore: tuple[str, ...] = ()
 
     @property
+    def num_ranks(self) -> int:
+        """Number of ranks of a component, which does not have pipeline stages."""
+        return self.tp
+
+    @property
     def shared(self) -> "PipelineManifest":
         """The part that is equal in all folders of the same split."""
         components = {name: replace(one, manifest="") for name, one in self.components.items()}
