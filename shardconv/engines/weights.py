@@ -118,11 +118,11 @@ def _check_stages(folder: Path, manifest: Manifest, stages: EngineStages | None)
     num_layers = () if stages is None else stages.num_layers
     if num_layers != manifest.plan.num_layers:
         expected, got = (",".join(map(str, one)) or "all" for one in (num_layers, manifest.plan.num_layers))
-        of_stages = "--pp 1" if stages is None else f"--stages {expected}"
+        again = f"shardconv reshard {folder} --tp {manifest.tp} --stages {expected}"
+        again = f"shardconv reshard {folder} --tp {manifest.tp} --pp 1" if stages is None else again
         raise WorldSizeError(
             f"{folder} is split for other pipeline stages (got {got} layers, expected {expected} of the engine): start "
-            f"the engine with {manifest.plan.pp} stages and VLLM_PP_LAYER_PARTITION={got}, or run shardconv "
-            f"reshard {folder} --tp {manifest.tp} {of_stages}"
+            f"the engine with {manifest.plan.pp} stages and VLLM_PP_LAYER_PARTITION={got}, or run {again}"
         )
 
 

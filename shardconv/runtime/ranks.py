@@ -131,8 +131,9 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
     if size != manifest.num_ranks:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         if checkpoint.source is None:
-            without = " --pp 1" if manifest.plan.pp > 1 else ""
-            other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}{without}"
+            other, command = "is", f"shardconv reshard {path} --tp {size}"
+            command = f"shardconv reshard {path} --tp {size} --pp 1" if manifest.plan.pp > 1 else command
+            remedy = f"make one for {size} by {command}"
         else:
             given = option(tp=size, pp=1) if manifest.plan.pp > 1 else option(tp=size)
             other, remedy = "would be loaded", f"pass {given}"

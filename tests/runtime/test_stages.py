@@ -126,6 +126,12 @@ def check_gradients(axis, path):
             model.model(ids)
 
 
+def test_command_for_another_number_of_processes(ranks, source_of, tmp_path):
+    """It removes the stages, which a checkpoint keeps by default."""
+    shardconv.split(source_of("llama"), tmp_path / "split", tp=1, pp=2)
+    ranks("four", check_refused, tmp_path / "split", {}, r"or make one for 4 by shardconv reshard .* --tp 4 --pp 1")
+
+
 def test_gradients_and_full_tensors_are_refused(ranks, source_of):
     ranks("four", check_gradients, source_of("llama"))
 
