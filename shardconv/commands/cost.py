@@ -112,8 +112,9 @@ def show_cost(
         from shardconv.checkpoint.sources.pipeline import is_pipeline
         from shardconv.files.paths import open_path
         from shardconv.html.page import write_page
+        from shardconv.plan.tp_sizes import MAX_PADDED_TP
         from shardconv.runtime.cost_report import PipelineCost
-        from shardconv.runtime.estimate import MAX_PADDED_TP, MAX_TP, NUM_PADDED, estimate_cost
+        from shardconv.runtime.estimate import MAX_TP, NUM_PADDED, estimate_cost
         from shardconv.tensor.cost import Link
     if page is not None and is_pipeline(open_path(src)):
         raise UsageError(f"--html shows the cost of one model (got the pipeline {src}): pass a component")

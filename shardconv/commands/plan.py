@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from shardconv.plan.tp_sizes import BlockedTp
 
 
-#: The largest tensor parallel size with padding in the output without --json, and how many are listed in any case.
-_LISTED, _LEAST = 16, 3
-
 _DISPLAY = ("src", "as_json", "quiet")
 _PLAN, _COST, _HTML = ([str(option.name) for option in some] for some in (PLAN_OPTIONS, COST_OPTIONS, HTML_OPTIONS))
 #: Output in place of the plan to the options that apply to it, besides the options of every output.
@@ -237,11 +234,10 @@ def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> 
     for (tensor, _), equal in blocks.items():
         lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
-        padded = [one for at, one in enumerate(report.padded_tp) if one.tp <= _LISTED or at < _LEAST]
-        sizes_with = [f"{one.tp} ({one.memory:.1%})" for one in padded]
-        others = len(report.padded_tp) - len(sizes_with)
-        more = f" and {others} more up to {report.padded_tp[-1].tp} (--json has all)" if others else ""
-        lines.append(f"supported with --pad (additional memory): {', '.join(sizes_with)}{more}")
+        from shardconv.plan.tp_sizes import MAX_PADDED_TP
+
+        padded = ", ".join(f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp)
+        lines.append(f"supported with --pad up to tp {MAX_PADDED_TP} (additional memory): {padded}")
     lines += padding_notes(report.padding)
     if report.tp is not None:
         lines += _rank_lines(report, report.tp)

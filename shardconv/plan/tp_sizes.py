@@ -73,6 +73,9 @@ def padding_share(placed: Sequence[PlacedTensors]) -> float:
 #: The tensor parallel sizes that reports cover.
 CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
 
+#: The largest tensor parallel size whose cost with padding reports list.
+MAX_PADDED_TP = 16
+
 #: The largest tensor parallel size of a plan.
 MAX_TP = 4096
 
@@ -116,7 +119,7 @@ class TpSizes:
     Attributes:
         supported: sizes that are supported without padding, ascending.
         blocked: the other sizes of :data:`CANDIDATE_TPS`, with the reason.
-        padded: the sizes in ``blocked`` that are supported with padding.
+        padded: the sizes in ``blocked`` up to :data:`MAX_PADDED_TP` that are supported with padding.
         rank_bytes: for each supported size, the largest number of bytes that a rank has.
     """
 
@@ -126,7 +129,7 @@ class TpSizes:
     rank_bytes: tuple[int, ...] = ()
 
     def usable(self, *, pad: bool) -> tuple[int, ...]:
-        """The supported sizes, ascending; with ``pad``, including sizes that need padding."""
+        """The supported sizes, ascending; with ``pad``, including those in ``padded``."""
         return tuple(sorted({*self.supported, *(size.tp for size in self.padded if pad)}))
 
 
@@ -179,7 +182,8 @@ def tp_sizes(planner: "Planner") -> TpSizes:
             supported[tp] = max(rank_bytes(unpadded.place(tp)), default=0)
         except BlockedError as error:
             blocked.append(BlockedTp(tp, error.tensor, error.reason))
-    padded = [one for found in blocked if (one := padded_size(planner, found.tp)) is not None]
+    few = [found.tp for found in blocked if found.tp <= MAX_PADDED_TP]
+    padded = [one for tp in few if (one := padded_size(planner, tp)) is not None]
     return TpSizes(tuple(supported), tuple(blocked), tuple(padded), tuple(supported.values()))
 
 

@@ -37,8 +37,8 @@ from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
 MAX_TP = 64
-#: The largest tp size with padding that is counted by default, and how many of these are.
-MAX_PADDED_TP, NUM_PADDED = 16, 3
+#: The number of tp sizes with padding that are counted by default.
+NUM_PADDED = 3
 #: The default number of tokens per prompt, unless the model supports fewer.
 SEQ = 2048
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
@@ -78,7 +78,7 @@ def estimate_cost(
             of the class. Of a pipeline of diffusers, the result is a
             :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
-            to :data:`MAX_PADDED_TP` that need padding, the :data:`NUM_PADDED` with the least.
+            to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that need it, the :data:`NUM_PADDED` with the least.
         pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is that of the rank with most; the
             broadcast of the logits by ``run`` is not counted.
         stages: number of layers of each.
@@ -148,8 +148,7 @@ def estimate_cost(
 def _default_sizes(planner: Planner) -> list[int]:
     """The tensor parallel sizes that are counted by default."""
     sizes = tp_sizes(planner)
-    padded = [one for one in sizes.padded if planner.rules.pad and one.tp <= MAX_PADDED_TP]
-    cheapest = sorted(padded, key=lambda one: one.memory)[:NUM_PADDED]
+    cheapest = sorted(sizes.padded if planner.rules.pad else (), key=lambda one: one.memory)[:NUM_PADDED]
     return sorted([*(one.tp for one in cheapest), *(size for size in sizes.supported if size <= MAX_TP)])
 
 

@@ -577,15 +577,6 @@ def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
     assert padded_units(source, 3)["intermediate"] == (100, 120)
 
 
-def test_plan_lists_large_sizes_if_only_these_need_padding(tmp_path):
-    """17 whole experts are distributed over 17 ranks, for which 8 heads are padded."""
-    source = Model("mixtral", {**GQA, **MOE, "num_experts": 17, "num_local_experts": 17}).write(tmp_path / "source")
-    (padded,) = shardconv.report_plan(source, experts="expert").padded_tp
-    assert padded.tp == 17
-    listed = call("plan", source, "--experts", "expert").out
-    assert f"supported with --pad (additional memory): 17 ({padded.memory:.1%})\n" in listed
-
-
 def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
     """Sizes that are supported without padding, and their origin: a split checkpoint has its plan."""
     source = Model("mixtral", {**GQA, **MOE, "intermediate_size": 90}).write(tmp_path / "source")
@@ -601,7 +592,10 @@ def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
 def test_commands_report_padded_sizes_and_their_cost(one_layer, tmp_path):
     costs = {one.tp: f"{one.memory:.1%}" for one in shardconv.report_plan(one_layer).padded_tp}
     listed = call("plan", one_layer).out
-    assert f"supported with --pad (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})" in listed
+    assert (
+        f"supported with --pad up to tp 16 (additional memory): 3 ({costs[3]}), 5 ({costs[5]}), 6 ({costs[6]})"
+        in listed
+    )
     refused = call("split", one_layer, "--tp", 3, "-o", tmp_path / "three")
     assert refused.code == 1
     assert "--tp 3 is unsupported (expected one of 1, 2, 4, 8) because of " in refused.err

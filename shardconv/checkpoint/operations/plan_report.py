@@ -78,7 +78,8 @@ class PlanReport:
         supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
         blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
             that blocks it, and the reason.
-        padded_tp: the unsupported sizes that are supported with ``pad``, and the cost of padding.
+        padded_tp: those of them up to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that are supported with ``pad``,
+            and the cost of padding.
         padding: padded units of the plan for ``tp``, and their cost.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
