@@ -22,15 +22,11 @@ from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
 from shardconv.support.errors import PlanError, UsageError, WorldSizeError
 
-#: What to do if an engine uses elements that are not on the rank: for a checkpoint that was not split for this engine,
-#: for one that was, and for a source. Commands are complete, as an engine shows arguments in place of other options.
+#: Remedies if an engine uses elements that are not on the rank: for a checkpoint that was split for another engine, for
+#: one that was split for this engine, and for a source. Commands are texts, as an engine shows options as arguments.
 _OTHER_ENGINE = (
-    "split the source again with shardconv split SRC --tp {tp} --for {engine}, or run shardconv reshard {folder} "
-    "--tp {tp} --for {engine}"
-)
-_OTHER_ENGINE_OF_STAGES = (
-    "split the source again with shardconv split SRC --tp {tp} --stages {stages} --for {engine}, or run shardconv "
-    "reshard {folder} --tp {tp} --stages {stages} --for {engine}"
+    "split the source again with shardconv split SRC --tp {sizes} --for {engine}, or run shardconv reshard {folder} "
+    "--tp {sizes} --for {engine}"
 )
 _SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
 _SOURCE = "the engine shards it differently: load it with --load-format auto"
@@ -41,7 +37,7 @@ class RankSource(NamedTuple):
 
     Attributes:
         reader: reader of the shards.
-        remedy: what to do if an element is used that the rank does not hold, for the message.
+        remedy: the remedy if an element is used that the rank does not hold, for the message.
     """
 
     reader: RankReader
@@ -69,10 +65,10 @@ def open_for_engine(
         folder: a split checkpoint for ``tp`` ranks, or a source.
         tp: tensor parallel size of the engine.
         rank: the rank in its stage, from 0.
-        stages: the pipeline stages of the engine; None for one. Only tensors of the rank's stage are read, if the
-            stages of the family are known.
         engine: name of the engine whose boundaries the plan of a source follows.
         verify: check the rank file of a split checkpoint against its checksums while it is read.
+        stages: the pipeline stages of the engine; None for one. Only tensors of the rank's stage are read, if the
+            stages of the family are known.
 
     Raises:
         WorldSizeError: if the checkpoint is split for another tensor parallel size, or for other stages.
@@ -88,11 +84,9 @@ def open_for_engine(
             f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
         )
     num_layers = manifest.plan.num_layers
-    other = _OTHER_ENGINE_OF_STAGES if num_layers else _OTHER_ENGINE
-    of_split = _SAME_ENGINE if manifest.request.engine == engine else other
-    remedy = (_SOURCE if is_source else of_split).format(
-        engine=engine, folder=folder, tp=tp, stages=",".join(map(str, num_layers))
-    )
+    sizes = f"{tp} --stages {','.join(map(str, num_layers))}" if num_layers else str(tp)
+    of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
+    remedy = (_SOURCE if is_source else of_split).format(engine=engine, folder=folder, sizes=sizes)
     if manifest.plan.stages is not None:
         _check_stages(folder, manifest, stages)
     if stages is not None:
@@ -114,7 +108,7 @@ def _open(folder: Path, tp: int | None, stages: EngineStages | None, options: Pl
 
 
 def _check_stages(folder: Path, manifest: Manifest, stages: EngineStages | None) -> None:
-    """Check that a checkpoint with stages has those of the engine."""
+    """Check that a checkpoint with stages has the engine's numbers of layers."""
     num_layers = () if stages is None else stages.num_layers
     if num_layers != manifest.plan.num_layers:
         expected, got = (",".join(map(str, one)) or "all" for one in (num_layers, manifest.plan.num_layers))

@@ -1,9 +1,12 @@
-"""Classes of diffusers: those that are sharded, and the original names of files that they convert."""
+"""Classes of diffusers: which of them are sharded, and single files of models with names that diffusers converts."""
 
 import tomllib
 from functools import cache
+from itertools import product
 from pathlib import Path
 
+from shardconv.checkpoint.sources.source import Source
+from shardconv.support.errors import SourceError
 from shardconv.support.structs import Data, convert
 
 
@@ -20,3 +23,20 @@ class DiffusersClasses(Data, frozen=True):
 def diffusers_classes() -> DiffusersClasses:
     """Read the file."""
     return convert(tomllib.loads(Path(__file__).with_name("diffusers.toml").read_text("utf-8")), DiffusersClasses)
+
+
+def refuse_original_names(source: Source) -> None:
+    """Refuse a diffusion model with its original names, which cannot be planned.
+
+    Raises:
+        SourceError: if it is one, with the lines that convert it.
+    """
+    known = diffusers_classes()
+    for (names, class_name), prefix in product(known.original.items(), known.prefixes):
+        found = [f"{prefix}{name}" for name in names.split()]
+        if all(name in source.specs for name in found):
+            raise SourceError(
+                f"{source.path}: holds a diffusion model with its original names (such as {found[0]}): convert it to "
+                f"the names of diffusers in Python, and pass the new folder:\nfrom diffusers import {class_name}\n"
+                f"{class_name}.from_single_file({str(source.paths[0])!r}).save_pretrained('{source.name}-diffusers')"
+            )

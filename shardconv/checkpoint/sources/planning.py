@@ -6,9 +6,9 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from msgspec.structs import replace
 
+from shardconv.checkpoint.sources.diffusers_classes import refuse_original_names
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source, standalone_config
-from shardconv.checkpoint.sources.single_file import refuse_original_names
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
@@ -83,14 +83,14 @@ def refuse_changes(folder: AnyPath, options: PlanOptions) -> None:
 
 
 def given_options(options: Mapping[str, object], names: Collection[str]) -> str:
-    """Those of the named options that do not have their default values, for a message; "" for none."""
+    """The named options with other values than their defaults, for a message; "" for none."""
     defaults: Mapping[str, object] = PLAN_DEFAULTS
     given = (one for one, value in options.items() if one in names and (value or None) != (defaults.get(one) or None))
     return ", ".join(map(option, given))
 
 
 def read_config_alone(path: AnyPath, options: PlanOptions) -> tuple[dict[str, object] | None, PlanOptions]:
-    """Read a config without weights, or the one that the options have in its place.
+    """Read a config without weights, or the config among the options.
 
     Args:
         path: the config, or a folder that holds it.
@@ -206,7 +206,7 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     """Compare the shapes of all tensors with the config, as a plan does.
 
     Returns:
-        Why they cannot be compared, as a sentence; nothing if they are equal.
+        The reason why they cannot be compared, as a sentence; () if they are equal.
 
     Raises:
         SourceError: if a shape contradicts the config.

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.diffusion import diffusion_inputs
 from shardconv.hf.inputs.media import audio_inputs, image_inputs, is_type
-from shardconv.hf.inputs.special import special_inputs
+from shardconv.hf.inputs.special import diffusion_inputs, special_inputs
 from shardconv.hf.inputs.text import text_inputs
 
 

@@ -1,8 +1,9 @@
-"""Inputs of single model types, which neither the signature of ``forward`` nor the config determines.
+"""Inputs that tables describe: of single model types in ``special.toml``, of models of diffusers in ``diffusion.toml``.
 
-``special.toml`` describes them. This module draws the values.
+Neither the signature of ``forward`` nor the config determines these inputs. This module draws their values.
 """
 
+import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -13,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.hf.diffusion import of_class, table
 from shardconv.hf.inputs.media import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
@@ -56,7 +59,7 @@ class _ConfigFields(Mapping[str, object]):
         return len(vars(self._config))
 
 
-class Values:
+class _Values:
     """Draws the values of the inputs of one model.
 
     Args:
@@ -120,13 +123,13 @@ class Values:
         return torch.cartesian_prod(side, side).expand(BATCH, -1, -1)
 
 
-class _TextValues(Values):
-    """:class:`Values` of a model that reads text.
+class _TextValues(_Values):
+    """:class:`_Values` of a model that reads text.
 
     Args:
         model: a small model.
         generator: of the random values.
-        fields: see :class:`Values`.
+        fields: see :class:`_Values`.
     """
 
     def __init__(self, model: PretrainedModel, generator: torch.Generator, fields: Fields) -> None:
@@ -144,3 +147,55 @@ class _TextValues(Values):
     def _pixels(self, table: _Table) -> Tensor:
         size = pair_of(lookup(_ConfigFields(self._model.config), table["size"])) if "size" in table else ()
         return torch.rand(*self._shape(table["pixels"]), *size, generator=self._generator) * 2 - 1
+
+
+# --- models of diffusers ---------------------------------------------------------------------------------------------
+
+
+def diffusion_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    """Random inputs of a small model of diffusers.
+
+    Args:
+        model: the model.
+        generator: of the random values.
+    """
+    entry, config = of_class(type(model).__name__), config_fields(model)
+    given = {**table()["inputs"], **table()["latents"].get(entry.get("latents"), {}), **entry.get("inputs", {})}
+    names = [name for name in inspect.signature(model.forward).parameters if _has(config, given.get(name, {}))]
+    values = _DiffusionValues(generator, Fields(config, table()["sizes"]))
+    return {name: values.draw(given[name]) for name in names}
+
+
+def _has(config: Mapping[str, object], entry: Any) -> bool:
+    """Whether a model gets an input: its entry is not empty, and the config has all fields in ``if``."""
+    return isinstance(entry, list) or (bool(entry) and all(map(config.get, entry.get("if", ()))))
+
+
+class _DiffusionValues(_Values):
+    """:class:`_Values` of a model of diffusers."""
+
+    def draw(self, table: Any) -> Any:
+        """The values that a table describes; for a list, the values of each item."""
+        return [self.draw(one) for one in table] if isinstance(table, list) else super().draw(table)
+
+    def _full(self, table: Mapping[str, Any]) -> Tensor:
+        return torch.full(self._shape(table["full"]), table["fill"])
+
+    def _complex(self, table: Mapping[str, Any]) -> Tensor:
+        shape = self._shape(table["complex"])
+        return torch.polar(torch.ones(shape), torch.randn(shape, generator=self._generator))
+
+    def _grid(self, table: Mapping[str, Any]) -> Tensor:
+        return torch.cartesian_prod(*map(torch.arange, table["grid"])).float()
+
+    def _tensor(self, table: Mapping[str, Any]) -> Tensor:
+        return torch.tensor(table["tensor"])
+
+    def _value(self, table: Mapping[str, Any]) -> object:
+        return table["value"]
+
+    def _tuple(self, table: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(self.draw(table["tuple"]))
+
+    def _dict(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.draw(one) for name, one in table["dict"].items()}
