@@ -196,7 +196,7 @@ def _rate_row(claim: str, pairs: Pairs, per_byte: float) -> Row:
 def pytorch_files(place: Place) -> Iterator[Row]:
     """Split of a PyTorch file of 3 GB, compared with ``cp`` of it and with a split of the same safetensors file.
 
-    The time includes an import of torch, and the peak memory is that of the process that imports it.
+    The time includes an import of torch, and the peak memory is of the process that imports it.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     plain, pickled, out, other = (folder / name for name in ("plain", "pickled", "out", "other"))
@@ -591,7 +591,7 @@ def _introduction() -> str:
     gigabytes = sum(prod(shape) * 2 for _, shape in models.llama_tensors().values()) / 1e9
     return f"""# Results
 
-`make bench` writes this file.
+`make bench` writes this file. It installs the requirements, and needs 12 GB in a tmpfs and on the disk.
 
 The source of most rows is a bf16 file with Llama's names and shapes, of {gigabytes:.2f} GB with random bytes.
 Times are from start to exit of a process, unless a section states otherwise. A ratio is the median over rounds in which

@@ -17,7 +17,7 @@ _ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1",
     "AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
 }  # fmt: skip
-#: Scripts that upload the files of a folder, and download those of a model.
+#: Scripts that upload the files of a folder, and download the files of a model.
 UPLOAD = {
     "obstore": """
 import os, sys, obstore

@@ -37,7 +37,7 @@ def write_model(folder: Path) -> None:
 
 
 def run_ranks(kind: str, path: Path, work: Path, module: str = "benchmarks.runner") -> list[dict[str, Any]]:
-    """The reports of all ranks of one run; the kinds are those of the function ``load`` of the module."""
+    """The reports of all ranks of one run; ``load`` of the module lists the kinds."""
     rendezvous = work / "rendezvous"
     rendezvous.unlink(missing_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(RANKS)}
@@ -79,7 +79,7 @@ def compare(
 ) -> dict[str, Figure]:
     """Measure loading and running in pairs of alternating order; returns the named figures of the slower rank.
 
-    The options are those of :func:`run_ranks`.
+    Takes the options of :func:`run_ranks`.
 
     Raises:
         RuntimeError: if outputs differ, of a module that reports them.
