@@ -34,7 +34,7 @@ def read_rank(path: Path) -> dict[str, bytes]:
 def full_tensor(name: str, dtype: str, shape: list[int]) -> bytes:
     """The bytes of a tensor of the source."""
     placement, element = placements[name], np.dtype(f"V{BYTES[dtype]}")
-    held = [rank for rank in ranks if name in rank][:tp]  # those of its first stage
+    held = [rank for rank in ranks if name in rank][:tp]  # the ranks of its first stage
     if placement["dim"] is None:
         return held[0][name]
     full, before = np.empty(shape, element), (slice(None),) * placement["dim"]

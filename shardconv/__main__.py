@@ -14,7 +14,7 @@ def main() -> "NoReturn":
     """Install signal handlers, import the command line and run it."""
     try:
         from shardconv.support.exits import default_signals, exit_at_once, exit_on_signals  # noqa: PLC0415
-        from shardconv.support.launched import PARENT  # noqa: PLC0415 - inside try, as are those that follow
+        from shardconv.support.launched import PARENT  # noqa: PLC0415 - inside try, like the next ones
 
         if PARENT in os.environ:
             default_signals()

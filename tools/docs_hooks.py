@@ -119,7 +119,7 @@ def _options() -> Iterator[str]:
             yield f"## shardconv {name}\n\n```text\n{command.get_help(context)}\n```"
 
 
-#: What ``<!-- generated: NAME -->`` in a page stands for.
+#: Name in ``<!-- generated: NAME -->`` of a page to the function that generates the text.
 _GENERATED = {"api": _api, "options": _options, "reports": _reports}
 
 

@@ -1,6 +1,6 @@
 """The oldest versions of dependencies that pyproject.toml allows, as requirements of pip.
 
-python -m tools.oldest EXTRA... prints those of some extras; without extras, those of the package itself.
+python -m tools.oldest EXTRA... prints the requirements of some extras; without extras, of the package itself.
 """
 
 import re

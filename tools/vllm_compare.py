@@ -2,7 +2,7 @@
 
     python -m tools.vllm_compare FOLDER     for all checkpoints that vllm_names wrote to --work FOLDER
 
-Vocabulary-parallel tensors are not compared: vLLM's boundaries are those of a padded vocabulary.
+Vocabulary-parallel tensors are not compared: vLLM's boundaries are of a padded vocabulary.
 """
 
 import json

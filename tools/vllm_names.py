@@ -128,7 +128,7 @@ def main() -> int:
         fixture = run(options.vllm, home, options.types)
         target = write(fixture, only=bool(options.types))
         sys.stdout.write(f"{table(fixture)}\n\n{target}: {target.stat().st_size} bytes\n\n")
-        sys.stdout.write("Elements that ranks of vLLM read and those of shardconv do not hold:\n")
+        sys.stdout.write("Elements that ranks of vLLM read, and ranks of shardconv do not hold:\n")
         for name, found in fixture.items():
             sys.stdout.writelines(f"{line}\n" for line in differences(home / name, name, found))
     return 0

@@ -125,7 +125,7 @@ def small_config(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _sized(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
-    """Set head sizes to 32, except those of multi-head latent attention."""
+    """Set head sizes to 32, except of multi-head latent attention."""
     is_latent = bool(default.get("kv_lora_rank"))
     sized: dict[str, Any] = {}
     for name, value in own.items():

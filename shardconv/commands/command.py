@@ -61,7 +61,7 @@ def _nearest(option: str, options: Iterable[str]) -> list[str]:
 class Command(click.Command):
     """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``.
 
-    Its function gets a ``console`` in place of the options of the output, ``as_json`` and ``quiet``.
+    Its function gets a ``console``, which replaces the options of the output, ``as_json`` and ``quiet``.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

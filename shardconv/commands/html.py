@@ -30,7 +30,7 @@ class HtmlFile:
         Args:
             path: the file.
             overwrite: whether a page may be replaced.
-            sources: what the command reads.
+            sources: the paths that the command reads.
 
         Raises:
             UsageError: if an option contradicts ``--html``.

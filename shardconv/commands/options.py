@@ -127,7 +127,7 @@ FROM = Option(
     SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
     type=click.Choice(SOURCE_LAYOUTS),
 )  # fmt: skip
-#: How a source is read.
+#: Options for reading a source.
 SOURCE_OPTIONS = (
     CONFIG,
     FOLLOW_LINKS,
@@ -170,7 +170,8 @@ def engine_option(default: str) -> Option:
     return Option(PLAN, "--for engine", text, type=click.Choice([*ENGINES, SHARDCONV.name]))
 
 
-#: How a source is read and planned: the keys of :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
+#: Options for reading and planning a source: the keys of
+#: :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
 PLAN_OPTIONS = (
     Option(
         PLAN, "--rules", "Use the rules of this family, or try this plan file (TOML or JSON) before the family. "
@@ -208,7 +209,7 @@ def threads_option(heading: str, kind: str) -> Option:
 
 
 WRITE_OPTIONS = (
-    Flag(OUTPUT, "--overwrite", "Replace what is at the destination."),
+    Flag(OUTPUT, "--overwrite", "Replace an existing checkpoint at the destination."),
     Flag(OUTPUT, "--dry-run", "Plan and check, but write nothing."),
     Flag(OUTPUT, "--resume", "Continue an interrupted run of this command, or start if there is none."),
     threads_option(OUTPUT, "copying"),

@@ -1,4 +1,4 @@
-"""``shardconv plan``: how a source would be sharded, a proof of it, and its communication cost."""
+"""``shardconv plan``: the plan of a source, its proof, and its communication cost."""
 
 import re
 import tomllib
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _DISPLAY = ("src", "as_json", "quiet")
 _PLAN, _COST, _HTML = ([str(option.name) for option in some] for some in (PLAN_OPTIONS, COST_OPTIONS, HTML_OPTIONS))
-#: Output in place of the plan to the options that apply to it, besides the options of every output.
+#: The option of another report than the plan, to the options that apply to it besides the common ones.
 _APPLYING = {
     "families": _DISPLAY,
     "propose": (*_DISPLAY, *(option.name for option in SOURCE_OPTIONS), "check_model"),
@@ -60,7 +60,7 @@ _APPLYING = {
     "measure_link": (*_DISPLAY, *_COST),
 }
 
-#: The number of a layer or expert in a tensor's name, with the dot before it.
+#: A number in the reason why a size is not supported, which differs between layers and experts.
 _NUMBER = re.compile(r"\d+")
 #: Alternatives in the pattern of a rule.
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
@@ -116,7 +116,7 @@ def plan(
     dtype: str | None,
     **values: Any,
 ) -> None:
-    """Show how SRC would be sharded, and why.
+    """Show the plan of SRC: the shard of each tensor, and the reason.
 
     Without --tp, list the supported tensor parallel sizes. Reads the headers and the config only. SRC is a
     .safetensors or PyTorch file, an index, a folder, or the URL of one. For a split checkpoint, show its stored plan.
@@ -158,7 +158,7 @@ def plan(
 
 
 def _check_options(src: SourcePath | None, **outputs: bool) -> None:
-    """Refuse options that do not apply to an output, and would be ignored; and a source that is missing or too much.
+    """Refuse options that would be ignored because they do not apply to an output, and a missing or needless source.
 
     Args:
         src: the source, if one was given.

@@ -1,4 +1,4 @@
-"""Partial evaluation of Python functions: what names and expressions in them stand for.
+"""Partial evaluation of Python functions: the values of names and expressions in them.
 
 Nothing is executed except reads of attributes. Both branches are read where a condition is not known.
 """
@@ -30,7 +30,7 @@ from shardconv.convert.code_values import (
 )
 
 _MAX_DEPTH = 16
-#: Functions that are read for one module; what others do is not known.
+#: Maximum number of functions that are read for one module; results of others are unknown.
 _MAX_CALLS = 1000
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -40,7 +40,7 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 @dataclass
 class Names:
-    """The values of names in a function, and those that it returns."""
+    """The values of names in a function, and the values that it returns."""
 
     values: ChainMap[str, Value]
     globals: Mapping[str, object]

@@ -1,7 +1,7 @@
 """Values in the code of a module, as far as they are known without running it.
 
-Owns what operators, indices and branches make of numbers, shapes, and tensors with local features. A number is a pair:
-its value in the unsharded model, and its value on this rank.
+Owns the results of operators, indices and branches for numbers, shapes, and tensors with local features. A number is a
+pair: its value in the unsharded model, and its value on this rank.
 """
 
 import ast

@@ -23,9 +23,9 @@ from shardconv.layers.runtime_classes import converted_class
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
-#: Those of these fields whose random numbers come from Python's or numpy's generator.
+#: The fields among them whose random numbers come from Python's or numpy's generator.
 _OTHER_GENERATORS = re.compile(r"layer_?drop|mask_(time|feature)_prob")
-#: The attribute of modules whose parameters are on other pipeline stages, and what functions of all parameters raise.
+#: The attribute of modules whose parameters are on other pipeline stages, and the error of functions of all parameters.
 ON_OTHER_STAGE = "_is_on_other_stage"
 OTHER_STAGES = (
     "the model is in pipeline stages, and each rank has the layers of its stage: merge the split checkpoint with "
@@ -234,7 +234,7 @@ def _ties(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _tie(owners: list[_Owner], state: Mapping[str, Tensor]) -> None:
-    """Tie parameters again that torch replaced one by one, also those that are not in ``state``."""
+    """Tie parameters again that torch replaced one by one, also parameters that are not in ``state``."""
     loaded = [owner for owner in owners if owner.key in state]
     if loaded and all(_is_same_tensor(state[loaded[0].key], state[owner.key]) for owner in loaded):
         parameter = loaded[0].module.get_parameter(loaded[0].name)

@@ -1,7 +1,7 @@
-"""Checks that no layer that needs all features gets the local features of a column parallel layer.
+"""Checks that a layer that needs all features does not get the local features of a column parallel layer.
 
-Owns which layers compute with a shard of the features what they compute with all of them. Checks nn.Sequential before a
-conversion, where the order of the layers is known, and the inputs of layers that are not parallel when they run.
+Owns the list of elementwise layers, which compute each feature by itself. Checks nn.Sequential before a conversion,
+where the order of the layers is known, and the inputs of layers that are not parallel when they run.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +46,8 @@ def check_chains(
         module: the module that is converted.
         replacements: the parallel layers that layers become.
         tp: tensor parallel size.
-        is_planned: whether a plan or policy names the layers that are sharded. Then a class that is not one of torch is
-            taken to compute with shards; otherwise it is refused, as it is not known what it computes.
+        is_planned: whether a plan or policy names the layers that are sharded. Then a class that torch does not have is
+            assumed to compute with shards. Otherwise it is refused, because its computation is unknown.
 
     Raises:
         ValueError: with the names of both layers, if one does.
@@ -141,9 +141,9 @@ def is_elementwise(layer: nn.Module) -> bool:
 
 
 def _is_elementwise_function(function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function gives for two halves of the features of an example what it gives for all of them.
+    """Whether a function of two halves of an example's features gives the halves of its result for all of them.
 
-    A function that raises, such as one for another device, is not known to.
+    False for a function that raises, such as one for another device.
     """
     example = torch.linspace(-4, 4, 16, device="cpu").view(1, 2, 8)
     try:

@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     Attributes:
         shard: the features.
         divisor: the attribute with the number; None for a number in the code.
-        number: the number, or what the forward does instead of a division.
+        number: the number, or a description of another use.
     """
 
     shard: LocalFeatures
@@ -472,7 +472,7 @@ def _sizes_of_features(sizes: Sequence[Value], known: list[Value], shard: LocalF
 
 
 def _with_inferred(sizes: Sequence[Value], shard: LocalFeatures) -> list[tuple[int, int]]:
-    """The sizes in the unsharded model and on this rank, with the one that follows from the others.
+    """The sizes in the unsharded model and on this rank, where -1 is inferred from the others.
 
     For 64 features, of which this rank has 32, the sizes (-1, 16) are (4, 16) in the unsharded model and (2, 16) on
     this rank: the pairs are (4, 2) and (16, 16).

@@ -28,7 +28,7 @@ from shardconv.support.errors import PlanError
 #: The style of an embedding that is embedding-dim-parallel with gathered output.
 _GATHERED_EMBEDDING = "embedding_colwise_gather_output"
 
-#: Classes of torch, and names of classes of transformers, that compute what nn.Linear computes.
+#: Classes of torch, and names of classes of transformers, with the computation of nn.Linear.
 _TORCH_LINEARS = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 _LINEARS = ("Conv1D", "FalconLinear")
 
@@ -41,7 +41,7 @@ def plan_conversions(
     Args:
         model: the model.
         plan: its plan.
-        layer_classes: parallel classes of linear layers, in place of those that fit the plan.
+        layer_classes: parallel classes of linear layers that replace the classes of the plan.
         axis: the ranks.
     """
     conversions = []
@@ -124,7 +124,7 @@ def _own_spec(kind: type[Sharded], plans: Mapping[str, TensorPlan]) -> LayerSpec
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module computes what nn.Linear computes; other classes of the same name may not."""
+    """Whether a module has the computation of nn.Linear; other classes of the same name may not have it."""
     kind = type(module)
     return kind in _TORCH_LINEARS or (kind.__name__ in _LINEARS and kind.__module__.startswith("transformers."))
 

@@ -1,6 +1,6 @@
 """Conversion of all linear layers or all embeddings of a module along one ``dim``.
 
-Owns which layers that are, the layers that are converted with them because they are tied, and what is refused.
+Owns the choice of these layers, of layers that are converted with them because they are tied, and the refusals.
 """
 
 import gc

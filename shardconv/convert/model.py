@@ -47,7 +47,7 @@ DTYPE_NAMES = {
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: What a model is converted by: a plan, a request to make one, or policies.
+#: The rules of a conversion: a plan, a request to make one, or policies.
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
 
 
@@ -88,7 +88,7 @@ def convert_model(
         UsageError: if the family is unknown, or ``experts`` is "expert" and the model does not have experts.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
-        TypeError: if ``rules`` is none of those.
+        TypeError: if ``rules`` has another type.
         RunError: if torch or transformers is older than shardconv supports.
 
     Example:

@@ -49,7 +49,7 @@ def module_overrides(
         replacements: the parallel modules that modules of the model become.
 
     Raises:
-        PlanError: if a rule of a user's plan file matches no module, or sets what none of its modules has.
+        PlanError: if a rule of a user's plan file matches no module, or sets an attribute that none of them has.
     """
     rules = list(model_rules.modules())
     named = list(model.named_modules())

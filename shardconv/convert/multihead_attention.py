@@ -117,21 +117,22 @@ class ParallelMultiheadAttention(Sharded):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Compute what nn.MultiheadAttention computes with ``need_weights=False``.
+        """Compute the output of nn.MultiheadAttention with ``need_weights=False``.
 
         Args:
             query: [batch, query tokens, features], or [query tokens, batch, features] if not ``batch_first``.
             key: [batch, key tokens, features], or [key tokens, batch, features].
             value: like ``key``.
-            key_padding_mask: [batch, key tokens]; True excludes a token, numbers are added to the scores.
+            key_padding_mask: [batch, key tokens]: booleans, where True excludes a token, or numbers that are added to
+                the scores.
             need_weights: must not be True; None and False are equivalent.
-            attn_mask: [query tokens, key tokens] or [batch * heads, query tokens, key tokens], of all or of local
-                heads; likewise.
+            attn_mask: [query tokens, key tokens], or [batch * heads, query tokens, key tokens] for all or for local
+                heads; values as in ``key_padding_mask``.
             average_attn_weights: ignored, as no weights are returned.
             is_causal: a hint that ``attn_mask`` is causal.
 
         Returns:
-            The output, of the shape of ``query``, and None in place of the attention weights.
+            The output, of the shape of ``query``, and None instead of the attention weights.
 
         Raises:
             ValueError: if weights are requested, inputs do not have 3 dims, or ``is_causal`` is True without a mask.

@@ -65,7 +65,7 @@ class Overrides:
         limits: attributes, each with a layer and another attribute: the value is at most the local rows of the layer's
             weight over the other attribute.
         inputs: arguments of its forward, each with the function that slices it for this rank.
-        extensions: the classes that extend its own, each on top of those before.
+        extensions: the classes that extend its own, each on top of the previous ones.
         gathers: patterns of the parameters, of any module, that are gathered on use.
         is_checked: whether the rules say that the code of the module is right on each rank.
     """

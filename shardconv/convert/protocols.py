@@ -1,6 +1,6 @@
 """Types of the objects of transformers that shardconv uses, for type checkers.
 
-Owns what is assumed about models, configs, outputs and tokenizers. Imports no transformers, and nothing here is ever
+Owns the assumptions about models, configs, outputs and tokenizers. Does not import transformers, and no class here is
 instantiated.
 """
 

@@ -94,7 +94,7 @@ def examine_forwards(
 def named_layers(
     module: nn.Module, containers: Collection[type[nn.Module]] = _CONTAINERS, prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The modules in a module, also those in its containers, with their names in it."""
+    """The modules in a module, also in its containers, with their names in it."""
     for name, child in module.named_children():
         yield f"{prefix}{name}", child
         if isinstance(child, tuple(containers)):

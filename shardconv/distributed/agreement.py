@@ -144,7 +144,7 @@ def difference(path: AnyPath, views: Sequence[View], noun: str, remedy: str) -> 
     Args:
         path: of the checkpoint.
         views: of all ranks or processes, in order.
-        noun: what they are: "rank" or "process".
+        noun: "rank" or "process".
         remedy: for facts other than versions of remote files.
     """
     first = views[0]

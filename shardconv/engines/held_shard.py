@@ -41,9 +41,9 @@ class HeldShard:
         name: name of the tensor, for messages.
         shape: shape of the full tensor.
         dim: the dim that is sharded.
-        runs: what the rank holds of that dim.
+        runs: the ranges of that dim that the rank holds.
         read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], contiguous; called at most once.
-        remedy: what to do if an element is used that this rank does not hold, for the message.
+        remedy: the remedy if an element is used that this rank does not hold, for the message.
     """
 
     name: str

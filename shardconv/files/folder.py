@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,200}")
 #: Bytes of the largest remote file that is copied for code that reads local files only.
 _MAX_COPIED = 2**28
-#: Requests to a store at a time, of those that need little data each.
+#: Maximum number of simultaneous requests to a store that need little data each.
 NUM_REQUESTS = 16
 #: The name of :func:`remote_versions` among facts that ranks or processes compare.
 REMOTE_VERSIONS = "versions of remote files"
@@ -42,7 +42,7 @@ class RemoteFolder:
         name: its name.
         url: its URL, as it is shown.
         files: name, relative to the folder, to file.
-        children: relative name of each folder in it, "" for itself, to the names of what is directly in it.
+        children: relative name of each folder in it, "" for itself, to the names of its files and folders.
     """
 
     name: str

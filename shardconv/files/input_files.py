@@ -141,7 +141,7 @@ class InputFiles:
         remedy: the end of messages about a file that was modified.
 
     Attributes:
-        mode: the permissions that all files have; a file that is copied from them gets these, before the umask.
+        mode: the intersection of the permissions of all files, for a file that is copied from them, before the umask.
         is_remote: whether one of them is remote.
         threads: the default number of threads that read them; None for the default of local files.
 
@@ -202,7 +202,7 @@ class InputFiles:
             self._files[number].read(buffer, offset)
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
-        """Read ranges ahead, which this thread reads next: number of the file, offset and size of each."""
+        """Prefetch the ranges that this thread reads next: number of the file, offset and size of each."""
         merged = _merged(ranges)
         for number, start, stop in merged:
             if isinstance(file := self._files[number], LocalFile):
@@ -268,7 +268,7 @@ class InputFiles:
             file.check_unchanged()
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for: they raise InterruptedError."""
+        """Cancel pending requests: threads that wait for them raise InterruptedError."""
         if self._ahead is not None:
             self._ahead.cancel()
 
@@ -289,7 +289,7 @@ class InputFiles:
 
 
 def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Number of the file, start and stop of ranges; those that overlap or touch are one, at the position of the first.
+    """Number of the file, start and stop of ranges. Ranges that overlap or touch are merged, in the order of the first.
 
     Args:
         ranges: number of the file, offset and size of each.

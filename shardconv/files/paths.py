@@ -1,4 +1,4 @@
-"""Paths and URLs that a user passes: parsed, with hints for those that do not exist, and for unfinished runs.
+"""Paths and URLs that a user passes: parsing, and hints for missing paths and unfinished runs.
 
 Imports no client of a store, so that the command line can check its arguments before it imports anything else.
 """
@@ -99,7 +99,7 @@ def missing_hint(path: AnyPath, *, takes_url: bool = True) -> str:
 
     Args:
         path: the path.
-        takes_url: whether a URL may be passed in its place.
+        takes_url: whether a URL may be passed instead.
     """
     if isinstance(path, RemotePath):
         return ""

@@ -1,6 +1,6 @@
 """Small text files and JSON objects, with a size limit and errors that name the file.
 
-Recognizes what git and websites store under the name of a file that they do not send.
+Recognizes pointers of git LFS and pages of websites that were saved under the name of the file.
 """
 
 import json
@@ -13,7 +13,7 @@ from shardconv.support.errors import SourceError
 #: The remedy for a file that is not the expected JSON.
 _AGAIN = "correct it, or download or copy it again"
 _MAX_BYTES = 512 * 2**20
-#: The first bytes of a text in place of another file, with the problem and the remedy.
+#: Pattern of the first bytes of a text that was stored instead of the file, to the problem and the remedy.
 _STARTS = {
     rb"version https://git-lfs\.": ("is a pointer of git LFS, not the file itself", "run git lfs pull"),
     rb"(\xef\xbb\xbf)?\s*<[!?A-Za-z]": ("is an HTML or XML page, not the file itself", "download it again"),

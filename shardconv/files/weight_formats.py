@@ -15,8 +15,8 @@ CONFIG_NAME = "config.json"
 #: The file that lists the components of a pipeline of diffusers.
 INDEX_NAME = "model_index.json"
 ADAPTER_CONFIG = "adapter_config.json"
-#: The files of a PEFT adapter, of which PEFT reads the first weights. transformers loads it if its config is next to a
-#: model.
+#: The files of a PEFT adapter. PEFT reads the first file of weights that exists. transformers loads an adapter whose
+#: config is next to a model.
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_FILES = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 #: The weights of a LoRA adapter that diffusers saved, in its own names.
@@ -91,7 +91,7 @@ _ADAPTER_CLASSES = {
 
 
 def config_path(config: str | Path | None) -> Path | None:
-    """The path of a config that a user passes, or of that in a folder; None without one.
+    """The path of a config that a user passes, or of the config in a folder that a user passes; None for None.
 
     Raises:
         UsageError: as :func:`local_path`.
@@ -122,7 +122,7 @@ def variants(names: Iterable[str]) -> Iterator[list[str]]:
     """Yield the files and indexes of each checkpoint that has several variants, such as one in fp16, by their names.
 
     Args:
-        names: of weight files, without those that an index lists, and of indexes.
+        names: of indexes, and of weight files that no index lists.
     """
     found: dict[tuple[str, str], dict[str | None, str]] = {}
     for name in names:

@@ -24,7 +24,7 @@ _OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of
 
 
 def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
-    """The tensors; tensors of quantized layers have their grid.
+    """Add their grids to the tensors of quantized layers.
 
     Args:
         tensors: name to dtype and shape.
@@ -63,7 +63,7 @@ def stored_tensors(
         matrices: names of the weights that may be quantized, of linear layers and of experts.
 
     Raises:
-        PlanError: if the settings are not supported, or do not determine what is stored.
+        PlanError: if the settings are not supported, or do not determine the stored tensors.
     """
     table = config[SETTINGS_KEY]
     if not isinstance(table, Mapping):
@@ -137,7 +137,7 @@ def _stop(scheme: Scheme) -> int | None:
 
 
 def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[tuple[str, Mapping[str, TensorSpec]]]:
-    """Yield the quantized layers, those that have the values of a format, as :meth:`_Kind.layer`."""
+    """Yield each layer that has the values of a format, as :meth:`_Kind.layer`."""
     key = str if settings.names_numbers else without_numbers
     kinds: dict[tuple[str, TensorSpec], _Kind] = {}
     for name, spec in tensors.items():
@@ -202,7 +202,7 @@ def _cache_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object]
 
 
 def _kv_heads(config: Mapping[str, object]) -> int:
-    """The number of KV heads by the config; 0 if it has none."""
+    """The number of KV heads in the config; 0 if it does not have one."""
     text = config.get("text_config")
     fields = {**config, **text} if isinstance(text, Mapping) else config
     heads = fields.get("num_key_value_heads", fields.get("num_attention_heads"))

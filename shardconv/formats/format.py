@@ -44,7 +44,7 @@ class StoredTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         usual: whether libraries write it although it is optional.
         asymmetric: whether it exists in asymmetric quantization only.
         content: as :attr:`~shardconv.plan.grid.Grid.content`.
-        role: what it is in the formula of ``formats.toml``; "" if it does not change the weight.
+        role: its role in the formula of ``formats.toml``; "" if it does not change the weight.
     """
 
     dims: tuple[str, ...] | str
@@ -74,7 +74,7 @@ class StoredValues(StoredTensor, frozen=True, kw_only=True):
 
     Attributes:
         suffix: end of its name.
-        weight: what the name of the logical matrix has in its place.
+        weight: the end of the logical matrix's name that this suffix replaces.
     """
 
     suffix: str
@@ -145,11 +145,11 @@ class Scheme:
         format: the format.
         blocks: name of a block in ``formats.toml`` to its elements and entries; a group of 0 elements is a whole row.
         strategy: of the scales, a key of :data:`~shardconv.formats.format.SCALE_DIMS`; "" if shapes show it.
-        is_symmetric: whether the quantization is symmetric: without zero points.
-        has_act_order: whether groups are in the order of activations: not of consecutive input features.
+        is_symmetric: whether the quantization is symmetric, without zero points.
+        has_act_order: whether groups are in the order of activations, so that their input features are not consecutive.
         targets: names or patterns (``re:``) of layers, or ``Linear`` for all.
-        block_sizes: name of a logical matrix to the elements of a block with one scale, for each dim, where every
-            matrix has its own; a block of the size of a dim is one block whatever the size of the shard.
+        block_sizes: name of a logical matrix to the elements of a block with one scale, for each dim; None if all
+            matrices have the blocks of ``blocks``. A block as large as a dim stays one block in a shard.
     """
 
     format: Format
@@ -186,8 +186,8 @@ class Settings:
 
     Attributes:
         method: ``quant_method``.
-        schemes: the formats of its layers. The one whose targets name a layer most closely counts; among equals that of
-            which the fewest tensors are missing, and then the first.
+        schemes: the formats of its layers. The scheme whose targets name a layer most closely applies; among equals,
+            the one with the fewest missing tensors, and then the first.
         ignored: names of layers that are not quantized, or parts of names between dots.
         ignored_patterns: patterns of such layers.
         deadline: when the patterns must have been matched, on the clock of :func:`time.monotonic`.
@@ -254,8 +254,8 @@ def check_pattern(pattern: str, key: str, where: str = "quantization_config", re
     Args:
         pattern: the pattern.
         key: the setting that has it.
-        where: what has the setting, for the message.
-        remedy: what to do instead, for the message.
+        where: the place of the setting, for the message.
+        remedy: the remedy, for the message.
 
     Raises:
         PlanError: if the pattern is refused.

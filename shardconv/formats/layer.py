@@ -26,7 +26,7 @@ from shardconv.plan.grid import (
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, ShapeError, option
 
-#: What the axes are called in messages, and the kinds of blocks.
+#: Names of axes and of kinds of blocks in messages.
 _AXES = {"out": "output", "in": "input"}
 _KINDS = {
     "group": "group",
@@ -36,7 +36,7 @@ _KINDS = {
     "columns": "scale block",
 }
 
-#: What to do about a layer without one of its tensors.
+#: The remedy for a layer without one of its tensors.
 _COMPLETE = (
     f"copy all files of the checkpoint again, or pass {option(config='FILE')} with its quantization_config if the "
     "layer has another format"
@@ -259,7 +259,7 @@ class QuantizedLayer:
         return ShapeError(
             f"{name} {problem}: quantization_config ({', '.join([self.scheme.format.name, *self._settings()])}) "
             f"does not fit the tensors",
-            f"pass {option(config='FILE')} with that of this checkpoint",
+            f"pass {option(config='FILE')} with the quantization_config of this checkpoint",
         )
 
     def _settings(self) -> Iterator[str]:

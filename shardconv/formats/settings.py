@@ -1,4 +1,4 @@
-"""Quantization settings: which format a checkpoint has, and the sizes of its groups, blocks and words.
+"""Quantization settings: the format of a checkpoint, and the sizes of its groups, blocks and words.
 
 Settings are ``quantization_config`` of config.json, or of a file beside it
 (``checkpoint/sources/source.py``). Settings that are not understood are refused: a layer that is read with
@@ -52,7 +52,7 @@ def _gptq(table: Mapping[str, object]) -> Iterator[Scheme]:
     has_act_order = table.get("desc_act") is True and _group_block(table)[0] > 0
     dynamic = table.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(pattern).startswith("-:") for pattern in dynamic):
-        # those with -: are layers without quantization, which the tensors show
+        # entries with -: are unquantized layers, which the tensors show
         raise PlanError("GPTQ with settings per layer (dynamic) is not supported: split the unquantized checkpoint")
     blocks = {"word": _word_block(bits), "group": _group_block(table)}
     yield Scheme(formats()[version], blocks, is_symmetric=False, has_act_order=has_act_order)

@@ -19,7 +19,7 @@ from shardconv.hf.package import import_transformers, isolated
 from shardconv.layers.runtime_classes import new_class
 from shardconv.plan.unused import known_unused
 
-#: How many tensors of each kind a message names.
+#: Maximum number of tensors of each kind in a message.
 _SHOWN = 3
 
 
@@ -32,10 +32,9 @@ class ModelCheck:
         unused: names on disk of tensors that the model does not have.
         missing: names in memory of tensors that the model has and the checkpoint does not.
         mismatched: names in memory of tensors of another shape, each with its shape in the checkpoint and in the model.
-        failed: names in memory of tensors that transformers cannot make of those in the checkpoint, each with the
-            reason.
+        failed: names in memory of tensors that transformers cannot make from the checkpoint's, each with the reason.
         ignored: names on disk of tensors that the model does not have and does not need: MTP layers, constants that old
-            versions stored, and those that its class ignores.
+            versions stored, and tensors that its class ignores.
     """
 
     model: str
@@ -175,7 +174,7 @@ class _Loaded:
     Attributes:
         info: transformers' ``LoadStateDictInfo``.
         failed: its conversion errors.
-        unexpected: names in memory of tensors that the model does not have, those that its class ignores included.
+        unexpected: names in memory of tensors that the model does not have, including tensors that its class ignores.
         rename: name on disk to name in memory, and the converter if transformers makes the tensor from several.
     """
 
@@ -191,7 +190,7 @@ def _on_disk(names: Iterable[str], sources: Mapping[str, list[str]]) -> frozense
 
 
 def _recording(kind: type[PretrainedModel], loaded: _Loaded) -> type[PretrainedModel]:
-    """A subclass of a model class that keeps all tensors on the meta device and records what was loaded."""
+    """A subclass of a model class that keeps all tensors on the meta device and records the loading report."""
     loading = import_transformers("core_model_loading")
 
     def load(

@@ -83,7 +83,7 @@ def hide_warnings() -> None:
 def quiet() -> Iterator[None]:
     """Turn off the progress bars and warnings of transformers, and of diffusers if it is imported, within a block.
 
-    They import bitsandbytes, whose warning on a kernel is turned off, too.
+    Also turns off the warning of bitsandbytes on a kernel, which they may import.
     """
     packages = [import_transformers(), *filter(None, [sys.modules.get("diffusers")])]
     with ExitStack() as stack:

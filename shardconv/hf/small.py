@@ -1,4 +1,4 @@
-"""Configs of small models: the structure of a real model with sizes for which it builds in a moment.
+"""Configs of small models: the structure of a real model with small sizes, so that it is built in a moment.
 
 Owns the fields that make a config small (``small.toml``). Reads configs only and does not import torch.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: The number of heads of most small models.
 HEADS = 4
 
-#: Instead of a number of heads: as many as the real model has.
+#: The number of heads that stands for the real model's.
 SAME = -1
 
 #: The size of the vocabulary of a small model, by ``small.toml``.
@@ -55,7 +55,7 @@ def small_fields(
     Args:
         config: the content of ``config.json``, or the result of ``PreTrainedConfig.to_dict``.
         own: further fields to set; a nested table applies to the nested config.
-        tokens: the small id of every special token, for a nested config; by default of those that the config names.
+        tokens: the small id of every special token, for a nested config; by default of the tokens in the config.
     """
     model_type = config.get("model_type")
     own = {**_table()["complete"].get(model_type, {}), **fields_of_type(model_type), **(own or {})}

@@ -135,7 +135,7 @@ def known_tensors(
         model: the model.
         tensors: name to shard.
         folder: the checkpoint, for messages.
-        dtype: of values; None as they are stored. Those of modules that diffusers keeps in float32 are float32.
+        dtype: the dtype of the values; None for the stored dtypes. Modules that diffusers keeps in float32 are float32.
         unused: patterns of tensors that the model need not use.
 
     Raises:

@@ -48,7 +48,7 @@ def write_page(
         no_plan: why it is not shown.
         cost: the cost at several tp sizes.
         verify: a verification of the split checkpoint whose plan it is.
-        remedy: what to do about its differences.
+        remedy: the remedy for its differences.
     """
     table = None if plan is None or plan.tp is None else tensor_table(plan)
     summary = None if plan is None else replace(plan, tensors=())

@@ -80,7 +80,7 @@ def _norm(gradients: list[Tensor], *, norm_type: float, dtype: torch.dtype, devi
 
 
 def _own_elements(gradient: Tensor, placement: Placement, rank: int) -> Iterator[Tensor]:
-    """The elements of a shard without padding, and without those that a lower rank holds, too."""
+    """The elements of a shard, without padding and elements that a lower rank also holds."""
     if placement.dim is None:
         return iter([gradient] if rank == 0 else [])
     dim = placement.dim

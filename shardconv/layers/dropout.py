@@ -122,7 +122,7 @@ class SeedCheck:
 
         Args:
             device: see :func:`check_seeds`.
-            has_others: likewise.
+            has_others: see :func:`check_seeds`.
 
         Raises:
             RuntimeError: if they differ.

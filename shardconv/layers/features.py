@@ -1,4 +1,4 @@
-"""Marks on tensors that say how they are sharded, and their checks; the results of operations do not have them.
+"""Marks on tensors that describe how they are sharded, and their checks; the results of operations do not have them.
 
 A layer marks its output with the placement of its features, for losses and for layers that need all features. A tag of
 :class:`RegisterParallelDim` asserts what the consumer of a tensor assumes. Neither changes what a layer computes.

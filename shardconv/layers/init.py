@@ -1,7 +1,7 @@
 """Initialization of shards: gathered values equal the values of the unsharded layer, at any tensor parallel size.
 
-Every rank initializes the full tensor, by any function of ``torch.nn.init``, and keeps its shard. So fans are those of
-the full tensor, values do not depend on tp, and the default generator ends in the same state as for the unsharded
+Every rank initializes the full tensor, by any function of ``torch.nn.init``, and keeps its shard. So fans are computed
+from the full tensor, values do not depend on tp, and the default generator ends in the same state as for the unsharded
 layer. One full tensor is in memory at a time; construct layers on the meta device where that is too much.
 """
 

@@ -58,7 +58,8 @@ class ParallelLinear(ParallelModule, nn.Linear):
     :class:`~shardconv.layers.RowParallelLinear` with dim=0. This class is the base class of both, and with dim=None the
     class of an unsharded layer.
 
-    After construction the gathered weight and bias equal, bit for bit, those that nn.Linear draws on the first rank.
+    After construction the gathered weight and bias equal, bit for bit, the values that nn.Linear draws on the first
+    rank.
 
     Args:
         in_features: number of input features of the full layer.
@@ -73,7 +74,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         placement: placement of the sharded dim, instead of ``split_sizes``.
         weight: this rank's shard, used without a copy, such as the shard of a tied embedding.
         weight_init: an initializer, or its name (see :data:`~shardconv.layers.init.INITIALIZERS`).
-        bias_init: likewise.
+        bias_init: the same for the bias.
         device: device of the parameters, which may be ``meta``.
         dtype: dtype of the parameters.
         group: see :func:`~shardconv.distributed.as_axis`.
@@ -176,7 +177,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         Args:
             axis: the ranks.
             in_features: number of input features of the full layer; by default the attribute of the converted layer.
-            out_features: likewise, of output features.
+            out_features: the same for output features.
             transposed: whether the weight of the converted layer is stored as [in_features, out_features].
             options: see :class:`LinearOptions`.
         """

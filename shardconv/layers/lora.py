@@ -226,7 +226,7 @@ class LoRAEmbedding(LoRALayer):
     Shape:
         - lora_a: [rank, num_embeddings], or [rank, ceil(num_embeddings / tp)] where the vocabulary is sharded.
         - lora_b: [embedding_dim, rank], or [embedding_dim / tp, rank] where the embedding dim is sharded.
-        - magnitude: [embedding_dim], or [embedding_dim / tp] likewise.
+        - magnitude: [embedding_dim], or [embedding_dim / tp] where the embedding dim is sharded.
         - input and output: as for the layer.
 
     Raises:

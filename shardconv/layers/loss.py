@@ -296,12 +296,12 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     """nn.CrossEntropyLoss over logits sharded by class, as of :class:`~shardconv.layers.VocabParallelClassifier`.
 
     Args:
-        weight: as in nn.CrossEntropyLoss, [C], of all classes.
-        size_average: likewise, deprecated.
-        ignore_index: likewise.
-        reduce: likewise, deprecated.
-        reduction: likewise.
-        label_smoothing: likewise.
+        weight: [C], for all classes. This argument and the next five are those of nn.CrossEntropyLoss.
+        size_average: deprecated.
+        ignore_index: target that does not count.
+        reduce: deprecated.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: between 0 and 1.
         num_classes: number of classes of all ranks, C; with it, full logits are supported, too. Required on several
             ranks, unless ``weight`` is passed or the logits are the direct output of a column parallel layer; see
             :func:`parallel_cross_entropy`.

@@ -25,7 +25,7 @@ class RuntimeClass:
     recipe: ClassVar[_Recipe]
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
-        """Reduce as usual, with a recipe in place of the class."""
+        """Reduce as usual, with a recipe instead of the class."""
         reduced = super().__reduce_ex__(max(int(protocol), 2))
         if isinstance(reduced, str) or reduced[0] is not vars(copyreg)["__newobj__"]:
             return reduced

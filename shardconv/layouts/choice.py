@@ -1,7 +1,7 @@
 """The layout of a checkpoint: a general one, or an engine's for its model type, also of quantized layers.
 
-A quantized weight is stored as several tensors, whose names have another end in place of ``weight``. The rules for a
-weight are also those for these tensors, unless the layout refuses them.
+A quantized weight is stored as several tensors, whose names have another end instead of ``weight``. The rules for a
+weight also apply to these tensors, unless the layout refuses them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -193,7 +193,7 @@ class _Quantized:
                 )
 
     def rules(self, rules: Sequence[LayoutRule]) -> tuple[LayoutRule, ...]:
-        """The rules, with those for the tensors of quantized layers."""
+        """The rules, and further rules for the tensors of quantized layers."""
         table = self.table
         added = [rule.with_end(end, is_last=end in table.last) for rule in rules for end in table.ends]
         return (*rules, *(rule for rule in added if rule is not None))
@@ -237,7 +237,7 @@ class _Quantized:
         for name in sorted(numbers - held):
             if any(len(rule.sources) > 1 and not rule.is_last and rule.target.match(name) for rule in rules):
                 raise PlanError(
-                    f"{name}: is one number, of which the engine has one for each part of its layer: {REMEDY}"
+                    f"{name}: is one number, but the engine has one for each segment of its layer: {REMEDY}"
                 )
         alone = (*dropped, *(name for name in sorted(numbers) if not tensors[name].shape))
         return tuple(

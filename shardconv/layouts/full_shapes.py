@@ -1,6 +1,6 @@
 """Full shapes of the tensors of rank files: the names and shapes of the source tensors, and their placements.
 
-The dims that ranks shard are those of the layout's rules, or of the plan of the model that an engine has loaded. If
+The dims that ranks shard follow from the layout's rules, or from the plan of the model that an engine has loaded. If
 shapes do not follow from the config there, the result is a guess: callers must lay out these tensors and compare the
 result with the rank files.
 """

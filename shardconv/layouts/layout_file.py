@@ -42,9 +42,9 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         refuse: source tensors that the engine does not support.
         needs: names of file tensors that the engine requires. ``*`` is each layer, and of names with ``{a,b}``, one is
             required; names whose rule does not apply are not.
-        beside: name of a file tensor to those that a layer with it needs, too.
+        beside: name of a file tensor to further tensors that a layer with it needs.
         requires: config fields and the values that they have to have if a config states them.
-        copies: source tensors that have the values of another one, and are not in the files, to the name of that one.
+        copies: name of a source tensor that is not in the files to the name of the tensor with the same values.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
         args: arguments of the system's programs for models with the group.
@@ -102,13 +102,14 @@ class RefusedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuantizedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The quantized layers of a layout. A rule for ``weight`` is also one for names with one of ``ends`` in its place.
+    """The quantized layers of a layout. A rule for ``weight`` also applies to names with one of ``ends`` instead.
 
     Attributes:
         groups: the groups whose rules hold for quantized layers.
         ends: the ends of names of supported tensors.
-        values: those of them that a layer has in place of ``weight``.
-        last: those of them of which the engine keeps one of several, the last; values of the others follow from grids.
+        values: the ends among them that a layer has instead of ``weight``.
+        last: the ends among them of tensors that the engine keeps once for several layers: the last one. The values of
+            the others follow from grids.
         dropped: further ends, of tensors that the engine does not have; their values follow from grids.
         refuse: pattern to tensors of quantized layers that are not supported.
         methods: supported quantization method to its constants.
@@ -137,7 +138,7 @@ class ChosenRules(NamedTuple):
         return " and ".join(rule.source_names(texts))
 
     def fields_of(self, rule: LayoutRule | None) -> str:
-        """The config fields by which a rule does not apply, as the end of a message about a model."""
+        """The config fields that exclude a rule, as the end of a message about a model."""
         fields = () if rule is None else (*rule.options.when, *rule.options.given)
         return "".join(f" with {field} {self.config.get(field)!r:.20}" for field in fields)
 

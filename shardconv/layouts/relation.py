@@ -2,8 +2,8 @@
 
 A rule names a file tensor, and its source tensors in order. In a name, ``*`` matches any text, including dots, and
 ``#`` the index of an expert. ``{a,b}`` expands to two rules, one with ``a`` and one with ``b`` on both sides. Forward,
-:func:`file_tensors` gives the file tensors of a checkpoint; backward, :func:`find_target` those source tensors that a
-file tensor consists of.
+:func:`file_tensors` gives the file tensors of a checkpoint; backward, :func:`find_target` gives the source tensors of a
+file tensor.
 """
 
 import re
@@ -207,7 +207,7 @@ class LayoutRule:
         return names, count
 
     def with_end(self, end: str, *, is_last: bool) -> Self | None:
-        """The rule for the tensors of a quantized layer whose names end with ``end`` in place of ``weight``.
+        """The rule for the tensors of a quantized layer whose names end with ``end`` instead of ``weight``.
 
         Returns:
             None if the names of this rule do not end with ``weight``.

@@ -61,7 +61,8 @@ def compile_policies(model: nn.Module, policies: Sequence[type[Policy]], tp: int
     """Compile policies to rules and overrides of a model.
 
     Raises:
-        PlanError: if the model does not have what they name, they contradict each other, or do not fit its layers.
+        PlanError: if they name a module, tensor or attribute that the model does not have, contradict each other, or do
+            not fit its layers.
     """
     compiler = _Compiler(model, tp)
     for policy in policies:

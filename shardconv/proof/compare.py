@@ -47,7 +47,7 @@ def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def float_tensors(output: Mapping[str, object]) -> dict[str, Tensor]:
-    """The floating-point tensors of a model's output, also in lists, except for those in the cache."""
+    """The floating-point tensors of a model's output, also in lists, without the cache."""
     listed = {
         f"{key}.{at}": one for key, value in output.items() if isinstance(value, list) for at, one in enumerate(value)
     }

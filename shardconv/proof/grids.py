@@ -26,7 +26,7 @@ _Weight = dict[str, TensorSpec]
 
 
 def grid_differences(tensors: Mapping[str, TensorSpec], weights: Plan, stored: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the name of a weight of each kind, and how its shards differ; "" if they are right.
+    """Yield the name of a weight of each kind, and the difference of its shards; "" if there is none.
 
     Args:
         tensors: of the source, with grids.
@@ -63,7 +63,7 @@ def _difference(layer: _Weight, placement: Placement, planned: Mapping[str, Tens
 
 
 def _shard_difference(shards: Mapping[str, Stored], expected: Tensor) -> str:
-    """Compare the stored tensors of a rank with its shard of the dequantized weight; return what differs, or ""."""
+    """Compare the stored tensors of a rank with its shard of the dequantized weight; return the difference, or ""."""
     if not expected.numel():  # the rank does not have this weight
         has_values = any(one.tensor.numel() for one in shards.values() if one.grid.role == VALUES)
         return "values of a weight that it does not have" if has_values else ""

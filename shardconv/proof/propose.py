@@ -193,7 +193,7 @@ def propose_plan(
 
 
 def _for_source(proposal: Family, names: Iterable[str], used: Sequence[Rule], base: Family) -> Family:
-    """The proposal, with what matches no tensor of a source made optional, and with units that override a family's.
+    """The proposal, with optional rules and blocks where they match no tensor, and units that override a family's.
 
     Args:
         proposal: for the small model.

@@ -205,7 +205,7 @@ def without_numbers(names: Iterable[str]) -> set[str]:
 
 
 def _small_plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:
-    """As :func:`_plans`; without sizes those that are tried by default."""
+    """As :func:`_plans`; without sizes, the plans of the default sizes."""
     plans, reasons = _plans(planner, tps or PROOF_TPS)
     return plans | ({} if tps else _plans(planner, _BEYOND)[0]), reasons
 

@@ -28,14 +28,14 @@ from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.launch import launch
 from shardconv.support.errors import RunError, ShardconvError, is_connection_error
 
-#: The largest relative differences that are rounding. Sums are taken rank by rank in float32; gradients have more sums:
-#: those of mobilebert, which does not normalize, differ by 1.01e-3 in float32, and by 2e-12 in float64.
+#: The largest relative differences that are rounding. Sums are taken rank by rank in float32. Gradients have more
+#: sums: in mobilebert, which does not normalize, they differ by 1.01e-3 in float32, and by 2e-12 in float64.
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 2e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Differences of the sharded model with the unsharded one at one tensor parallel size.
+    """Differences between the sharded and the unsharded model at one tensor parallel size.
 
     Attributes:
         tp: the tensor parallel size.

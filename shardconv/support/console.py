@@ -107,7 +107,7 @@ class Display:
         return report
 
     def _show_bar(self, what: str, done: int, total: int, amounts: str) -> None:
-        """Show the bar of an activity, in place of any other bar."""
+        """Show the bar of an activity, and no other bar."""
         bars = self._bars = self._bars or _start_bars()
         if self._current is None or self._current[0] != what:
             if self._current is not None:

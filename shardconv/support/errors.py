@@ -13,7 +13,7 @@
         ├── PeerError             1   another rank failed and reported why
         └── NotHeldError          1   an engine reads elements of a tensor that are not on this rank
 
-A message is one text: what is wrong, in which file, tensor and rank, what was got and expected, and how to fix it. An
+A message is one text: the problem, its file, tensor and rank, the values got and expected, and the remedy. An
 option in it is data (:func:`option`): the command line shows ``--overwrite``, and Python ``overwrite=True``.
 :class:`PlanWarning` is the only warning: a model is loaded with a plan that is based on assumptions.
 """
@@ -94,7 +94,7 @@ class ShardconvError(Exception):
     """Base class of all errors that shardconv raises on purpose.
 
     Args:
-        problem: what is wrong, or the whole message.
+        problem: the problem, or the whole message.
         remedy: how to fix it, where another function may know a better way.
 
     Attributes:

@@ -64,7 +64,7 @@ def raise_on_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore both signals: the command has finished or failed, and the rest takes a moment."""
+    """Ignore both signals: the command has finished or failed, and exits in a moment."""
     if isinstance(signal.getsignal(signal.SIGALRM), _Again):
         signal.setitimer(signal.ITIMER_REAL, 0)
     for number in _NUMBERS:

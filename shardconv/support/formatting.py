@@ -19,19 +19,19 @@ def json_text(report: "DataclassInstance | dict[str, object]") -> str:
 
 
 def _fields(report: Any) -> dict[str, object]:  # noqa: ANN401 - a dataclass, or a struct of msgspec
-    """The fields of a report, without copies of what they hold: a plan has millions of numbers."""
+    """The fields of a report, without copies of their values: a plan has millions of numbers."""
     if not dataclasses.is_dataclass(report):
         names = zip(report.__struct_encode_fields__, report.__struct_fields__, strict=True)
         return {shown: getattr(report, name) for shown, name in names}
     return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
 
 
-#: Categories of characters without a shape; those that change the direction of text make one name look like another.
+#: Categories of characters without a shape. Some change the direction of text, so that one name looks like another.
 _SHAPELESS = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "") -> str:
-    """Text with escapes in place of control characters and the like, except for the characters of ``keep``."""
+    """Text with escapes instead of control characters and the like, except for the characters of ``keep``."""
     if text.isprintable():
         return text
     return "".join(
@@ -40,7 +40,7 @@ def visible(text: str, *, keep: str = "") -> str:
     )
 
 
-#: Rounds as the page does.
+#: Rounds as the scripts of the HTML page do.
 _THREE_DIGITS = Context(prec=3, rounding=ROUND_HALF_UP)
 
 

@@ -1,4 +1,4 @@
-"""Modules of a package that are imported on first use, because what they import is slow or optional."""
+"""Modules of a package that are imported on first use, because their own imports are slow or optional."""
 
 import importlib
 from collections.abc import Callable, Sequence

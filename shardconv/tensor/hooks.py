@@ -15,9 +15,9 @@ Built on :class:`torch.overrides.TorchFunctionMode`, which intercepts calls of t
 - **Balance**: every pre call is followed by a post call, also if the operation raises. A backward pass that raises
   stops without the post call.
 - **Recomputation** by ``torch.utils.checkpoint`` is a forward pass: the forward phases run again, with the hooks of the
-  first pass. Backward phases run once: for the recomputed operations with ``use_reentrant=True``, for those of the
-  first pass with False. A recomputation that stops early still calls post_forward. If a recomputation starts during
-  the backward of an operation, that operation gets post_backward before it, and pre_backward again after it.
+  first pass. Backward phases run once: for the recomputed operations with ``use_reentrant=True``, for the operations
+  of the first pass with False. A recomputation that stops early still calls post_forward. If a recomputation starts
+  during the backward of an operation, that operation gets post_backward before it, and pre_backward again after it.
 - Operations inside hooks do not call hooks. Neither does other code that runs in a backward pass, such as a hook on a
   gradient.
 """

@@ -61,7 +61,7 @@ def from_global(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement
     to non-leaf tensors: the backward pass gathers the gradient, so it is the full one on every rank.
 
     Args:
-        tensor: full tensor, the same on every rank. Sizes need not be divisible: shards are those of
+        tensor: full tensor, the same on every rank. Sizes need not be divisible: it is sharded as by
             :func:`torch.chunk`.
         mesh: torch's mesh.
         placements: torch's placements, one per mesh axis. For ``Partial``, the first rank keeps the tensor and the

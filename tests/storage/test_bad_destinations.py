@@ -126,7 +126,7 @@ CASES = {
         "terminated; nothing was left behind", change=lambda _: os.kill(os.getpid(), signal.SIGTERM), code=143,
     ),
     "an error while a checkpoint is overwritten": Case(
-        "what was there is partly removed: run the command again", INCOMPLETE, is_split=True, overwrite=True,
+        "the existing files are partly removed: run the command again", INCOMPLETE, is_split=True, overwrite=True,
         fault=lambda: failing("manifest", "403"),
     ),
 }  # fmt: skip

@@ -98,7 +98,7 @@ def test_an_interrupted_overwrite_says_that_the_old_checkpoint_is_incomplete(mad
         made, s3, signal.SIGTERM, ("delete", 0, "delete"), "out/interrupted-overwrite", "--overwrite"
     )  # fmt: skip
     assert result.code == 143
-    assert "terminated; what was there is partly removed: run the command again" in result.err
+    assert "terminated; the existing files are partly removed: run the command again" in result.err
     assert "nothing was left behind" not in result.err
     s3.fault = lambda *_: None
     assert "shardconv.json" not in s3.objects("out/interrupted-overwrite/")

@@ -251,7 +251,7 @@ def try_type(
     reference = home / REFERENCE
     try:
         write_reference(type(model), source, reference)
-    except Exception as error:  # noqa: BLE001 - likewise
+    except Exception as error:  # noqa: BLE001 - of any kind, for the table
         return Row(kind, model_type, note=f"fails to run: {type(error).__name__}: {error}".replace("\n", " ")[:160])
     verdicts, errors, notes, family = [], [0.0], [], ""
     sharded = default_sharded(architecture) if at_default_size else None

@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = frozenset({
     "lora_dropout", "loftq_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "task_type", "bias", "lora_bias", "peft_type", "init_lora_weights",
 })  # fmt: skip
-#: Initializations that leave the weights of the base model as they are. After others they differ from those on disk.
+#: Initializations that do not change the weights of the base model. After others, its weights differ from the files.
 _INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
 #: The longest module name that patterns are matched with.
 _MAX_NAME = 256
@@ -167,7 +167,7 @@ def read_settings(path: AnyPath) -> AdapterSettings:
 def parse_settings(path: AnyPath, table: Mapping[str, object]) -> AdapterSettings:
     """Parse the settings of an adapter, which are in the file ``path``; errors as :func:`read_settings`."""
     _check_supported(path, table)
-    # PEFT also accepts null, false and "" in place of an empty table, list or flag
+    # PEFT also accepts null, false and "" instead of an empty table, list or flag
     given = {key: value for key, value in table.items() if key in _TYPES and (value or key in _PATTERNS.values())}
     for name, value, kind in _settings_and_entries(given):
         try:
@@ -184,7 +184,7 @@ def parse_settings(path: AnyPath, table: Mapping[str, object]) -> AdapterSetting
 
 
 def _settings_and_entries(settings: Mapping[str, object]) -> Iterator[tuple[str, object, Any]]:
-    """Name, value and type of each setting, and of each entry in place of a table of patterns."""
+    """Yield name, value and type of each setting; for a table of patterns, of each of its entries."""
     for key, value in settings.items():
         if key in _PATTERNS and isinstance(value, dict):
             yield from ((f"{key}.{pattern}", entry, _TYPES[_PATTERNS[key]]) for pattern, entry in value.items())

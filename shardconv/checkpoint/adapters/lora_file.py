@@ -49,7 +49,7 @@ class _Original(Data, frozen=True):
     layers: dict[str, Annotated[tuple[str, ...], Meta(min_length=1)]]
 
     def rules(self, *, is_flat: bool) -> Iterator[LayoutRule]:
-        """Yield the rules from original names, with underscores in place of dots if ``is_flat``."""
+        """Yield the rules from original names, with underscores instead of dots if ``is_flat``."""
         for name, layers in self.layers.items():
             for rule in parse_rules(name, RuleTable(layers)):
                 target = replace(rule.target, text=rule.target.text.replace(".", "_")) if is_flat else rule.target
@@ -70,7 +70,7 @@ def _names() -> _Names:
 
 
 class _Layer(NamedTuple):
-    """A layer of a component, as a file names it; ``is_flat`` if the file has underscores in place of dots."""
+    """A layer of a component, as a file names it; ``is_flat`` if the file has underscores instead of dots."""
 
     name: str
     is_flat: bool
@@ -163,8 +163,8 @@ class LoraFile:
         starts = [0, *accumulate(rows_of.values())]
         if len(rows_of) > 1 and use != A and shape[:1] != (starts[-1],):
             raise PlanError(
-                f"{self.source.path}: {stored}: has shape {list(shape)} (expected {starts[-1]} rows, those of "
-                f"{', '.join(rows_of)}): pass the base model that it was trained on"
+                f"{self.source.path}: {stored}: has shape {list(shape)} (expected {starts[-1]} rows, as "
+                f"{', '.join(rows_of)} have together): pass the base model that it was trained on"
             )
         for module, (start, stop) in zip(rows_of, pairwise(starts), strict=True):
             own = shape if use == A or len(rows_of) == 1 else (stop - start, *shape[1:])

@@ -120,7 +120,7 @@ class _Merge:
                 )
 
     def _unit(self, result: StoredMatrix, stored: StoredMatrix) -> int:
-        """Bytes of a row of the result, or what the transform that computes the stored tensor has as its unit."""
+        """Bytes of a row of the result, or the unit of the transform that computes the stored tensor."""
         transform = self._inputs.transform_of(stored.name)
         inner = transform.unit * result.itemsize // stored.itemsize if transform else 0
         return max(inner, result.row_bytes)

@@ -60,7 +60,7 @@ class Edits(NamedTuple):
         name: of the tensor.
         dtype: of the tensor.
         grid: of the tensor, which its values follow from.
-        values: for each rank what is subtracted: one integer for all elements, or one for each; None for nothing.
+        values: the integers that are subtracted on each rank: one for all elements, or one for each; None for none.
     """
 
     name: str
@@ -141,7 +141,7 @@ def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -
 
 
 def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> list[Stripe]:
-    """The stripes without the ranges of which no shard holds a byte; the same stripes if there are shards of all ranks.
+    """The stripes without ranges that no shard holds; the same stripes if there are shards of all ranks.
 
     Args:
         stripes: of the full tensors.
@@ -181,7 +181,7 @@ class Scratch:
         self._nested: dict[str, Scratch] = {}
 
     def nested(self, name: str) -> "Scratch":
-        """Buffers for what is called while buffers of this object are in use: none of them are shared."""
+        """Separate buffers for functions that are called while buffers of this object are in use."""
         if name not in self._nested:
             self._nested[name] = Scratch(self.block_bytes)
         return self._nested[name]
@@ -235,7 +235,7 @@ class Side(Protocol):
         """Start to read a stripe. The calling thread copies stripes in the order in which it prefetched them."""
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for: the copy failed or was interrupted."""
+        """Cancel pending requests: the copy failed or was interrupted."""
 
     def finish(self, state: StripeState, stripe: Stripe, /) -> None:
         """Finish a stripe; raises IntegrityError if it has a problem."""

@@ -17,9 +17,9 @@ from typing import NamedTuple, Self
 from shardconv.files.containers.safetensors import DTYPE_BITS
 from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
 
-#: Ranges that no shard holds are read with those around them if they have fewer bytes: another block takes as long.
+#: Gaps between held ranges with fewer bytes than this are read, too: another block would take as long.
 GAP_BYTES = 2**20
-#: Bytes at the beginning of a row that the padding there is written with; a multiple of every element.
+#: Bytes at the beginning of a row with which padding before the first interval is written; a multiple of every element.
 _ROW_START = 64
 
 
@@ -141,8 +141,8 @@ class Geometry:
         num_bytes: bytes of the full tensor.
         width: bytes of a row.
         shards: the rows of each shard.
-        columns: the ranges of a row that shards are made of, with short gaps; None if they hold every byte, empty
-            without shards.
+        columns: the ranges of a row that shards hold, with short gaps; None if they hold every byte, empty without
+            shards.
     """
 
     num_bytes: int
@@ -158,7 +158,7 @@ class Geometry:
                 yield rank, shard, low, high
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a flat range that shards are made of, with short gaps between them."""
+        """The parts of a flat range that shards hold, with short gaps between them."""
         columns = ((0, self.width),) if self.columns is None else self.columns
         if columns == ((0, self.width),):
             yield start, stop
@@ -214,7 +214,7 @@ def unsharded(num_bytes: int) -> Geometry:
 
 
 def _columns(shards: Sequence[ShardRows], width: int, *, is_one_row: bool) -> tuple[tuple[int, int], ...]:
-    """The ranges of a row that shards are made of, with short gaps; all of it if gaps between rows are short, too."""
+    """The ranges of a row that shards hold, with short gaps; the full row if gaps between rows are short, too."""
     held = [Interval(run.start, run.start + run.size) for shard in shards for run in shard.runs]
     if any(shard.runs[0].local if shard.runs else shard.width for shard in shards):  # padding at the beginning
         held.append(Interval(0, min(_ROW_START, width)))

@@ -42,8 +42,7 @@ class Layout:
 
     Attributes:
         headers: of each file.
-        shards: for each source tensor, in order, the positions of its shards, of the ranks that hold it; of some of
-            these, if there are files of some ranks only.
+        shards: for each source tensor, in order, the positions of its shards on the ranks whose files there are.
         constants: for each rank the bytes at the beginning of the data section of its first file, before all shards;
             empty for none.
         files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
@@ -101,7 +100,7 @@ def lay_out_ranks(
 
     Args:
         tensors: name to dtype and shape of the full tensors, in order.
-        plan: placements of the tensors, for one rank.
+        plan: placements of the tensors.
         metadata: of the source files.
         layout: the tensors of the rank files.
         identity: of the split checkpoint, for the metadata of each file; None for none.
@@ -148,7 +147,7 @@ def lay_out_ranks(
 
 
 def _held(stages: tuple[int, ...], ranks: Sequence[int], tp: int) -> tuple[list[int], tuple[int, ...]]:
-    """The indexes of those of ``ranks`` whose stage is one of ``stages``, and their ranks in it."""
+    """The indexes of the ``ranks`` whose stage is one of ``stages`` (all if empty), and their ranks in the stage."""
     held = [at for at, rank in enumerate(ranks) if not stages or rank // tp in stages]
     return held, tuple(ranks[at] % tp for at in held)
 
@@ -165,7 +164,7 @@ def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bo
 
 
 def _named_in_stage(file_tensors: Iterable[FileTensor], stage: int, plan: Plan, stages: Stages) -> Iterator[FileTensor]:
-    """Yield file tensors of a stage. One with the name of a tied head has that of the embedding where the head is not.
+    """Yield the file tensors of a stage. A tied head has the name of the embedding on stages without the head.
 
     Raises:
         PlanError: if the stage of a name is unknown.
@@ -218,9 +217,9 @@ def _lay_out_stage(
     metadata: dict[str, str],
     layout: FileLayout,
 ) -> dict[int, list[_RankFile]]:
-    """Lay out all files of the ranks of a stage that do not have the headers of another rank, of ``first_equal``.
+    """Lay out the files of each rank of a stage that is the first one with its headers, by ``first_equal``.
 
-    Tensors are divided over files equally on all of them, as together they have all shapes.
+    The tensors are divided over files in the same way on all of these ranks, as they have all shapes of the stage.
 
     Raises:
         PlanError: if shards do not form the tensors of the layout, or there are too many files, or several for a rank
@@ -306,7 +305,7 @@ def _positions(
 ) -> Iterator[tuple[str, _Position]]:
     """Yield the members of a file tensor at ``offset``, each with its position.
 
-    Those that are concatenated along a dim have a part of each row of this dim; along dim 0, there is one row.
+    Members that are concatenated along a dim have a part of each row of this dim; along dim 0, there is one row.
     """
     step = len(tensor.members) // (tensor.stack or 1)
     for at in range(0, len(tensor.members), step):

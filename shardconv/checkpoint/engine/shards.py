@@ -33,7 +33,7 @@ def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> No
 
 
 def name_tensors(stripe: Stripe, names: Sequence[str], damaged: str = "") -> str:
-    """The tensors of a stripe in a message on some of its bytes; ``damaged`` is one that certainly has some of them."""
+    """The tensors of a stripe, for a message on damaged bytes; ``damaged`` is a tensor that is known to have some."""
     first, last, count = names[stripe[0].tensor], names[stripe[-1].tensor], len({span.tensor for span in stripe})
     if damaged and count > 1:
         return f"{damaged} (possibly also of others of these {count} tensors)"
@@ -164,7 +164,7 @@ class ShardReader:
         return ", ".join(self._labels[file] for file in files if file // self._files_per_rank == rank)
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead."""
+        """Prefetch a stripe."""
         self._files.prefetch(
             (shards.files[rank], offset, size)
             for span in stripe
@@ -174,7 +174,7 @@ class ShardReader:
         )
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
+        """Cancel pending requests."""
         self._files.cancel()
 
 
@@ -228,7 +228,7 @@ class ShardWriter:
         """Do nothing: nothing is read."""
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
+        """Cancel pending requests."""
         self._files.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:
@@ -286,11 +286,11 @@ class Comparer:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Read a stripe ahead."""
+        """Prefetch a stripe."""
         self._reader.prefetch(tuple(self._common(stripe)))
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
+        """Cancel pending requests."""
         self._reader.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:

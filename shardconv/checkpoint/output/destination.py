@@ -22,7 +22,7 @@ from shardconv.support.errors import OutputError, SourceError, UsageError, optio
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_output import RemoteOutput
 
-#: Why some stores are not written.
+#: The reason why a store is not written, and the remedy.
 _READ_ONLY = {
     "hf": "commits are made by the Hub's own tools: write to a local folder, then hf upload ORGANIZATION/MODEL DIR",
     "http": "uploads to web servers do not become visible as a whole: write to a local folder, s3://, gs:// or az://",
@@ -34,7 +34,7 @@ class NewFolder(NamedTuple):
 
     Attributes:
         path: the local folder for its files that are not weights, and for its weights if it is local.
-        create: creates files of known sizes in it, which threads write at any position; arguments as those of
+        create: creates files of known sizes in it, which threads write at any position. Takes the arguments of
             :class:`~shardconv.files.output_files.LocalOutputFiles`.
     """
 
@@ -43,7 +43,7 @@ class NewFolder(NamedTuple):
 
 
 class Destination:
-    """The place of a new checkpoint: a local path, or what a subclass describes.
+    """The place of a new checkpoint: a local path. Subclasses are remote, or in another new checkpoint.
 
     Args:
         path: the path; of a URL, its parts as a path.
@@ -68,7 +68,7 @@ class Destination:
 
     @property
     def existing(self) -> AnyPath:
-        """The path of what is there."""
+        """The path of the existing file or folder."""
         return self.path
 
     def check(self, new: NewCheckpoint, sources: Iterable[AnyPath]) -> bool:
@@ -204,7 +204,7 @@ def find_destination(dst: str | Path | Destination | None, *, resume: bool) -> D
 
 
 def _completion_order(name: str) -> int:
-    """The place of a file among those that make a folder a checkpoint; 0 for all others."""
+    """The position of a file in the order of the files that complete a checkpoint; 0 for all others."""
     file = PurePosixPath(name).name
     if file == PIPELINE_NAME:
         return 3

@@ -1,4 +1,4 @@
-"""Checks of what a new checkpoint would replace: only a checkpoint, only on request, and never the source."""
+"""Checks of existing files that a new checkpoint replaces: only a checkpoint, only on request, never the source."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -29,7 +29,7 @@ Job = dict[str, Any]
 
 #: Tensors whose values are sampled, as a file can change without another size or time.
 _NUM_SAMPLED = 64
-#: Tensors from one that is sampled to the next: a prime, so that they are of all kinds.
+#: Distance between sampled tensors: a prime, so that all kinds are sampled.
 _STEP = 104_729
 #: Setting of a job to the argument that it is from.
 _ARGUMENTS = {
@@ -54,7 +54,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def settings_of(command: str, manifest: Manifest) -> Job:
-    """A command, and what the manifest of its result says about it."""
+    """A command, and its settings by the manifest of its result."""
     options = structs.asdict(manifest.request)
     family, plan_file = options.pop("family"), options.pop("plan_file")
     return {
@@ -128,7 +128,7 @@ def _states(paths: Iterable[AnyPath]) -> Mapping[str, str]:
 
 
 def _sample(reader: Reader) -> str:
-    """The checksum of some values; what is wrong with them is found when they are copied."""
+    """The checksum of some values, whose problems are found when they are copied."""
     count = len(reader.tensors)
     numbers = sorted({number * _STEP % count for number in range(_NUM_SAMPLED)}) if count else []
     return checksum_of_tensors(reader, numbers, StripeState(0))

@@ -24,7 +24,7 @@ from shardconv.support.errors import OutputError, option
 JOURNAL_NAME = "journal"
 _FORMAT = "shardconv journal 1"
 _START_OVER = f"remove {option(resume=True)} to start over"
-#: What the decoder raises for damaged lines.
+#: The decoder's errors for damaged lines.
 _DAMAGE = (DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -47,7 +47,7 @@ class Journal:
 
     Attributes:
         names: the names of the new weight files.
-        nested: the names under which new checkpoints in the folder are written, and those that they get at the end.
+        nested: the names under which new checkpoints in the folder are written, and their final names.
         is_nested: see above.
         resume: whether the run continues an interrupted run, or can be continued.
         finished: number of each finished stripe to the checksums of its bytes, by rank.

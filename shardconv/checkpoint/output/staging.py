@@ -81,7 +81,7 @@ def staged_folder(path: Path) -> Path:
 
 @contextmanager
 def parent_folders(path: Path) -> Iterator[None]:
-    """Create the parent folders of a path; on exit, those that this created are removed if they are empty."""
+    """Create the parent folders of a path; on exit, remove the created ones that are empty."""
     missing = [*takewhile(lambda parent: not os.path.lexists(parent), path.parents)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def as_output_errors(target: str) -> Iterator[None]:
 def _locked(partial: Path, path: Path, journal: Journal | None, folder: Path, kept: Collection[Path]) -> Iterator[int]:
     """Create and lock the staging folder, and remove it on exit, unless the journal is for another run to continue.
 
-    It is empty except for the marker and, if the journal continues another run, the journal and what is kept with it.
+    It is empty except for the marker and, if the journal continues another run, the journal and the files it lists.
 
     Args:
         partial: the staging folder.

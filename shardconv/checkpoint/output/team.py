@@ -49,7 +49,7 @@ class Team:
     is_leader = True
 
     def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
-        """Check that all processes write the same checkpoint, and detect those that share a folder with this one.
+        """Check that all processes write the same checkpoint, and detect processes that share this one's folder.
 
         Args:
             target: the folder that this process writes.

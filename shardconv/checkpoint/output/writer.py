@@ -63,7 +63,7 @@ class WriteOptions:
             )
 
     def inner(self) -> "WriteOptions":
-        """The options for a checkpoint in the one that is written."""
+        """The options for a component of the checkpoint."""
         return WriteOptions(checksums=self.checksums, threads=self.threads)
 
 
@@ -239,7 +239,7 @@ class CheckpointWriter:
             read: other files that the result follows from.
 
         Raises:
-            IntegrityError: if bytes or files differ from those that were written.
+            IntegrityError: if bytes or files differ from their checksums.
             SourceError: if an input file changes, or cannot be read.
             OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is
                 not of the same arguments.

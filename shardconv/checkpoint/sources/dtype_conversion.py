@@ -76,7 +76,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
 
 
 def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
-    """The unit of a conversion: an element, or what the transform that computes the elements has as its unit."""
+    """The unit of a conversion: an element, or the unit of the transform that computes the elements."""
     transform = source.stored.transform_of(name)
     inner = transform.unit if transform is not None else 0
     return inner * DTYPE_BITS[dtype] // DTYPE_BITS[stored_dtype] or DTYPE_BITS[dtype] // 8

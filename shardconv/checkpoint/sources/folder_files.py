@@ -177,8 +177,8 @@ def leave_out_weights(
     Args:
         folder: the folder.
         checkpoint: names of the checkpoint's files; the index is last.
-        shapes: returns those of the checkpoint's tensors; None if the user passed its index, which excludes other
-            weights.
+        shapes: returns name to shape of the checkpoint's tensors; None if the user passed its index, which excludes
+            other weights.
 
     Raises:
         SourceError: if the model may need one.
@@ -329,7 +329,7 @@ def _read_tensors(path: AnyPath) -> TensorFile | TorchProblem:
 def _with_model_names(
     tensors: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors, those of Meta's layout with their names in the checkpoint, and without those that follow from it."""
+    """Yield the tensors: Meta's under their names in the checkpoint, without tensors that follow from the layout."""
     layout = layout_file(META).all_rules
     for name, info in tensors.items():
         known = find_target(layout.rules, name)

@@ -68,7 +68,7 @@ def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
 
 
 def refuse_rank_file(path: AnyPath) -> None:
-    """Refuse one rank file of another tool in place of the folder.
+    """Refuse a single rank file of another tool: its folder is needed.
 
     Raises:
         SourceError: if a file has such a name, and the file that has to be beside it exists.
@@ -133,8 +133,8 @@ def _by_rank(folder: AnyPath, layout: LayoutFile, names: Sequence[str]) -> list[
     counts = {int(count) for group in groups.values() if (count := group.get("tp") or group.get("parts"))}
     if len(counts) > 1 or len({Path(name).suffix for name in names}) > 1:
         raise SourceError(
-            f"{folder}: holds rank files of several checkpoints ({', '.join(names[:_MAX_NAMES])}, ...): leave those of "
-            f"all but one out with {option('ignore')}"
+            f"{folder}: holds rank files of several checkpoints ({', '.join(names[:_MAX_NAMES])}, ...): leave all "
+            f"but one out with {option('ignore')}"
         )
     part_of = {name: int(group.get("part") or 0) for name, group in groups.items()}
     by_rank: dict[int, list[str]] = {}

@@ -84,7 +84,7 @@ def open_pipeline(
 
     Args:
         path: its folder.
-        components: the names of those that are sharded; empty for all models that can be.
+        components: names of the components to shard; empty for all that can be.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out; each must match a file.
         optional_ignore: further patterns, which may match nothing.
@@ -126,7 +126,7 @@ def open_pipeline(
 
 
 def without_manifest(path: AnyPath, components: Sequence[str]) -> str:
-    """The message for a split pipeline whose manifest is missing; ``components`` are those that are split."""
+    """The message for a split pipeline whose manifest is missing; ``components`` are the split ones."""
     return (
         f"{path}: has split components ({', '.join(components)}) without {PIPELINE_NAME}: restore it, split the "
         f"pipeline again, or pass a component"
@@ -152,7 +152,7 @@ def read_index(path: AnyPath) -> dict[str, str]:
 
 
 def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequence[str]) -> str:
-    """The class of a component, and why it is copied; "" for a component that is sharded.
+    """The class of a component, and the reason why it is copied; "" for a component that is sharded.
 
     Raises:
         SourceError: if its files are missing.
@@ -229,7 +229,7 @@ def _refuse_other_weights(folder: SourceFolder, components: Collection[str]) -> 
 def _check_chosen(
     path: AnyPath, chosen: Collection[str], sharded: Mapping[str, str], copied: Mapping[str, str]
 ) -> None:
-    """Refuse to choose what is not sharded."""
+    """Refuse to choose a component that cannot be sharded."""
     if wrong := next((name for name in chosen if name not in sharded), None):
         problem = f"is copied ({copied[wrong]})" if wrong in copied else "is not a component"
         raise UsageError(

@@ -52,13 +52,14 @@ class Source:
         ignore: patterns of files that the user left out.
         layout: of rank files of another tool; None for all other sources.
         num_ranks: number of ranks whose files store the tensors.
-        made_files: name to text of auxiliary files that the folder does not have, or that are written with this text in
-            place of theirs, such as a config with another dtype.
+        made_files: name to text of auxiliary files that the folder does not have, or that get another text, such as a
+            config with another dtype.
         assumed: assumptions about the source, as sentences.
-        derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
+        derived: the reasons why a merge does not restore the bytes of the source's files, one phrase each; empty if it
+            does.
         merged_adapter: name of the adapter that is merged into the weights; None without one.
         dtype: the dtype that floating-point tensors are converted to, by its name as an option; None if they are not.
-        is_config_given: whether the user passed the config, in place of the folder's.
+        is_config_given: whether the user passed the config, which replaces the folder's.
     """
 
     path: AnyPath
@@ -132,7 +133,7 @@ class Source:
 
 # --- quantization settings ------------------------------------------------------------------------------------------
 #
-# They may be outside of the main section of config.json: of a submodel, in files next to it, in metadata.
+# They may be outside of the main section of config.json: in the config of a submodel, in other files, in metadata.
 # ``formats/settings.py`` decides which methods are supported.
 
 #: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
@@ -147,7 +148,7 @@ def config_with_quantization(source: Source) -> Mapping[str, object] | None:
 def with_quantization(
     given: Mapping[str, object] | None, auxiliary_files: Mapping[str, AnyPath], metadata: Mapping[str, str]
 ) -> Mapping[str, object] | None:
-    """A config; quantization settings of its text model or of another file are added if it has none.
+    """Add quantization settings of its text model or of another file to a config without any.
 
     Args:
         given: the config.

@@ -1,4 +1,4 @@
-"""Open the tensors of a source, wherever its files store them, and compute those that are stored in another form."""
+"""Open the tensors of a source, wherever its files store them, and compute tensors that are stored in another form."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,13 +49,13 @@ Transforms = Mapping[str, Transform]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """The positions of the stored tensors of a source, and the transforms to those in another form.
+    """The positions of the stored tensors of a source, and the transforms to its other tensors.
 
     Attributes:
         files: the files.
         shards: name to the positions of the shards of each stored tensor in the files.
-        layers: transforms, of which each layer reads the tensors of the layer before it, the first the stored ones. A
-            tensor that a layer does not compute is taken from the layer before it.
+        layers: layers of transforms. The first layer reads the stored tensors, each other one the tensors of the layer
+            before it. A tensor that a layer does not compute is taken from the layer before it.
     """
 
     files: tuple[TensorFile, ...]
@@ -161,7 +161,7 @@ def _open(
     *,
     for_report: bool = False,
 ) -> tuple[Reader, InputFiles]:
-    """Open the files, with a reader of these tensors and what their values are compared with."""
+    """Open the files, with a reader of these tensors, whose values are compared with the edits."""
     shards = {name: stored.shards[name] for name in (stored.shards if stored.layers else tensors)}
     for name, edit in edits.items():
         if edit is not None and stored.transform_of(name) is None:
@@ -226,14 +226,14 @@ class _TransformedReader:
             self._reader.gather(state, Span(self._numbers[name], start, start + len(block)), block, inner)
 
     def prefetch(self, stripe: Stripe) -> None:
-        """Ask the operating system to read ahead what a stripe stores unchanged."""
+        """Prefetch the tensors of a stripe that are stored unchanged."""
         names = ((self._names[span.tensor], span) for span in stripe)
         self._reader.prefetch(
             tuple(span._replace(tensor=self._numbers[name]) for name, span in names if name not in self._computed)
         )
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for."""
+        """Cancel pending requests."""
         self._reader.cancel()
 
     def finish(self, state: StripeState, _stripe: Stripe, /) -> None:

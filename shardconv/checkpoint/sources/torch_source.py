@@ -20,9 +20,9 @@ from shardconv.files.text_files import parse_object
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
-#: Why a merge does not give the bytes of the files.
+#: The reason why a merge does not restore the bytes of the files.
 DERIVED = "converted from PyTorch files"
-#: Why an entry of a training checkpoint is left out.
+#: The reason why an entry of a training checkpoint is left out.
 NOT_WEIGHTS = "entry without weights"
 #: Metadata of files of tensors of torch, which transformers requires.
 _METADATA = {"format": "pt"}
@@ -93,7 +93,7 @@ def _index(folder: AnyPath, name: str, text: str, names: Mapping[str, str], tota
 
 
 def _stored(files: Sequence[TensorFile]) -> StoredTensors:
-    """The byte ranges of the tensors, and transforms of those that are not contiguous."""
+    """The byte ranges of the tensors, and transforms of tensors that are not contiguous."""
     shards: dict[str, Shards] = {}
     transforms: dict[str, Transform] = {}
     for number, file in enumerate(files):

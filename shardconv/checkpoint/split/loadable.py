@@ -203,14 +203,14 @@ def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
         )
 
 
-# --- adapters in place of models ------------------------------------------------------------------------------------
+# --- adapters instead of models ------------------------------------------------------------------------------------
 
 
 def refuse_adapter_alone(folder: AnyPath, tp: int | None) -> None:
     """Refuse to load an adapter that is not split, without its base model.
 
     Args:
-        folder: what is loaded.
+        folder: the folder that is loaded.
         tp: tensor parallel size; None if it is not given.
 
     Raises:

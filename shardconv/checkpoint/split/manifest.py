@@ -55,21 +55,21 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         metadata: metadata of the rank files, except the format.
         auxiliary_files: name to checksum of each auxiliary file.
         stripe_bytes: bytes of the full tensors per checksum.
-        ranks: the ranks whose files the folder has, in order. What there is of each rank (checksums, shards in
-            ``rank_layout``) is in this order.
+        ranks: the ranks whose files the folder has, in order. ``checksums``, and shards in ``rank_layout``, are in this
+            order.
         checksums: for each of ``ranks`` the xxh3-128 of its bytes of each stripe, or None.
         layout: the tensors of the rank files, and the names of the files.
         is_identified: whether rank files store the identity of the split checkpoint; see :attr:`identity`.
         ignore: patterns of files of the source that the user left out.
-        derived: why the source that a merge gives differs from the files that were split, one phrase each.
+        derived: the reasons why a merge does not restore the files that were split, one phrase each.
         merged_adapter: name of the adapter that was merged into the weights; None without one.
         dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
         original_config: text of the source's config.json in the manifest of a padded checkpoint; None for a split
             checkpoint.
         sample: in a folder with some ranks the checksum of a sample of the source's values, see
-            :func:`~shardconv.checkpoint.sources.sample.sample_checksum`.
-        is_config_given: whether the user passed the config, in place of the source's.
+            :func:`~shardconv.checkpoint.sources.stored_tensors.sample_checksum`.
+        is_config_given: whether the user passed the config, which replaces the source's.
         created_by: name and version of the program that wrote it.
     """
 

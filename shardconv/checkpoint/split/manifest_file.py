@@ -20,7 +20,7 @@ from shardconv.plan.tp_sizes import MAX_TP
 from shardconv.support.errors import SourceError, SplitCheckpointError
 
 _MIN_STRIPE_BYTES = 2**12
-#: What to do about a manifest that cannot be used, by its name.
+#: The remedy for a manifest that cannot be used, by its name.
 _REMEDIES = {
     MANIFEST_NAME: "copy it again, or split the source again",
     PADDING_NAME: "copy it again, or run shardconv pad again",

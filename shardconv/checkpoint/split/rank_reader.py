@@ -48,9 +48,9 @@ class RankReader(ABC):
         rank: the rank, of all pipeline stages.
 
     Attributes:
-        tensors: those of the tensors that the rank's stage holds.
+        tensors: the tensors that the rank's stage holds.
         rank: the rank in its stage.
-        num_bytes_read: bytes of the shards that were read so far, without what is read to check them.
+        num_bytes_read: bytes of the shards that were read so far, without reads for checks.
     """
 
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
@@ -145,7 +145,7 @@ class _StripeChecks:
         """Wait for the checks of a tensor's stripes, by default of all stripes.
 
         Raises:
-            IntegrityError: if bytes of any stripe differ from those that were written.
+            IntegrityError: if bytes of any stripe differ from their checksum.
         """
         wanted = self._missing if tensor is None else self._of_tensor.get(tensor, set())
         with self._changed:
@@ -173,7 +173,7 @@ class RankFileReader(RankReader):
 
     Raises:
         IntegrityError: if a file is missing, a link out of its folder, or has the wrong size or header; from the
-            methods if bytes differ from those that were written.
+            methods if bytes differ from their checksums.
         SplitCheckpointError: if the folder does not have the rank, or a file cannot be read.
     """
 
@@ -205,7 +205,7 @@ class RankFileReader(RankReader):
         """See :class:`RankReader`; also check all stripes.
 
         Raises:
-            IntegrityError: if bytes differ from those that were written.
+            IntegrityError: if bytes differ from their checksums.
         """
         if self._checks is not None:
             self._checks.wait()
@@ -272,7 +272,7 @@ class RankSourceReader(RankReader):
             return memoryview(bytearray())
         if full.edits is not None:
             whole = memoryview(bytearray(size))
-            self._fill(name, whole, 0)  # compares all values with those that follow from the grid
+            self._fill(name, whole, 0)  # compares all values with the grid's
             return _take_shard(whole, shard)
         if (mapped := self._mapped(full)) is not None:
             self._prefetch(full, shard)

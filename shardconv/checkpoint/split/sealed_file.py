@@ -1,7 +1,7 @@
 """JSON files of typed data that end with their own checksum: the manifests of checkpoints and of pipelines.
 
-A file is written in one form only: in the order of the fields, without those that have their default, without spaces,
-and with the checksum of all others last. The tag of its class is the version of its format.
+A file is written in one form only: in the order of the fields, without fields that have their default, without spaces,
+and with the checksum of all other fields last. The tag of its class is the version of its format.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def read_sealed(path: AnyPath, kind: type[T], check: Callable[[T], None], remedy
         path: the file.
         kind: the class of its data.
         check: raises ValueError or PlanError if fields do not fit together.
-        remedy: what to do about a file that cannot be used.
+        remedy: the remedy for a file that cannot be used.
 
     Raises:
         FileNotFoundError, NotADirectoryError: if there is none.

@@ -37,7 +37,7 @@ _OF_SOURCE: _Properties = {
     "auxiliary files": lambda manifest: manifest.auxiliary_files,
     "config.json": lambda manifest: manifest.config,
 }
-#: Those in folders with some of the ranks: a folder with all ranks does not have a sample.
+#: The same properties in folders with some of the ranks: a folder with all ranks does not have a sample.
 _OF_SAMPLED: _Properties = {**_OF_SOURCE, "sampled values": lambda manifest: manifest.sample}
 _OF_SPLIT: _Properties = {
     "tensor parallel size": lambda manifest: manifest.tp,
@@ -53,8 +53,8 @@ class SplitFolders(NamedTuple):
     """A split checkpoint in one folder, or in several; or rank files of another tool.
 
     Attributes:
-        manifest: of all ranks, in the order of the folders; a rank that several folders have is in it as often. Of
-            rank files of another tool, the manifest of a split for one rank.
+        manifest: of all ranks, in the order of the folders; a rank that several folders have is repeated. For rank
+            files of another tool, the manifest of a split for one rank.
         folders: the folders.
         source: the rank files of another tool; None for a split checkpoint.
     """

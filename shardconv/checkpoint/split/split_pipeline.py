@@ -139,7 +139,7 @@ def _check(manifest: PipelineManifest) -> None:
 
 
 def open_split_pipeline(paths: Sequence[AnyPath], *, for_report: bool = False) -> SplitPipeline:
-    """Open the folder of a split pipeline, or those that have some of its ranks each.
+    """Open the folder of a split pipeline, or several folders with some of its ranks each.
 
     Args:
         paths: the folders.

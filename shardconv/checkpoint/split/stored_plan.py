@@ -26,7 +26,7 @@ def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
 
 
 def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorSpec]:
-    """The source tensors as a model has them: with ``dequantize``, weights in place of the tensors that store them."""
+    """The source tensors as a model has them: with ``dequantize``, weights instead of the tensors that store them."""
     tensors = quantized_tensors(manifest)
     return logical_tensors(tensors) if dequantize else tensors
 
@@ -40,7 +40,7 @@ def stored_planner(
         manifest: of the split checkpoint.
         engine: the engine whose boundaries the plan uses; None for shardconv.
         pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for the option of the split checkpoint.
-        dequantize: plan the weights of quantized layers, in place of the tensors that store them.
+        dequantize: plan the weights of quantized layers, instead of the tensors that store them.
 
     Raises:
         PlanError: if the rules do not fit the checkpoint.
@@ -59,7 +59,7 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, rank: int = 0, *, dequant
         manifest: of the split checkpoint.
         folder: of the split checkpoint, for messages.
         rank: the rank, whose tensors the user's rules have to match in memory.
-        dequantize: return the plan of the weights of quantized layers, in place of the tensors that store them.
+        dequantize: return the plan of the weights of quantized layers, instead of the tensors that store them.
 
     Raises:
         SplitCheckpointError: if a placement by the rules differs from the stored one.
@@ -81,7 +81,7 @@ def runnable_plan(manifest: Manifest, folder: AnyPath, rank: int = 0, *, dequant
 
 
 def _relax_unused(plan: Plan, rank: int) -> Plan:
-    """Make user rules and blocks optional that only match tensors which the model of a rank is known not to use.
+    """Make user rules and blocks optional if they match only tensors that the model of a rank is known not to use.
 
     All other user rules must match a parameter in memory: names may differ, and another rule would apply instead.
     """
@@ -124,7 +124,7 @@ def placements_in_memory(manifest: Manifest, plan: Plan, *, dequantize: bool = F
     return different
 
 
-#: Why a plan cannot be executed.
+#: The reason why a plan cannot be executed.
 _REASON = "it was written by another version of shardconv, which planned differently"
 
 

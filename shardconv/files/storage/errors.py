@@ -19,7 +19,7 @@ _KINDS = {
 _SERVER = re.compile(r"https?://(?:[^/?#\s]*@)?(?P<server>(?:\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::\d+)?)(?=[/?#\s)]|$)")
 #: Responses of stores where a bucket or container does not exist; a 404 of a list has the same cause.
 _IS_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist|performing list request")
-#: Where the credentials of a scheme come from.
+#: Sources of the credentials of a scheme.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",

@@ -29,7 +29,7 @@ _AUXILIARY_FILES = (
 _HUB_HOSTS = ("huggingface.co", "hf.co")
 #: A model, an optional revision (a branch, tag or commit; %2F for a slash in it), and an optional path in it.
 _MODEL = re.compile(r"(?P<name>[^/@]+)(@(?P<revision>refs/(pr|convert)/[^/]+|[^/]+))?(/(?P<path>.+))?")
-#: What errors of huggingface_hub mean, with the remedy.
+#: Error of huggingface_hub to the problem and the remedy.
 _HUB_REASONS = {
     "GatedRepoError": "access is restricted: accept its terms on the Hub, then set HF_TOKEN or run hf auth login",
     "RepositoryNotFoundError": "does not exist, or is private: correct the name, or set HF_TOKEN or run hf auth login",
@@ -86,7 +86,7 @@ def _prefetch_header(file: RemoteFile) -> None:
 
 
 def _files_of(location: Location) -> dict[str, RemoteFile]:
-    """Name to file of what belongs to a URL: a folder, or a file with what is read next to it."""
+    """Name to file of all files in the folder of a URL, or of the file of a URL and the config next to it."""
     if location.is_web:
         return _web_files(location)
     is_single = location.file is not None and location.file.endswith(".safetensors")

@@ -1,7 +1,7 @@
 """Parts of new remote files: ranges of equal size, which threads fill in any order.
 
-A store gets the parts of a file one after the other. Those that are complete before their turn, or not yet complete,
-are kept in memory, and in a temporary file where that is used up.
+A store gets the parts of a file one after the other. All other parts are kept in memory, and in a temporary file when
+the memory is used up.
 """
 
 import mmap
@@ -126,7 +126,7 @@ class PartMemory:
             self._taken = 0
 
     def stop(self, error: BaseException) -> None:
-        """Let :meth:`check` raise an error from now on, unless it raises one already."""
+        """Make :meth:`check` raise this error from now on, unless it already raises another one."""
         with self.condition:
             self.error = self.error or error
             self.condition.notify_all()

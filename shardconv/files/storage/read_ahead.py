@@ -1,7 +1,7 @@
 """Ranges of remote files that are fetched before they are read, in bounded memory.
 
-A thread of the copy engine copies one stripe at a time. It announces the ranges of a stripe before it reads those of
-the stripe before it, so that requests are under way all the time, and reads them in about this order.
+A thread of the copy engine copies one stripe at a time. It announces the ranges of the next stripe before it reads the
+current one, so that requests are always under way, and reads announced ranges in about this order.
 """
 
 import threading
@@ -36,7 +36,7 @@ class Budget:
             return True
 
     def give(self, size: int) -> None:
-        """Give them back."""
+        """Return some bytes."""
         with self._lock:
             self._room += size
 
@@ -70,7 +70,7 @@ class _Chunk:
 
 
 class _Ahead(threading.local):
-    """The ranges that one thread fetches ahead: those to come, and those that are under way."""
+    """The ranges that one thread fetches ahead: announced ones, and ones with a request under way."""
 
     def __init__(self) -> None:
         self.announced: deque[Range] = deque()
@@ -88,7 +88,7 @@ class ReadAhead:
         self._is_cancelled = False
 
     def announce(self, ranges: Iterable[tuple[RemoteFile, int, int]]) -> None:
-        """Start to fetch the ranges that this thread reads after those that it announced last; forgets all others."""
+        """Announce the ranges that this thread reads after the last announced ones, and forget earlier ones."""
         ahead = self._ahead
         last = ahead.number
         self._num_threads += not last
@@ -120,7 +120,7 @@ class ReadAhead:
             buffer, offset = buffer[size:], offset + size
 
     def _find(self, file: RemoteFile, offset: int) -> _Chunk | None:
-        """The chunk with a position; if it was announced only, the chunk before it makes room for it."""
+        """The chunk with a position. If it is announced only, the chunk before it is dropped to make room."""
         ahead = self._ahead
         if (found := self._fetched(file, offset)) is not None:
             return found
@@ -151,9 +151,9 @@ class ReadAhead:
             self._under_way.pop(data, None)
 
     def _claim(self, file: RemoteFile, offset: int, size: int) -> int:
-        """Of some bytes, the number until the next ones that are announced or fetched, at most those of one request.
+        """The number of bytes to fetch now: up to the next announced or fetched range, at most one request.
 
-        Cancels their announcement.
+        Removes them from the announced ranges.
         """
         others = (*self._ahead.announced, *(chunk.range for chunk in self._ahead.chunks))
         starts = (one.start for one in others if one.file is file)
@@ -176,7 +176,7 @@ class ReadAhead:
                 BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch what was announced, as far as there is room, of which each thread has its part."""
+        """Fetch announced ranges while the thread has fewer than its share of requests, and memory is available."""
         ahead, most = self._ahead, max(MAX_BYTES // CHUNK_BYTES // max(self._num_threads, 1), 2)
         while ahead.announced and len(ahead.chunks) < most and not self._is_cancelled:
             first = ahead.announced[0]

@@ -1,4 +1,4 @@
-"""A destination in an object store: a lock, the files that are there, and new files in place of them.
+"""A destination in an object store: its lock, its existing files, and the new files that replace them.
 
 Large files are uploaded while they are written (:mod:`~shardconv.files.storage.upload`). Small ones are written to a
 local folder, and uploaded at the end in an order that the caller chooses. Names are relative to the destination's
@@ -30,7 +30,8 @@ from shardconv.support.temporary import temporary_folder
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
-#: How often files of an aborted run are looked for and deleted: a request that was given up can still be carried out.
+#: Number of times that files of an aborted run are looked for and deleted: the store may still execute a request that
+#: was given up.
 _NUM_REMOVALS = 3
 #: Seconds in which threads of the store's client finish after the last request: at its exit, Python would abort them.
 _END_SECONDS = 0.1
@@ -122,7 +123,7 @@ class RemoteOutput:
 
     @property
     def existing(self) -> RemotePath:
-        """The path of what is there."""
+        """The path of the existing file or folder."""
         location = self.location
         name = location.folder.rpartition("/")[2] or location.host
         folder = remote_folder(name, location.to("").rstrip("/"), self._existing)
@@ -135,7 +136,7 @@ class RemoteOutput:
         Args:
             order: files with a number above 0 make a folder a checkpoint. They are written in the order of the numbers
                 after all other files; of an existing checkpoint, they are removed before the first file is visible.
-            overwrite: whether to replace what is there.
+            overwrite: whether to replace existing files.
 
         Raises:
             OutputError: if another process writes to the destination, or the store refuses a request.
@@ -178,7 +179,7 @@ class RemoteOutput:
         return Key(self._store, self.location.prefix + name, self.location.to(name))
 
     def _list(self) -> dict[str, RemoteFile]:
-        """Name to file of what is there, without the lock."""
+        """Name to file of the existing files, without the lock."""
         location = self.location
         try:
             if location.file:
@@ -198,7 +199,7 @@ class RemoteOutput:
             self._replace(order, overwrite=overwrite)
         except BaseException as error:
             if self._existing:
-                error.add_note("what was there is partly removed: run the command again")
+                error.add_note("the existing files are partly removed: run the command again")
             raise
         self._is_published = True
 
@@ -235,7 +236,7 @@ class RemoteOutput:
             self._requests.run(partial(obstore().delete_async, self._store, keys), str(self.location))
 
     def _abort(self, error: BaseException) -> None:
-        """Remove everything that was written; the error stays the one to report, with a note of what may be left."""
+        """Remove everything that was written; add a note to the error with the files that may be left."""
         if not self._lock.is_requested:
             return
         left = self._requests.finish()

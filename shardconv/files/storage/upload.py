@@ -207,7 +207,7 @@ class UploadFiles:
             data = data[size:]
 
     def cancel(self) -> None:
-        """Cancel what threads are waiting for: they raise InterruptedError."""
+        """Cancel pending requests: threads that wait for them raise InterruptedError."""
         self._memory.stop(InterruptedError("another thread failed, or the user interrupted the transfer"))
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ _WEB = ("http", "https")
 SCHEMES = ("s3", "gs", "az", *_WEB, "hf")
 #: A host with an optional port, without user name and password.
 _HOST = re.compile(r"(\[[^\]]*\]|[^:@\[\]]*)(:\d{0,5})?")
-#: Where a query starts; keys of object stores may contain ? and #.
+#: The start of a query; keys of object stores may contain ? and #.
 _QUERY, _STORE_QUERY = re.compile(r"[?#]"), re.compile(r"\?[^/=]*=")
 #: Suffixes of files; a URL with any other end is a folder.
 _FILES = (".safetensors", ".json")
@@ -33,7 +33,7 @@ class Location:
         host: bucket, container, host with port, or organization on the Hub.
         path: the rest, without slashes at its ends.
         user: user name and password, or an empty text; secret.
-        query: what follows the question mark, such as a signature; secret.
+        query: the part after the question mark, such as a signature; secret.
     """
 
     scheme: str
@@ -47,7 +47,7 @@ class Location:
 
     @property
     def is_web(self) -> bool:
-        """Whether a web server has it, which cannot list folders."""
+        """Whether it is on a web server, which cannot list folders."""
         return self.scheme in _WEB
 
     @property

@@ -12,7 +12,7 @@ from shardconv.files.storage.errors import explain_write, explained
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-#: Seconds that an interrupted command waits for each step of the removal of what was sent.
+#: Seconds that an interrupted command waits for each step of the removal of its files.
 _ABORT_SECONDS = 20
 
 
@@ -48,12 +48,12 @@ class Requests:
         return result
 
     def finish(self) -> list[str]:
-        """Finish the requests that were interrupted; returns the URLs of those that do not finish."""
+        """Finish the requests that were interrupted; returns the URLs of requests that do not finish."""
         return finish(self._running)
 
 
 def finish(requests: Mapping[Future[Any], str]) -> list[str]:
-    """Wait for requests, but not for a store that does not answer; those are canceled, and their URLs returned."""
+    """Wait for requests for a limited time. Cancel the unfinished ones, and return their URLs."""
     late = wait_for(requests, timeout=_ABORT_SECONDS).not_done
     for request in late:
         request.cancel()
@@ -78,7 +78,7 @@ async def exists(key: Key) -> bool:
 
 
 def create(key: Key, data: bytes, requests: Requests) -> bytes | None:
-    """Write a file unless it exists; returns what another process wrote.
+    """Write a file unless it exists; returns the bytes that another process wrote, or None.
 
     Raises:
         OutputError: if the store refuses it.

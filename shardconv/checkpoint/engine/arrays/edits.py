@@ -1,4 +1,4 @@
-"""Edits: integers of a quantization format whose values are checked, most of which depend on the rank.
+"""Edits: integers of a quantization format that are checked, and most of which depend on the rank.
 
 Indices of groups count from the first group of a rank, and the stored shape of a packed weight is the shard's: an
 integer is subtracted from the values of a shard, and added again when the full tensor is read. The values of the full
@@ -50,7 +50,7 @@ def _expected(grid: Grid, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def difference(data: Bytes, edits: Edits, offset: int) -> str:
-    """Compare values of a full tensor with those that its grid allows.
+    """Compare values of a full tensor with the values that its grid allows.
 
     Args:
         data: bytes of the full tensor.

@@ -67,7 +67,7 @@ def _to_f16(elements: NDArray[np.float32]) -> NDArray[Any]:
     rounded += _F16_EXPONENT + 0xFFF
     rounded >>= 13
     is_subnormal = magnitude < _F16_NORMAL
-    magnitude.view("<f4")[:] += 0.5  # its last bit is that of a subnormal number, so the addition rounds to one
+    magnitude.view("<f4")[:] += 0.5  # its last bit is worth the least subnormal number, so this rounds
     magnitude -= np.float32(0.5).view("<u4")
     np.copyto(rounded, magnitude, where=is_subnormal)
     bits = bits >> 16

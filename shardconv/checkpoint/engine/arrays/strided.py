@@ -75,14 +75,14 @@ def transpose_inner(data: Bytes, shape: tuple[int, int, int, int], result: Bytes
     np.copyto(target, np.frombuffer(data, np.uint8).reshape(shape).swapaxes(1, 2))
 
 
-# --- tensors that are stored with strides, as of a transposed matrix or of a slice of columns -------------------------
+# --- tensors that are stored with strides, such as a transposed matrix or a slice of columns --------------------------
 
-#: Maximum bytes of a read of which few are needed: reading this many takes as long as another call.
+#: Maximum bytes of a read that needs only a few of them: reading this many takes as long as another call.
 _SMALL_READ = 48 * 2**10
-#: Maximum bytes of a read of which at least half are needed.
+#: Maximum bytes of a read that needs at least half of them.
 _LARGE_READ = 4 * 2**20
 
-#: Maximum bytes of a slice that is read as a whole.
+#: Maximum bytes of a full slice that is read at once.
 _MAX_SLICE = 48 * 2**20
 
 #: Fills a buffer with the bytes of a stored tensor from an offset on.
