@@ -15,9 +15,10 @@ import shardconv
 from shardconv.layouts import full_shapes
 from shardconv.layouts.layout_file import layout_file
 from shardconv.support.errors import ShardconvError
+from tests.support.changes import config, remove
 from tests.support.checkpoints import contents
 from tests.support.command import call
-from tests.support.models import GQA, Model, change_config, read
+from tests.support.models import GQA, Model, read
 from tests.support.tensors import check_equal
 
 DENSE = {**GQA, "vocab_size": 1000, "intermediate_size": 128}
@@ -179,18 +180,6 @@ def test_resharded_files_equal_those_of_a_split_of_the_source(sources, tmp_path,
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def fields(**given):
-    return lambda folder: change_config(folder, given)
-
-
-def without(pattern):
-    def remove(folder):
-        for path in folder.glob(pattern):
-            path.unlink()
-
-    return remove
-
-
 def put(name, tensor):
     """A further tensor on each rank."""
 
@@ -233,18 +222,18 @@ def to_one(folder):
 #: By what is changed at four ranks: the kind, the change, and what the error has to say.
 REFUSED = {
     "the last rank is missing": (
-        "llama", without("model-rank-3-*"), "has files of 3 ranks, .*is not a multiple of 3",
+        "llama", remove("model-rank-3-*"), "has files of 3 ranks, .*is not a multiple of 3",
     ),
     "a rank between others": ("llama", to_one, "the file of rank 3, is missing"),
-    "a part between others": ("llama", without("model-rank-1-part-1.*"), "the file of part 1, is missing"),
+    "a part between others": ("llama", remove("model-rank-1-part-1.*"), "the file of part 1, is missing"),
     "the last part of a rank": (
         "llama", lambda folder: max(folder.glob("model-rank-1-*")).unlink(),
         "rank 1 does not have .*, which other ranks have",
     ),
-    "no config": ("llama", without("config.json"), "does not have config.json"),
-    "a type without rules": ("llama", fields(model_type="bloom"), "does not support model type 'bloom'"),
+    "no config": ("llama", remove("config.json"), "does not have config.json"),
+    "a type without rules": ("llama", config(model_type="bloom"), "does not support model type 'bloom'"),
     "a quantized model": (
-        "llama", fields(quantization_config={"quant_method": "fp8"}), "does not support quantized checkpoints",
+        "llama", config(quantization_config={"quant_method": "fp8"}), "does not support quantized checkpoints",
     ),
     "a model that vLLM quantized": (
         "llama", put(f"{LAYER}.self_attn.qkv_proj.weight_scale", torch.ones(8)), "only quantized checkpoints have",
@@ -266,19 +255,19 @@ REFUSED = {
     ),
     "weights of the MLP": ("llama", removed(".mlp."), r"gate_up_proj.weight: is missing in all layers"),
     "all weights of linear layers": ("qwen3", removed("_proj."), r"qkv_proj.weight: is missing in all layers"),
-    "another number of heads": ("llama", fields(num_attention_heads=4), "o_proj.weight is F32"),
-    "another number of layers": ("llama", fields(num_hidden_layers=3), "got 2 layers, .*expected 3"),
-    "another vocabulary": ("llama", fields(vocab_size=1100), "embed_tokens.weight|lm_head.weight"),
+    "another number of heads": ("llama", config(num_attention_heads=4), "o_proj.weight is F32"),
+    "another number of layers": ("llama", config(num_hidden_layers=3), "got 2 layers, .*expected 3"),
+    "another vocabulary": ("llama", config(vocab_size=1100), "embed_tokens.weight|lm_head.weight"),
     "a matrix of another shape": (
         "llama", on_all(f"{LAYER}.mlp.down_proj.weight", lambda tensor: tensor[:, 1:].contiguous()),
         r"down_proj.weight is F32 \[64, 31\] on rank 0 \(expected F32 \[64, 32\]",
     ),
     "tied embeddings that the config does not have": (
-        "llama, tied", fields(tie_word_embeddings=False),
+        "llama, tied", config(tie_word_embeddings=False),
         "model.embed_tokens.weight: is missing .got lm_head.weight, .* if config.json has tie_word_embeddings",
     ),
     "untied embeddings of a tied config": (
-        "llama", fields(tie_word_embeddings=True), "model.embed_tokens.weight: is in 2 tensors of a rank",
+        "llama", config(tie_word_embeddings=True), "model.embed_tokens.weight: is in 2 tensors of a rank",
     ),
     "other weights": (
         "llama", lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "weights or an adapter besides the",

@@ -6,7 +6,6 @@ files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with th
 one more entry in ``CASES``.
 """
 
-import errno
 import json
 import os
 import re
@@ -25,7 +24,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.planning import PlanOptions
@@ -38,10 +36,11 @@ from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.support.errors import ShardconvError
+from tests.support.changes import Change, both, config, drop, put, remove, rename, tensors
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
-from tests.support.faults import failing
+from tests.support.faults import before_copying, failing_after, refuse_locks
 from tests.support.matrix import MATRIX, cases
 from tests.support.megatron import megatron_tensors, write_megatron
 from tests.support.models import Tensors, change_config, read
@@ -122,37 +121,6 @@ def only_split(outcome: Outcome) -> Expected:
 
 # --- changes --------------------------------------------------------------------------------------------------------
 
-Change = Callable[[Path], None]
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
-    """Change the tensors of a source with one file."""
-
-    def apply(source: Path) -> None:
-        found = read(source)
-        change(found)
-        found = {name: tensor.contiguous() for name, tensor in found.items()}
-        save_file(found, source / "model.safetensors", metadata={"format": "pt"})
-
-    return apply
-
-
-def put(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Change:
-    """Add or replace a tensor."""
-    return tensors(lambda found: found.update({name: make(found)}))
-
-
-def drop(name: str) -> Change:
-    return tensors(lambda found: found.pop(name))
-
-
-def rename(old: str, new: str) -> Change:
-    return tensors(lambda found: found.update({new: found.pop(old)}))
-
-
-def transpose(name: str) -> Change:
-    return put(name, lambda found: found[name].T)
-
 
 def in_place(source: Path) -> None:
     """Change bytes of the existing file; safetensors would replace the file."""
@@ -178,18 +146,6 @@ def flip_all(staged: Path) -> None:
 def damage_journal(staged: Path) -> None:
     lines = (staged / "journal").read_bytes().split(b"\n")
     (staged / "journal").write_bytes(b"\n".join([lines[0], lines[1][:-1], *lines[2:]]))
-
-
-def config(**fields: Any) -> Change:
-    return lambda source: change_config(source, fields)
-
-
-def both(*changes: Change) -> Change:
-    def apply(source: Path) -> None:
-        for change in changes:
-            change(source)
-
-    return apply
 
 
 def in_two_files(
@@ -305,13 +261,9 @@ def gptq(source: Path) -> None:
     tensors(change)(source)
 
 
-def half_of(name: str) -> Change:
-    return put(name, lambda found: found[name].half())
-
-
 def plan_file(text: str) -> Change:
     """Write a plan file next to the source's folder, for plan and split."""
-    return lambda source: source.with_name("plan.toml").write_text(text) and None
+    return lambda source: source.with_name("plan.toml").write_text(text)
 
 
 def as_megatron(change: Callable[[Tensors], object]) -> Change:
@@ -359,7 +311,7 @@ def as_meta(change: Callable[[list[dict[str, torch.Tensor]]], object], tp: int =
 
 
 def copied(name: str, to: str) -> Change:
-    return lambda source: shutil.copyfile(source / name, source / to) and None
+    return lambda source: shutil.copyfile(source / name, source / to)
 
 
 def vocabulary(size: int) -> Change:
@@ -399,7 +351,7 @@ def metadata_with_code(source: Path) -> None:
 
 # --- damages of a split checkpoint ----------------------------------------------------------------------------------
 
-Damage = Callable[[Path, Path], None]
+Damage = Callable[[Path, Path], object]
 
 
 def other_split(source: Path, *, tp: int = TP) -> Path:
@@ -437,7 +389,7 @@ def replace_component(split: Path, other: Path) -> None:
 
 def from_other(name: str, *, tp: int = TP, to: str | None = None) -> Damage:
     """Copy a file of another split over a file of this one, or next to its files."""
-    return lambda source, split: shutil.copyfile(other_split(source, tp=tp) / name, split / (to or name)) and None
+    return lambda source, split: shutil.copyfile(other_split(source, tp=tp) / name, split / (to or name))
 
 
 def newer_manifest(_: Path, split: Path) -> None:
@@ -624,15 +576,15 @@ CASES: Mapping[str, Case] = {
     "tensor in two files": Case(
         refused(error("is in both")), in_two_files(second=lambda found: [UP], index=False),
     ),
-    "transposed weight of attention": Case(refused(error(Q, "--config")), transpose(Q)),
-    "transposed weight of an MLP": Case(refused(error(UP, "--config")), transpose(UP)),
+    "transposed weight of attention": Case(refused(error(Q, "--config")), put(Q, lambda found: found[Q].T)),
+    "transposed weight of an MLP": Case(refused(error(UP, "--config")), put(UP, lambda found: found[UP].T)),
     "weight of NaN": Case(
         moved(
             error("NaN"), load=RIGHT,
         ),
         put(UP, lambda found: torch.full_like(found[UP], torch.nan)),
     ),
-    "one tensor of another dtype": Case(moved(RIGHT), half_of(UP)),
+    "one tensor of another dtype": Case(moved(RIGHT), put(UP, lambda found: found[UP].half())),
     "weight of another shape": Case(
         refused(error(f"{LAYER}.self_attn.k_proj.weight", "64", "--config")),
         put(f"{LAYER}.self_attn.k_proj.weight", lambda _: torch.zeros(48, 64)),
@@ -698,7 +650,7 @@ CASES: Mapping[str, Case] = {
         error("model.layers.1 is not an MTP layer", "num_hidden_layers 1"), config(num_hidden_layers=1),
     ),
     "layout of Megatron-Core, a tensor is missing": in_megatron_layout(
-        error("decoder.layers.0.input_layernorm.weight is missing"), tensors(lambda found: found.pop(NORM)),
+        error("decoder.layers.0.input_layernorm.weight is missing"), drop(NORM),
     ),
     "layout of Megatron-Core, replicated tensors": in_megatron_layout(
         error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
@@ -711,7 +663,7 @@ CASES: Mapping[str, Case] = {
         "layout megatron does not have quantized tensors",
     ),
     "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
-        both(as_megatron(lambda _: None), lambda source: (source / "iter_0000500" / ".metadata").unlink()),
+        both(as_megatron(lambda _: None), remove("iter_0000500/.metadata")),
         ".metadata: is missing", "copy it",
     ),
     "checkpoint of Megatron-Core, a tensor that the model type does not have": of_megatron(
@@ -735,7 +687,7 @@ CASES: Mapping[str, Case] = {
         "linear_qkv.weight: has 256 rows (expected a multiple of 24", "--config",
     ),
     "checkpoint of Megatron-Core without a config": of_megatron(
-        both(as_megatron(lambda _: None), lambda source: (source / "config.json").unlink()),
+        both(as_megatron(lambda _: None), remove("config.json")),
         "does not have a config.json", "--config",
     ),
     "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
@@ -760,15 +712,15 @@ CASES: Mapping[str, Case] = {
     ),
     "rank files of Meta, one is missing": Case(
         refused(error("consolidated.00.pth, the file of rank 0, is missing")),
-        both(as_meta(lambda _: None), lambda source: (source / "consolidated.00.pth").unlink()),
+        both(as_meta(lambda _: None), remove("consolidated.00.pth")),
     ),
     "rank files of Meta, the last one is missing": Case(
         refused(error("consolidated.01.pth, the file of rank 1, is missing", "expected 2 ranks")),
-        both(as_meta(lambda _: None), lambda source: (source / "consolidated.01.pth").unlink()),
+        both(as_meta(lambda _: None), remove("consolidated.01.pth")),
     ),
     "rank files of Meta without params.json": Case(
         refused(error("consolidated.00.pth", "copy params.json into the folder")),
-        both(as_meta(lambda _: None), lambda source: (source / "params.json").unlink()),
+        both(as_meta(lambda _: None), remove("params.json")),
     ),
     "rank files of Meta, a replica that differs": Case(
         every(COMMANDS, na("test_external compares the tensors"))
@@ -787,7 +739,7 @@ CASES: Mapping[str, Case] = {
     ),
     "two variants of a checkpoint": Case(
         refused(error("2 variants of a checkpoint (model.fp16.safetensors, model.safetensors)", "--ignore")),
-        lambda source: shutil.copyfile(source / "model.safetensors", source / "model.fp16.safetensors") and None,
+        lambda source: shutil.copyfile(source / "model.safetensors", source / "model.fp16.safetensors"),
     ),
     "index that lists a subset of a file": Case(
         refused(error("is not in the index")),
@@ -802,7 +754,7 @@ CASES: Mapping[str, Case] = {
     ),
     "adapter in place of a model": Case(
         refused(error("is a PEFT adapter", "--adapter")),
-        both(adapter, lambda source: (source / "model.safetensors").unlink()),
+        both(adapter, remove("model.safetensors")),
     ),
     "adapter next to the base, excluded by an option": Case(
         moved(RIGHT), adapter, options=("--ignore", "adapter_*"),
@@ -810,7 +762,7 @@ CASES: Mapping[str, Case] = {
     ),
     "PyTorch adapter next to the base": Case(
         refused(error("adapter_model.bin", "--adapter", "--merge-adapter", "--ignore")),
-        both(adapter, lambda at: (at / "adapter_model.safetensors").rename(at / "adapter_model.bin") and None),
+        both(adapter, lambda at: (at / "adapter_model.safetensors").rename(at / "adapter_model.bin")),
     ),
     "adapter next to rank files of DeepSpeed": Case(
         refused(error("adapter_config.json, adapter_model.safetensors", "--ignore")), both(as_deepspeed, adapter),
@@ -820,7 +772,7 @@ CASES: Mapping[str, Case] = {
     ),
     "rank file of a split without its manifest": Case(
         refused(error("rank-0-of-2.safetensors, a rank file of shardconv", "restore shardconv.json")),
-        lambda source: (source / "model.safetensors").rename(source / "rank-0-of-2.safetensors") and None,
+        lambda source: (source / "model.safetensors").rename(source / "rank-0-of-2.safetensors"),
     ),
     "rank file of a split under another name": Case(
         refused(error("model.safetensors, a rank file of shardconv", "restore shardconv.json")),
@@ -828,28 +780,28 @@ CASES: Mapping[str, Case] = {
     ),
     "lock of an unfinished upload": Case(
         refused(error("a run has not finished writing it", "remove", ".shardconv.lock")),
-        lambda source: (source / ".shardconv.lock").write_text("{}") and None,
+        lambda source: (source / ".shardconv.lock").write_text("{}"),
     ),
     "pointer of git LFS": Case(
         refused(error("model.safetensors: is a pointer of git LFS", "git lfs pull")),
         lambda source: (source / "model.safetensors").write_text(
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 6770176\n"
-        ) and None,
+        ),
     ),
     "page of a website in place of weights": Case(
         refused(error("model.safetensors: is an HTML or XML page", "download it again")),
-        lambda source: (source / "model.safetensors").write_text("<!DOCTYPE html><title>404</title>") and None,
+        lambda source: (source / "model.safetensors").write_text("<!DOCTYPE html><title>404</title>"),
     ),
     "PyTorch file that may be another model": Case(
         refused(error("pytorch_model.bin", "--ignore")),
-        lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy") and None,
+        lambda source: (source / "pytorch_model.bin").write_bytes(b"not a copy"),
     ),
     "other format beside": Case(
         refused(error("rust_model.ot", "--ignore")),
-        lambda source: (source / "rust_model.ot").write_bytes(b"x") and None,
+        lambda source: (source / "rust_model.ot").write_bytes(b"x"),
     ),
     "trainer state beside": Case(
-        moved(RIGHT), lambda source: (source / "optimizer.pt").write_bytes(b"state") and None,
+        moved(RIGHT), lambda source: (source / "optimizer.pt").write_bytes(b"state"),
         left_out=("optimizer.pt",),
     ),
     # PyTorch files
@@ -880,7 +832,7 @@ CASES: Mapping[str, Case] = {
             pytorch(lambda found: found.pop(DOWN)),
             lambda source: write_index(
                 source, dict.fromkeys([DOWN], "pytorch_model.bin"), "pytorch_model.bin.index.json"
-            ) and None,
+            ),
         ),
     ),
     # quantized weights
@@ -929,7 +881,7 @@ CASES: Mapping[str, Case] = {
     "fp8 without a config": Case(
         refused(error(UP, "quantization_config", "--config")),
         both(
-            put(UP, lambda found: found[UP].to(torch.float8_e4m3fn)), lambda source: (source / "config.json").unlink(),
+            put(UP, lambda found: found[UP].to(torch.float8_e4m3fn)), remove("config.json"),
         ),
         options=("--head-dim", "16"),
     ),
@@ -1145,7 +1097,7 @@ CASES: Mapping[str, Case] = {
     ),
     "component in the format GGUF": of_pipeline(
         error("transformer/q4.gguf", "GGUF", "AutoModelForCausalLM"),
-        lambda at: (at / "transformer" / "model.safetensors").rename(at / "transformer" / "q4.gguf") and None,
+        lambda at: (at / "transformer" / "model.safetensors").rename(at / "transformer" / "q4.gguf"),
     ),
     "LoRA file for a component that is not sharded": split_with(
         error("unet is not sharded", "load_lora_weights"),
@@ -1183,7 +1135,7 @@ CASES: Mapping[str, Case] = {
     ),
     "model_index.json edited after the split": damaged_pipeline(
         error("model_index.json: differs from its checksum"),
-        lambda _, split: (split / "model_index.json").write_text('{"transformer": ["diffusers", "Other"]}') and None,
+        lambda _, split: (split / "model_index.json").write_text('{"transformer": ["diffusers", "Other"]}'),
     ),
     "config.json of a component edited after the split": damaged_pipeline(
         error("transformer", "config.json", "differs from"),
@@ -1200,7 +1152,7 @@ CASES: Mapping[str, Case] = {
     ),
     "page in place of another file": Case(
         every(COMMANDS, na("a page is of a plan")) | {"plan": error("notes.txt: is not a page of shardconv")},
-        lambda source: source.with_name("notes.txt").write_text("notes") and None, page="notes.txt",
+        lambda source: source.with_name("notes.txt").write_text("notes"), page="notes.txt",
     ),
     # conversions
     "element that is too large for --dtype": Case(
@@ -1371,33 +1323,17 @@ def split(case: Case, source: Path, _: Path, target: Path, __: Any) -> Found:
     arguments = ["split", source, *case.size, "-o", target, "-q", *options_of(case, source)]
     with pytest.MonkeyPatch.context() as patch:
         if not case.has_locks:
-            patch.setattr("fcntl.flock", refuse_locks)
+            refuse_locks(patch)
         if case.while_split is not None:
-            change_during(patch, lambda: case.while_split(source))
+            before_copying(patch, lambda: case.while_split(source))
         if case.interrupted is not None:
             patch.setattr("shardconv.checkpoint.split.manifest.STRIPE_BYTES", 4096)
             arguments += ["--resume", "--threads", 1]
-            with pytest.MonkeyPatch.context() as failure:
-                failure.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
+            with failing_after(3):
                 assert call(*arguments).code == 1
             case.interrupted(source, target.with_name(f".{target.name}.partial"))
         result = call(*arguments)
     return of_result(result, check)
-
-
-def refuse_locks(*_: object) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-def change_during(patch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
-    """Change a source during split, after its files are open and before the first byte is copied."""
-    copy = CopyJob.run
-
-    def change_first(*arguments: Any, **options: Any) -> Any:
-        change()
-        return copy(*arguments, **options)
-
-    patch.setattr(CopyJob, "run", change_first)
 
 
 def verify(case: Case, source: Path, place: Path, _: Path, __: Any) -> Found:

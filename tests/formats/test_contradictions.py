@@ -12,9 +12,10 @@ import torch
 
 import shardconv
 from shardconv.support.errors import IntegrityError, PlanError
+from tests.support.changes import Change, drop, put, tensors
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.compressed import dequantize, write_compressed
-from tests.support.models import Tensors, change_config, change_tensors
+from tests.support.models import Tensors, change_config
 from tests.support.quantized import check_commands, check_values
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -23,9 +24,6 @@ LAYER = "model.layers.0.mlp.down_proj"
 @pytest.fixture(scope="module")
 def w4a16(unquantized, tmp_path_factory) -> Path:
     return write_compressed(unquantized("llama"), tmp_path_factory.mktemp("w4a16"), ("W4A16_ASYM", "Linear"))
-
-
-Change = Callable[[Path], object]
 
 
 def weights(**fields: Any) -> Change:
@@ -42,17 +40,9 @@ def settings(change: Callable[[dict[str, Any]], Any]) -> Change:
     return apply
 
 
-def tensors(change: Callable[[Tensors], Any]) -> Change:
-    return lambda source: change_tensors(source, change)
-
-
-def put(end: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Replace a tensor of the layer."""
-    return tensors(lambda found: found.update({f"{LAYER}.{end}": make(found[f"{LAYER}.{end}"])}))
-
-
-def drop(end: str) -> Change:
-    return tensors(lambda found: found.pop(f"{LAYER}.{end}"))
+def edit(end: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change a tensor of the layer."""
+    return put(f"{LAYER}.{end}", lambda found: make(found[f"{LAYER}.{end}"]))
 
 
 def one_scale_per_row(source: Path) -> None:
@@ -78,17 +68,17 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
         r"dim 1 has 128 elements \(expected 256 .*, or quantization_config of the layer is wrong: pass config or",
     ),
     "unknown strategy": (weights(strategy="attn_head"), "strategy 'attn_head' of config_groups.group_0 is not"),
-    "missing scale": (drop("weight_scale"), rf"{LAYER}.weight_scale is missing, which pack-quantized needs"),
-    "missing zero points": (drop("weight_zero_point"), rf"{LAYER}.weight_zero_point is missing"),
-    "missing shape": (drop("weight_shape"), rf"{LAYER}.weight_shape is missing"),
-    "missing values": (drop("weight_packed"), rf"{LAYER}.weight_\w+ .*not part of the format"),
-    "scale of another shape": (put("weight_scale", lambda scale: scale.T), r"weight_scale has shape \[8, 128\]"),
-    "scale of one dim": (put("weight_scale", lambda scale: scale[:, 0]), r"weight_scale has shape \[128\]"),
+    "missing scale": (drop(f"{LAYER}.weight_scale"), rf"{LAYER}.weight_scale is missing, which pack-quantized needs"),
+    "missing zero points": (drop(f"{LAYER}.weight_zero_point"), rf"{LAYER}.weight_zero_point is missing"),
+    "missing shape": (drop(f"{LAYER}.weight_shape"), rf"{LAYER}.weight_shape is missing"),
+    "missing values": (drop(f"{LAYER}.weight_packed"), rf"{LAYER}.weight_\w+ .*not part of the format"),
+    "scale of another shape": (edit("weight_scale", lambda scale: scale.T), r"weight_scale has shape \[8, 128\]"),
+    "scale of one dim": (edit("weight_scale", lambda scale: scale[:, 0]), r"weight_scale has shape \[128\]"),
     "zero points that are not packed": (
-        put("weight_zero_point", lambda found: found.repeat_interleave(8, 0)), r"zero_point has shape \[128, 8\]",
+        edit("weight_zero_point", lambda found: found.repeat_interleave(8, 0)), r"zero_point has shape \[128, 8\]",
     ),
-    "values of another dtype": (put("weight_packed", lambda found: found.long()), "has dtype I64 .expected I32"),
-    "shape of three": (put("weight_shape", lambda found: found.repeat(2)[:3]), r"weight_shape has shape \[3\]"),
+    "values of another dtype": (edit("weight_packed", lambda found: found.long()), "has dtype I64 .expected I32"),
+    "shape of three": (edit("weight_shape", lambda found: found.repeat(2)[:3]), r"weight_shape has shape \[3\]"),
     "no target": (
         settings(lambda table: table["config_groups"]["group_0"].update(targets=["re:.*up_proj"])),
         "no group of the settings has .* as a target",
@@ -124,7 +114,7 @@ def test_contradiction_is_one_error(w4a16, tmp_path, what):
 def test_stored_shape_of_another_matrix_is_refused(w4a16, tmp_path):
     """Its values are read when they are copied."""
     source = shutil.copytree(w4a16, tmp_path / "source")
-    put("weight_shape", lambda found: found.flip(0) + 8)(source)
+    edit("weight_shape", lambda found: found.flip(0) + 8)(source)
     with pytest.raises(IntegrityError, match=rf"{LAYER}.weight_shape: dim 0 is 264 \(expected 128"):
         shardconv.split(source, tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()

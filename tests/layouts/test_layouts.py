@@ -28,11 +28,12 @@ from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.plan.plan import Plan, Reason, TensorPlan
 from shardconv.plan.request import PlanRequest
 from shardconv.support.errors import PlanError, SplitCheckpointError, UsageError
+from tests.support.changes import config, drop, put, remove
 from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
 from tests.support.manifests import change_manifest
 from tests.support.matrix import cases, each_once
-from tests.support.models import GQA, MOE, Model, change_config, change_tensors, pack_experts, read
+from tests.support.models import GQA, MOE, Model, pack_experts, read
 from tests.support.placements import shard_of
 
 LAYER, VOCAB = "model.layers.0", 256
@@ -165,25 +166,7 @@ def test_load(ranks, source_of, tmp_path, kind, layout, tp):
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 
-def put(name, tensor):
-    return lambda source: change_tensors(source, lambda tensors: tensors.update({name: tensor}))
-
-
-def drop(name):
-    return lambda source: change_tensors(source, lambda tensors: tensors.pop(name))
-
-
-def config(**fields):
-    return lambda source: change_config(source, fields)
-
-
-def to_bf16(name):
-    def change(tensors):
-        tensors[name] = tensors[name].bfloat16()
-
-    return lambda source: change_tensors(source, change)
-
-
+V = f"{LAYER}.self_attn.v_proj.weight"
 #: Case to the kind of checkpoint, the change, the options, and the expected message.
 REFUSED = {
     "a type without rules": (
@@ -191,13 +174,13 @@ REFUSED = {
         r"does not support model type 'olmo2' \(expected one of \d+ types, such as olmoe, .*native",
     ),
     "no model type": ("llama", config(model_type=None), {}, "needs a config.json with a model_type"),
-    "no config": ("llama", lambda source: (source / "config.json").unlink(), {}, "needs a config.json"),
+    "no config": ("llama", remove("config.json"), {}, "needs a config.json"),
     "a tensor without a target": (
         "llama", put(f"{LAYER}.self_attn.rotary_emb.inv_freq", torch.ones(8)), {},
         rf"{LAYER}.self_attn.rotary_emb.inv_freq: layout vllm does not support this tensor",
     ),
     "a member of another dtype": (
-        "llama", to_bf16(f"{LAYER}.self_attn.v_proj.weight"), {},
+        "llama", put(V, lambda found: found[V].bfloat16()), {},
         rf"{LAYER}.self_attn.qkv_proj.weight: .*several dtypes .*q_proj.weight of F32, .*v_proj.weight of BF16",
     ),
     "a member that is missing": (

@@ -104,11 +104,33 @@ def failing(function: Callable[..., Any], after: int) -> Callable[..., Any]:
 STRIPE_MODULES = ("split.manifest", "operations.foreign_writer")
 
 
-def interrupt(job: Job, target: Path, num_stripes: int, *options: str) -> Result:
-    """Run it in this process with --resume, and let it fail after it has copied some stripes."""
+@contextmanager
+def failing_after(num_stripes: int) -> Iterator[None]:
+    """Let every copy fail after some stripes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, num_stripes))
+        yield
+
+
+def interrupt(job: Job, target: Path, num_stripes: int, *options: str) -> Result:
+    """Run it in this process with --resume, and let it fail after it has copied some stripes."""
+    with failing_after(num_stripes):
         return job.call(target, "--resume", "--threads", "1", *options)
+
+
+def before_copying(patch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Call a function after the files are open and before the first byte is copied."""
+    copy = CopyJob.run
+    patch.setattr(CopyJob, "run", lambda *arguments, **options: (action(), copy(*arguments, **options))[1])
+
+
+def refuse_locks(patch: pytest.MonkeyPatch) -> None:
+    """Let the file system not support locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    patch.setattr("fcntl.flock", refuse)
 
 
 @contextmanager
