@@ -408,10 +408,6 @@ MANIFESTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "folder": (replace_manifest(Path.mkdir), "shardconv.json: cannot be used: it is not a regular file"),
     "pipe": (replace_manifest(os.mkfifo), "shardconv.json: cannot be used"),
     **{f"text {one:.30}": (text(one), "shardconv.json: cannot be used") for one in TEXTS},
-    "newer": (
-        in_manifest(lambda data: data.update(format_version=99), sign=False),
-        "is too new (got 99, expected at most 1): update shardconv",
-    ),
     "older": (
         in_manifest(lambda data: data.update(format_version=0), sign=False),
         "(got 0, expected 1): copy it again, or split the source again",

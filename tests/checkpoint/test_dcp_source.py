@@ -25,7 +25,6 @@ from shardconv.files.containers.torch_files import list_metadata
 from shardconv.support.errors import ShardconvError, SourceError
 from tests.support.models import GQA, Model
 from tests.support.tensors import check_equal_files
-from tests.support.torch_files import replace_after_listing
 
 LLAMA = Model("llama", {**GQA, "head_dim": 8, "vocab_size": 131})
 #: The tensor parallel sizes of the splits; the checkpoint has 4 ranks.
@@ -101,14 +100,6 @@ def test_merge_has_the_tensors_that_were_saved_and_not_the_optimizers(llama, nes
     report = shardconv.merge(nested, tmp_path / "merged")
     check_equal_files(tmp_path / "merged", llama)
     assert report.derived == ("converted from 4 files of torch.distributed.checkpoint, without optimizer",)
-
-
-def test_a_file_that_is_replaced_after_it_is_listed_is_refused(nested, tmp_path, monkeypatch):
-    folder = changed(nested, tmp_path / "folder", lambda metadata: None)
-    path = min(folder.glob("*.distcp"))
-    replace_after_listing(monkeypatch, path, path.read_bytes()[::-1])
-    with pytest.raises(SourceError, match=r"distcp: was modified or replaced since its tensors were listed"):
-        shardconv.merge(folder, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("tp", TPS)

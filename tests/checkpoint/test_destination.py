@@ -30,6 +30,7 @@ from tests.support.faults import (
     put_file,
     put_link,
     put_notes,
+    refuse_locks,
     refuse_to_list,
     writing,
 )
@@ -410,17 +411,9 @@ def test_many_races(job, target, overwrite, races):
 # --- file systems that do less --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _no_locks(monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(staging.fcntl, "flock", refuse)
-
-
-@pytest.mark.usefixtures("_no_locks")
-def test_file_systems_without_locks(job, target):
+def test_file_systems_without_locks(job, target, monkeypatch):
     """Another run may be in the staging folder that exists: it is kept, and no run can be resumed."""
+    refuse_locks(monkeypatch)
     check_done(job.call(target), job, target)
     remains = target.parent / ".result.partial"
     refused = "cannot be resumed (this file system does not support locks"

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.sources.meta_params import head_sizes, params_of_config
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
@@ -41,6 +39,7 @@ from tests.support.external import (
     write_deepseek,
     write_meta,
 )
+from tests.support.faults import before_copying
 from tests.support.models import EXPERTS, GQA, LAYERS, MODELS, Model, change_config, change_tensors, read
 from tests.support.tensors import check_equal, check_equal_files
 
@@ -493,36 +492,12 @@ def test_models_that_metas_layout_cannot_express_are_refused(tmp_path, model, te
     assert not (tmp_path / "meta").exists()
 
 
-@dataclass
-class Llama2Args:
-    """The fields of the arguments of Meta's Llama 2, which refuse all others."""
-
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int | None = None
-    vocab_size: int = -1
-    multiple_of: int = 256
-    ffn_dim_multiplier: float | None = None
-    norm_eps: float = 1e-5
-    max_batch_size: int = 32
-    max_seq_len: int = 2048
-
-
-@dataclass
-class Llama3Args(Llama2Args):
-    """The fields of Llama 3, with another default of the base of rotary embeddings."""
-
-    rope_theta: float = 500000.0
-
-
-@dataclass
-class Llama31Args(Llama3Args):
-    """The fields of Llama 3.1, whose factor is fixed."""
-
-    use_scaled_rope: bool = False
-
-
+#: The names of the arguments of Meta's models, which refuse all others.
+LLAMA2 = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
+    "max_batch_size", "max_seq_len",
+}  # fmt: skip
+LLAMA3, LLAMA31 = LLAMA2 | {"rope_theta"}, LLAMA2 | {"rope_theta", "use_scaled_rope"}
 SCALED = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -539,19 +514,20 @@ def changed(llama: Path, folder: Path, **fields: object) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "tp", "rope"),
     [
-        (Llama2Args, 1, {"rope_type": "default", "rope_theta": 10000.0}),
-        (Llama3Args, 2, {"rope_type": "default", "rope_theta": 10000.0}),
-        (Llama3Args, 1, {"rope_type": "default", "rope_theta": 500000.0}),
-        (Llama31Args, 1, SCALED),
+        (LLAMA2, 1, {"rope_type": "default", "rope_theta": 10000.0}),
+        (LLAMA3, 2, {"rope_type": "default", "rope_theta": 10000.0}),
+        (LLAMA3, 1, {"rope_type": "default", "rope_theta": 500000.0}),
+        (LLAMA31, 1, SCALED),
     ],
 )
 def test_params_are_arguments_of_metas_models(llama, tmp_path, arguments, tp, rope):
     source = changed(llama, tmp_path / "source", rope_parameters=rope)
     shardconv.split(source, tmp_path / "meta", tp=tp, layout="meta")
-    found = arguments(**json.loads((tmp_path / "meta" / "params.json").read_text()))
-    assert (found.dim, found.n_kv_heads, found.norm_eps) == (HIDDEN, KV_HEADS, 1e-5)
-    assert getattr(found, "rope_theta", 10000.0) == rope["rope_theta"]
-    assert getattr(found, "use_scaled_rope", False) == (rope is SCALED)
+    found = json.loads((tmp_path / "meta" / "params.json").read_text())
+    assert found.keys() <= arguments
+    assert (found["dim"], found["n_kv_heads"], found["norm_eps"]) == (HIDDEN, KV_HEADS, 1e-5)
+    assert found.get("rope_theta", 500000.0 if arguments is LLAMA3 else 10000.0) == rope["rope_theta"]
+    assert found.get("use_scaled_rope", False) == (rope is SCALED)
 
 
 @pytest.mark.parametrize(
@@ -617,14 +593,7 @@ def test_metas_files_have_the_permissions_of_their_source(llama, tmp_path):
 
 def test_a_config_that_changes_after_the_plan_is_an_error(llama, tmp_path, monkeypatch):
     source = changed(llama, tmp_path / "source")
-
-    copy = CopyJob.run
-
-    def change_and_copy(*arguments, **options):
-        (source / "config.json").write_text("{}")
-        return copy(*arguments, **options)
-
-    monkeypatch.setattr(CopyJob, "run", change_and_copy)
+    before_copying(monkeypatch, lambda: (source / "config.json").write_text("{}"))
     with pytest.raises(SourceError, match="changed after the plan was made"):
         shardconv.split(source, tmp_path / "meta", tp=1, layout="meta")
     assert not (tmp_path / "meta").exists()

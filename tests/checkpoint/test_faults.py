@@ -96,11 +96,6 @@ def test_signalled(job, target, number, code, message):
 # --- no room, and other errors of the system ------------------------------------------------------------------------
 
 
-def test_too_little_space_is_found_before_the_copy(job, mount):
-    target = mount(40_000)
-    check_failed(job.call(target), target, "the disk has too little free space")
-
-
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6, 0.9, 0.999])
 def test_full_disk_during_the_copy(job, mount, monkeypatch, share):
     """Other processes may fill the disk while the copy runs."""

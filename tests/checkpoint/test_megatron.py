@@ -15,16 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
-from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.support.errors import IntegrityError, OutputError, PlanError, SourceError, UsageError
+from tests.support.changes import both, config, drop, put
 from tests.support.checkpoints import contents
 from tests.support.command import call
+from tests.support.faults import failing_after
 from tests.support.matrix import cases
 from tests.support.megatron import (
     KINDS,
@@ -38,6 +39,7 @@ from tests.support.megatron import (
     write_megatron,
 )
 from tests.support.models import Model, Tensors, change_config, read
+from tests.support.tensors import check_equal, check_equal_files
 
 #: Kinds of which all layers have the same tensors, so that they can be stacked.
 EQUAL_LAYERS = [kind for kind in KINDS if kind not in {"glm4_moe", "deepseek_v2", "kimi_k2", "deepseek_v3"}]
@@ -68,9 +70,12 @@ def expected(source: Path) -> Tensors:
     return megatron_tensors(read(source), json.loads((source / "config.json").read_text()))
 
 
-def assert_equal(got: Tensors, wanted: Tensors) -> None:
-    assert got.keys() == wanted.keys()
-    assert [name for name, tensor in wanted.items() if not torch.equal(got[name], tensor)] == []
+def stacked(tensors: Tensors) -> Tensors:
+    """The layers of the decoder as one tensor for each of their names."""
+    layers: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        layers.setdefault(re.sub(r"(decoder\.layers)\.\d+", r"\1", name), []).append(tensor)
+    return {name: torch.stack(held) if ".layers." in name else held[0] for name, held in layers.items()}
 
 
 # --- written checkpoints --------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def assert_equal(got: Tensors, wanted: Tensors) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_reads_the_tensors_of_megatron(source_of, written, kind):
-    assert_equal(load_dcp(written(kind) / "release"), all_names(expected(source_of(kind))))
+    check_equal(load_dcp(written(kind) / "release"), all_names(expected(source_of(kind))))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,19 +96,10 @@ def test_merge_gives_the_bytes_of_the_source(source_of, written, tmp_path, kind)
 @pytest.mark.parametrize("kind", cases(EQUAL_LAYERS, lambda kind: kind in SHOWN))
 def test_stacked_layers(source_of, tmp_path, kind):
     shardconv.split(source_of(kind), tmp_path / "stacked", layout="megatron", stacked_layers=True)
-    layers: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in all_names(expected(source_of(kind))).items():
-        layers.setdefault(re.sub(r"(decoder\.layers)\.\d+", r"\1", name), []).append(tensor)
-    wanted = {name: torch.stack(held) if ".layers." in name else held[0] for name, held in layers.items()}
-    assert_equal(load_dcp(tmp_path / "stacked" / "release"), wanted)
+    check_equal(load_dcp(tmp_path / "stacked" / "release"), stacked(all_names(expected(source_of(kind)))))
     assert common(tmp_path / "stacked")["content_metadata"]["non_homogeneous_layers"] is False
     shardconv.merge(tmp_path / "stacked", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source_of(kind))
-
-
-def test_layers_that_differ_cannot_be_stacked(source_of, tmp_path):
-    with pytest.raises(PlanError, match=r"decoder\.layers\.mlp\.linear_fc2\.weight: cannot be stacked"):
-        shardconv.split(source_of("deepseek_v3"), tmp_path / "stacked", layout="megatron", stacked_layers=True)
 
 
 def common(folder: Path) -> dict:
@@ -167,7 +163,7 @@ def test_arguments_of_the_training_script(written, kind, arguments):
 def test_arguments_that_the_training_script_has_to_decide(source_of, tmp_path, written):
     """Megatron-LM prefers arguments of a checkpoint to those of the script."""
     assert "swiglu" not in vars(common(written("gemma2"))["args"])
-    source = copy_with(source_of("gpt_oss"), tmp_path / "source", lambda tensors: tensors)
+    source = shutil.copytree(source_of("gpt_oss"), tmp_path / "source")
     change_config(source, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0}})
     shardconv.split(source, tmp_path / "megatron", layout="megatron")
     assert not {"position_embedding_type", "rotary_base", "swiglu"} & {*vars(common(tmp_path / "megatron")["args"])}
@@ -207,7 +203,7 @@ def test_tp_is_the_number_of_files(source_of, tmp_path):
     assert [path.name for path in files] == ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"]
     assert report.rank_bytes == tuple(path.stat().st_size for path in files)
     assert max(report.rank_bytes) < 2 * min(report.rank_bytes)
-    assert_equal(load_dcp(tmp_path / "files" / "release"), all_names(expected(source_of("llama"))))
+    check_equal(load_dcp(tmp_path / "files" / "release"), all_names(expected(source_of("llama"))))
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (3, 384)])
@@ -217,7 +213,7 @@ def test_the_vocabulary_is_padded_with_zeros(source_of, tmp_path, tp, rows):
     wanted = expected(source_of("llama"))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         wanted[name] = torch.nn.functional.pad(wanted[name], (0, 0, 0, rows - VOCAB))
-    assert_equal(load_dcp(tmp_path / "padded" / "release"), all_names(wanted))
+    check_equal(load_dcp(tmp_path / "padded" / "release"), all_names(wanted))
     shardconv.merge(tmp_path / "padded", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(source_of("llama"))
 
@@ -225,7 +221,7 @@ def test_the_vocabulary_is_padded_with_zeros(source_of, tmp_path, tp, rows):
 def test_converted_dtype(source_of, tmp_path):
     shardconv.split(source_of("llama"), tmp_path / "bf16", layout="megatron", dtype="bf16")
     wanted = {name: tensor.bfloat16() for name, tensor in expected(source_of("llama")).items()}
-    assert_equal(load_dcp(tmp_path / "bf16" / "release"), all_names(wanted))
+    check_equal(load_dcp(tmp_path / "bf16" / "release"), all_names(wanted))
 
 
 def test_overwrite_replaces_a_written_checkpoint_only(source_of, written, tmp_path):
@@ -241,22 +237,12 @@ def test_overwrite_replaces_a_written_checkpoint_only(source_of, written, tmp_pa
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Runs a split that is interrupted after 9 small stripes."""
+    """Runs a split that fails after 9 small stripes."""
     monkeypatch.setattr("shardconv.checkpoint.operations.foreign_writer.STRIPE_BYTES", 4096)
 
     def run(write) -> None:
-        copied, copy_stripe = [], CopyJob.copy_stripe
-
-        def stop(job, number, scratch):
-            if len(copied) == 9:
-                raise KeyboardInterrupt
-            copied.append(number)
-            copy_stripe(job, number, scratch)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(CopyJob, "copy_stripe", stop)
-            with pytest.raises(KeyboardInterrupt):
-                write(resume=True, threads=1)
+        with failing_after(9), pytest.raises(OutputError):
+            write(resume=True, threads=1)
 
     return run
 
@@ -321,21 +307,16 @@ def save(_axis, source: str, folder: str, prefix: int) -> None:
     dcp.save({**state, **moments, **others}, checkpoint_id=folder)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("is_stacked", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-def test_merge_of_a_trained_checkpoint(source_of, ranks, tmp_path, kind, stacked):
+def test_merge_of_a_trained_checkpoint(source_of, ranks, tmp_path, kind, is_stacked):
     tensors = expected(source_of(kind))
-    if stacked:
-        layers: dict[str, list[torch.Tensor]] = {}
-        for name, tensor in tensors.items():
-            layers.setdefault(re.sub(r"(decoder\.layers)\.\d+", r"\1", name), []).append(tensor)
-        tensors = {name: torch.stack(held) if ".layers." in name else held[0] for name, held in layers.items()}
-    torch.save(tensors, tmp_path / "tensors.pt")
-    ranks("four", save, str(tmp_path / "tensors.pt"), str(tmp_path / "run" / "iter_0000500"), int(stacked))
+    torch.save(stacked(tensors) if is_stacked else tensors, tmp_path / "tensors.pt")
+    ranks("four", save, str(tmp_path / "tensors.pt"), str(tmp_path / "run" / "iter_0000500"), int(is_stacked))
     write_frame(tmp_path / "run", None)
     report = shardconv.merge(tmp_path / "run", tmp_path / "merged", config=source_of(kind) / "config.json")
     assert report.derived == ("converted from 4 files of Megatron-Core, without extra states, optimizer, rng_state",)
-    assert_equal(read(tmp_path / "merged"), read(source_of(kind)))
+    check_equal(read(tmp_path / "merged"), read(source_of(kind)))
 
 
 @pytest.fixture
@@ -350,9 +331,7 @@ def trained(source_of, tmp_path) -> Path:
 def test_split_equals_a_split_of_the_model(source_of, trained, tmp_path, tp):
     shardconv.split(trained, tmp_path / "from-megatron", tp=tp)
     shardconv.split(source_of("llama"), tmp_path / "split", tp=tp)
-    for rank in range(tp):
-        name = f"rank-{rank}-of-{tp}.safetensors"
-        assert_equal(load_file(tmp_path / "from-megatron" / name), load_file(tmp_path / "split" / name))
+    check_equal_files(tmp_path / "from-megatron", tmp_path / "split")
     assert not shardconv.verify(tmp_path / "from-megatron", against=trained).differences
     save_file({name: tensor + 1 for name, tensor in read(source_of("llama")).items()}, tmp_path / "changed.safetensors")
     assert shardconv.verify(tmp_path / "from-megatron", against=tmp_path / "changed.safetensors").differences
@@ -386,13 +365,12 @@ def test_reshard_and_verify_with_a_config(source_of, trained, tmp_path):
     report = shardconv.verify(trained, config=source_of("llama") / "config.json", against=source_of("llama"))
     assert not report.differences
     shardconv.split(source_of("llama"), tmp_path / "split", tp=2)
-    for name in ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors"):
-        assert_equal(load_file(tmp_path / "resharded" / name), load_file(tmp_path / "split" / name))
+    check_equal_files(tmp_path / "resharded", tmp_path / "split")
 
 
 def test_an_iteration_is_read_alone(source_of, trained, tmp_path):
     shardconv.merge(trained / "iter_0000500", tmp_path / "merged", config=trained / "config.json")
-    assert_equal(read(tmp_path / "merged"), read(source_of("llama")))
+    check_equal(read(tmp_path / "merged"), read(source_of("llama")))
 
 
 # --- the format torch -----------------------------------------------------------------------------------------------
@@ -416,7 +394,7 @@ def test_merge_of_the_format_torch(source_of, tmp_path, kind, tp, pp):
     files = f"{tp * pp} file{'s'[: tp * pp > 1]}"
     padding = "6 rows of padding of the vocabulary"
     assert report.derived == (f"converted from {files} of Megatron-Core, without {names}, {padding}",)
-    assert_equal(read(tmp_path / "merged"), read(source_of(kind)))
+    check_equal(read(tmp_path / "merged"), read(source_of(kind)))
 
 
 def test_replicas_that_differ_are_an_error(source_of, tmp_path):
@@ -474,7 +452,6 @@ def test_expert_parallel_ranks_are_refused(source_of, tmp_path):
         ({"num_hidden_layers": 1}, "of a layer that the config does not have (num_hidden_layers 1)"),
         ({"num_attention_heads": 7}, "(expected 112 in dim 1, which is num_attention_heads * head_dim)"),
         ({"num_key_value_heads": 4}, "linear_qkv.weight: has 12 rows per head (expected 16, which is head_dim)"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "layout megatron does not have quantized tensors"),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 4},
             "(expected 64 in dim 1, which is num_attention_heads * head_dim)",
@@ -496,68 +473,46 @@ def test_a_config_that_contradicts_the_tensors(trained, tmp_path, fields, text):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda t: t | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}, "rotary_emb.inv_freq"),
-        (
-            lambda t: t | {"model.layers.2.mlp.down_proj.weight": torch.ones(64, 96)},
-            "model.layers.2 is not an MTP layer",
-        ),
-        (lambda t: {name: one for name, one in t.items() if "k_proj" not in name}, "k_proj"),
-        (lambda t: {name: one for name, one in t.items() if "up_proj.bias" not in name}, "up_proj.bias"),
-        (lambda t: t | {"model.layers.0.adapter.input_layernorm.weight": torch.ones(64)}, "adapter.input_layernorm"),
-        (lambda t: {name: one for name, one in t.items() if "input_layernorm" not in name}, "input_layernorm"),
-    ],
-)
-def test_sources_that_the_layout_does_not_have(source_of, tmp_path, change, text):
-    source = copy_with(source_of("llama"), tmp_path / "source", change)
-    with pytest.raises(PlanError) as caught:
+LAYER, NORM, COPY = "model.layers.0", "model.norm.weight", "model.layers.2.embed_tokens.weight"
+#: Kind of a source and its change, and the error.
+SOURCES = [
+    ("llama", put("model.layers.2.mlp.down_proj.weight", torch.ones(64, 96)), "model.layers.2 is not an MTP layer"),
+    ("llama", drop("k_proj"), "k_proj"),
+    ("llama", drop("up_proj.bias"), "up_proj.bias"),
+    ("llama", put(f"{LAYER}.adapter.input_layernorm.weight", torch.ones(64)), "adapter.input_layernorm"),
+    ("llama", put(NORM, torch.ones(32)), "final_layernorm.weight: has shape [32] (expected 64 in dim 0"),
+    ("olmo", put(NORM, torch.ones(64)), "model.norm.weight: a 'olmo' model does not have this tensor"),
+    ("deepseek_v3", put(COPY, lambda found: found[COPY] + 1), f"{COPY}: differs from model.embed_tokens.weight"),
+    ("qwen3", drop("q_norm"), "q_layernorm.weight is missing"),
+    ("qwen3_moe", drop("layers.1.mlp.gate.weight"), "router.weight is missing (expected beside"),
+    ("qwen2", drop("_proj.bias"), "linear_qkv.bias is missing"),
+    ("deepseek_v3", drop("e_score_correction_bias"), "router.expert_bias is missing"),
+    ("deepseek_v3", drop("layers.1.mlp.shared_experts"), "shared_experts.linear_fc1.weight is missing"),
+    ("deepseek_v3", drop("enorm"), "enorm.weight is missing (expected beside"),
+    ("deepseek_v3", config(rope_interleave=False), "does not support rope_interleave False"),
+    ("glm4_moe", config(num_hidden_layers=3), "model.layers.2 is an MTP layer, as it has eh_proj"),
+    ("llama", both(drop("mlp."), config(mlp_bias=False)), "with attention_bias True with mlp_bias False: correct the "),
+    ("llama", config(quantization_config={"quant_method": "mxfp4"}), "remove quantization_config"),
+    ("olmo", config(clip_qkv=8.0), "does not support clip_qkv 8.0 of the config (expected none)"),
+    ("gpt_oss", drop("sinks"), "core_attention.softmax_offset is missing"),
+    ("gpt_oss", config(num_local_experts=2), "down_proj: has shape [4, 96, 64] (expected [2, 96, 64] by config.json)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "text"), SOURCES)
+def test_sources_that_the_layout_does_not_have(source_of, tmp_path, kind, change, text):
+    source = shutil.copytree(source_of(kind), tmp_path / "source")
+    change(source)
+    with pytest.raises((PlanError, IntegrityError)) as caught:
         shardconv.split(source, tmp_path / "megatron", layout="megatron")
     assert text in str(caught.value)
     assert not (tmp_path / "megatron").exists()
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "missing", "text"),
-    [
-        ("qwen3", {}, "q_norm", "q_layernorm.weight is missing"),
-        ("qwen3_moe", {}, "layers.1.mlp.gate.weight", "router.weight is missing (expected beside"),
-        ("qwen2", {}, "_proj.bias", "linear_qkv.bias is missing"),
-        ("deepseek_v3", {}, "e_score_correction_bias", "router.expert_bias is missing"),
-        ("deepseek_v3", {}, "layers.1.mlp.shared_experts", "shared_experts.linear_fc1.weight is missing"),
-        ("deepseek_v3", {}, "enorm", "enorm.weight is missing (expected beside"),
-        ("deepseek_v3", {"rope_interleave": False}, "none", "does not support rope_interleave False"),
-        ("glm4_moe", {"num_hidden_layers": 3}, "none", "model.layers.2 is an MTP layer, as it has eh_proj"),
-        ("llama", {"mlp_bias": False}, "mlp.", "with attention_bias True with mlp_bias False: correct the config, or"),
-        ("llama", {"hidden_act": "gelu"}, "none", "does not support hidden_act 'gelu' of the config (expected 'silu')"),
-        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "none", "remove quantization_config"),
-        ("olmo", {"clip_qkv": 8.0}, "none", "does not support clip_qkv 8.0 of the config (expected none)"),
-        ("gpt_oss", {}, "sinks", "core_attention.softmax_offset is missing"),
-        (
-            "gpt_oss",
-            {"num_local_experts": 2},
-            "none",
-            "down_proj: has shape [4, 96, 64] (expected [2, 96, 64] by config.json)",
-        ),
-    ],
-)
-def test_sources_that_a_model_type_does_not_have(source_of, tmp_path, kind, fields, missing, text):
-    def change(tensors: Tensors) -> Tensors:
-        return {name: one for name, one in tensors.items() if missing not in name}
-
-    source = copy_with(source_of(kind), tmp_path / "source", change)
-    change_config(source, fields)
-    with pytest.raises(PlanError) as caught:
-        shardconv.split(source, tmp_path / "megatron", layout="megatron")
-    assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("decoder.layers.0.adapter.input_layernorm.weight", "is not one of a 'llama' model"),
-        ("decoder.layers.0.self_attention.q_layernorm.weight", "is not one of a 'llama' model"),
         ("decoder.layers.input_layernorm.weight", "are one tensor with two names, but have different bytes"),
     ],
 )
@@ -585,12 +540,6 @@ def test_rows_that_are_removed_are_reported(source_of, trained, tmp_path):
     change_config(trained, {"vocab_size": 100})
     report = shardconv.merge(trained, tmp_path / "merged")
     assert report.derived == ("converted from 1 file of Megatron-Core, without 150 rows of padding of the vocabulary",)
-
-
-def test_a_weight_of_a_norm_that_the_model_does_not_have(source_of, tmp_path):
-    source = copy_with(source_of("olmo"), tmp_path / "source", lambda t: t | {"model.norm.weight": torch.ones(64)})
-    with pytest.raises(PlanError, match=r"model\.norm\.weight: a 'olmo' model does not have this tensor"):
-        shardconv.split(source, tmp_path / "megatron", layout="megatron")
 
 
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.1.input_layernorm.bias"])
@@ -629,76 +578,19 @@ def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text
     assert text in str(caught.value)
 
 
-def test_the_list_of_chunks_is_missing(written, tmp_path):
-    folder = tmp_path / "megatron"
-    shutil.copytree(written("llama"), folder)
-    (folder / "release" / ".metadata").unlink()
-    with pytest.raises(SourceError, match=r"\.metadata: is missing \(expected beside \.distcp files\)"):
-        shardconv.merge(folder, tmp_path / "merged")
-
-
-def test_a_norm_of_another_shape(source_of, tmp_path):
-    source = copy_with(source_of("llama"), tmp_path / "source", lambda t: t | {"model.norm.weight": torch.ones(32)})
-    with pytest.raises(PlanError, match=r"final_layernorm\.weight: has shape \[32\] \(expected 64 in dim 0"):
-        shardconv.split(source, tmp_path / "megatron", layout="megatron")
-
-
-def copy_with(source: Path, target: Path, change) -> Path:
-    """A copy of a checkpoint with other tensors."""
-    target.mkdir()
-    (target / "config.json").write_bytes((source / "config.json").read_bytes())
-    save_file(change(read(source)), target / "model.safetensors", metadata={"format": "pt"})
-    return target
-
-
-def test_a_copy_of_the_embedding_table_that_differs(source_of, tmp_path):
-    name = "model.layers.2.embed_tokens.weight"
-    source = copy_with(
-        source_of("deepseek_v3"), tmp_path / "source", lambda tensors: tensors | {name: tensors[name] + 1}
-    )
-    with pytest.raises(IntegrityError, match=f"{name}: differs from model.embed_tokens.weight"):
-        shardconv.split(source, tmp_path / "megatron", layout="megatron")
-    assert not (tmp_path / "megatron").exists()
-
-
-def test_tensors_of_a_checkpoint_that_no_rule_has(source_of, trained, tmp_path):
-    tensors = load_dcp(trained / "iter_0000500") | {"vision_model.weight": torch.ones(2)}
-    write_megatron(tmp_path / "other", tensors, source_of("llama") / "config.json")
-    with pytest.raises(SourceError, match=r"tensor vision_model\.weight is not one of a 'llama' model"):
-        shardconv.merge(tmp_path / "other", tmp_path / "merged")
-
-
-def test_two_names_of_a_tensor_with_different_values(source_of, trained, tmp_path):
-    tensors = load_dcp(trained / "iter_0000500") | {"decoder.layers.0.input_layernorm.weight": torch.ones(64)}
-    write_megatron(tmp_path / "other", tensors, source_of("llama") / "config.json")
-    with pytest.raises(SourceError, match="are one tensor with two names, but have different bytes"):
-        shardconv.merge(tmp_path / "other", tmp_path / "merged")
-
-
-def test_a_config_is_required(trained, tmp_path):
-    (trained / "config.json").unlink()
-    with pytest.raises(SourceError, match=r"does not have a config\.json, which has the model type"):
-        shardconv.merge(trained, tmp_path / "merged")
-
-
-def test_an_iteration_that_is_missing(trained, tmp_path):
-    (trained / "latest_checkpointed_iteration.txt").write_text("600")
-    with pytest.raises(SourceError, match="names '600', whose folder is not there"):
-        shardconv.merge(trained, tmp_path / "merged")
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"stacked_layers": True, "tp": 2}, "are for .* \\(got native\\)"),
+        ({"layout": "megatron", "stacked_layers": True}, r"mlp\.linear_fc2\.weight: cannot be stacked"),
         ({"layout": "megatron", "max_file_size": "5GB"}, "layout megatron has one file per rank"),
         ({"layout": "megatron", "tp": 2, "ranks": "1"}, "layout megatron is written for all ranks by one process"),
         ({}, "is missing: shardconv plan SRC lists the supported sizes"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_apply(source_of, tmp_path, options, text):
-    with pytest.raises(UsageError, match=text):
-        shardconv.split(source_of("llama"), tmp_path / "out", **options)
+    with pytest.raises((UsageError, PlanError), match=text):
+        shardconv.split(source_of("deepseek_v3"), tmp_path / "out", **options)
 
 
 def test_a_split_checkpoint_is_not_resharded_to_this_layout(source_of, tmp_path):
