@@ -102,7 +102,7 @@ OPTIONS = {
     "--replicate": ("plan split run", "plan/test_families.py::test_replicate_names_or_patterns"),
     "--resume": (
         "split merge reshard pad unpad",
-        "checkpoint/test_resume.py::test_killed_at_random_moments",
+        "checkpoint/test_resume.py::test_every_form",
     ),
     "--rules": (
         "plan split run",

@@ -5,7 +5,6 @@ The result is that of an uninterrupted run, and stripes that were on the disk ar
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -35,8 +34,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.command import Result, call, finish, start
 from tests.support.damage import flip
-from tests.support.faults import STRIPE_MODULES, Job, beside, check_done, interrupt
-from tests.support.matrix import cases
+from tests.support.faults import SLOW, STRIPE_MODULES, Job, beside, check_done, interrupt
 
 pytestmark = pytest.mark.usefixtures("_small_stripes", "_sources_stay_as_they_are")
 
@@ -44,20 +42,10 @@ STRIPE_BYTES, THREADS = 4096, 2
 #: For what does not depend on the command.
 OF_SPLIT = pytest.mark.parametrize("job", ["split"], indirect=True)
 
-#: A slow disk, small stripes, and a log of the bytes that are copied.
-COUNTING = f"""
-import os, signal, time
+#: A slow disk and small stripes.
+SLOW_STRIPES = f"""{SLOW}
 import shardconv.checkpoint.engine.copy as engine
 engine.STRIPE_BYTES = {STRIPE_BYTES}
-from shardconv.checkpoint.engine.shards import ShardWriter
-log = os.open(os.environ["COPIED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-put = ShardWriter.put
-def counted(self, state, span, block, scratch):
-    time.sleep(0.005)
-    put(self, state, span, block, scratch)
-    os.write(log, b"%d\\n" % len(block))
-ShardWriter.put = counted
-signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
 
@@ -114,75 +102,29 @@ def resume(job: Job, target: Path) -> tuple[int, Counted]:
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
-def copied_bytes(log: Path) -> int:
-    return sum(map(int, log.read_text().split())) if log.exists() else 0
-
-
-def start_counting(job: Job, target: Path, log: Path, *options: str) -> subprocess.Popen[str]:
-    return start(*job.arguments, "-o", target, "--threads", THREADS, *options, patch=COUNTING, env={"COPIED": str(log)})
-
-
-def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    while process.poll() is None and not condition():
-        time.sleep(0.001)
-
-
-KILLS = [("split", 4), ("split", 34), ("merge", 33), ("reshard", 33)]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("job", "kills"), cases(KILLS, lambda _, kills: kills == 4), indirect=["job"])
-def test_killed_at_random_moments(job, target, tmp_path, kills):
-    """Every run is one that continues, and the first of them starts; at most one stripe per thread is copied twice."""
-    log, moments = tmp_path / "log", random.Random(0)
-    check_done(finish(start_counting(job, target, log)), job, target)
-    once = copied_bytes(log)
-    killed = num_in_a_row = 0
-    while killed < kills or num_in_a_row:
-        if target.exists():
-            shutil.rmtree(target)
-            log.unlink()
-        before = copied_bytes(log)
-        process = start_counting(job, target, log, "--resume")
-        if killed < kills:
-            wait_until(process, lambda before=before: copied_bytes(log) > before)
-            time.sleep(moments.uniform(0, 0.05))
-            process.kill()
-        result = finish(process)
-        if result.code == -signal.SIGKILL:
-            killed, num_in_a_row = killed + 1, num_in_a_row + 1
-            continue
-        check_done(result, job, target)
-        assert 0 <= copied_bytes(log) - once <= num_in_a_row * THREADS * STRIPE_BYTES
-        num_in_a_row = 0
-
-
-@OF_SPLIT
-def test_a_run_that_was_killed_without_the_option_is_continued(job, target, tmp_path):
-    process = start_counting(job, target, tmp_path / "log")
-    wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
-    process.kill()
-    assert finish(process).code == -signal.SIGKILL
-    before = recorded(target)
-    kept_bytes, copied = resume(job, target)
-    assert kept_bytes > 0
-    assert not before & copied.stripes
-
-
 @pytest.mark.parametrize(
-    ("number", "code", "message"),
-    [(signal.SIGINT, 130, "interrupted; finished stripes"), (signal.SIGTERM, 143, "terminated; finished stripes")],
+    ("options", "number", "code", "message"),
+    [
+        ([], signal.SIGKILL, -signal.SIGKILL, ""),
+        (["--resume"], signal.SIGKILL, -signal.SIGKILL, ""),
+        (["--resume"], signal.SIGINT, 130, "interrupted; finished stripes are kept in "),
+        (["--resume"], signal.SIGTERM, 143, "terminated; finished stripes are kept in "),
+    ],
 )
 @OF_SPLIT
-def test_signalled(job, target, tmp_path, number, code, message):
-    process = start_counting(job, target, tmp_path / "log", "--resume")
-    wait_until(process, lambda: journal_of(target).exists() and len(recorded(target)) > 2)
+def test_signalled(job, target, options, number, code, message):
+    """What is on the disk is kept; that of a run without the option only if it is killed."""
+    process = start(*job.arguments, "-o", target, "--threads", THREADS, *options, patch=SLOW_STRIPES)
+    while process.poll() is None and not (journal_of(target).exists() and len(recorded(target)) > 2):
+        time.sleep(0.001)
     process.send_signal(number)
     result = finish(process)
     assert result.code == code
-    assert f"shardconv: {message} are kept in {journal_of(target).parent}: run the same command again" in result.err
+    expected = f"shardconv: {message}{journal_of(target).parent}: run the same command again"
+    assert expected in result.err if message else result.err == ""
     before = recorded(target)
-    _, copied = resume(job, target)
+    kept_bytes, copied = resume(job, target)
+    assert kept_bytes > 0
     assert not before & copied.stripes
 
 
