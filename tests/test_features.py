@@ -146,7 +146,6 @@ READ = {
     "vllm": "checkpoint/test_saved_by_vllm.py::test_verify_against_the_source",
 }
 _COMPRESSED = "formats/test_compressed_tensors.py::test_shards_have_the_values_of_shards"
-_FP8 = "formats/test_fp8.py::test_shards_have_the_values_of_shards"
 _GPTQ = "formats/test_gptq.py::test_dequantized_models_compute_the_same"
 _OTHER = "formats/test_other_formats.py::test_shards_have_the_values_of_shards"
 #: Table of formats.toml to its test.
@@ -160,7 +159,7 @@ FORMATS = {
     "nvfp4-pack-quantized": _COMPRESSED,
     "mxfp4-pack-quantized": _COMPRESSED,
     "mxfp8-quantized": _COMPRESSED,
-    "fp8": _FP8,
+    "fp8": _OTHER,
     "autofp8": _OTHER,
     "fbgemm_fp8": _OTHER,
     "modelopt_fp8": _OTHER,

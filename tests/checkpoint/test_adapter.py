@@ -22,10 +22,11 @@ from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError
 from tests.support.adapters import ADAPTERS, adapted, quiet, write_adapter
+from tests.support.changes import block_scales, both, config, drop, remove
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
-from tests.support.models import MODELS, change_config, read
+from tests.support.models import MODELS, change_tensors, read
 from tests.support.tensors import check_equal_files
 from tests.support.torch_files import write_pytorch
 
@@ -268,27 +269,23 @@ def test_links_of_adapters_of_an_open_source_are_followed(made, tmp_path):
     shardconv.split(open_source(source), tmp_path / "split", **options, follow_links=True)
 
 
-def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path):
-    source, adapter = made("llama", torch.bfloat16)
-    expected, found = merged_by_peft(source, adapter, tmp_path / "peft"), split_and_merged(source, adapter, tmp_path)
-    for name, tensor in found.items():
-        steps = (tensor.view(torch.int16).int() - expected[name].view(torch.int16).int()).abs()
-        assert steps.max() <= 1, name
-        assert (steps > 0).float().mean() < 0.01, name
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_merged_embeddings_of_16_bits_are_rounded_once(made, tmp_path, dtype):
+def test_merged_weights_of_16_bits_are_rounded_once(made, tmp_path, dtype):
     """The sum in float64, rounded to the dtype; PEFT rounds the product before the addition."""
     source, _ = made("llama", dtype)
-    adapter = write_adapter(tmp_path / "adapter", source, target_modules=["embed_tokens"], lora_alpha=12)
-    factors, name = load_file(adapter / WEIGHTS), "base_model.model.model.embed_tokens.lora_embedding_"
-    product = factors[f"{name}B"].double() @ factors[f"{name}A"].double()
-    expected = (read(source)["model.embed_tokens.weight"].double() + 12 / 4 * product.T).to(dtype)
-    found = split_and_merged(source, adapter, tmp_path)["model.embed_tokens.weight"]
-    differing = found != expected
-    assert differing.float().mean() < 0.01
-    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    adapter = write_adapter(tmp_path / "adapter", source, target_modules=["embed_tokens", "o_proj"], lora_alpha=12)
+    found, before = split_and_merged(source, adapter, tmp_path), read(source)
+    factors = {
+        name.removeprefix("base_model.model."): one.double() for name, one in load_file(adapter / WEIGHTS).items()
+    }
+    table, layer = "model.embed_tokens", "model.layers.0.self_attn.o_proj"
+    for name, product in (
+        (table, (factors[f"{table}.lora_embedding_B"] @ factors[f"{table}.lora_embedding_A"]).T),
+        (layer, factors[f"{layer}.lora_B.weight"] @ factors[f"{layer}.lora_A.weight"]),
+    ):
+        expected = (before[f"{name}.weight"].double() + 12 / 4 * product).to(dtype)
+        assert (found[f"{name}.weight"] != expected).float().mean() < 0.01
+        torch.testing.assert_close(found[f"{name}.weight"], expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -323,11 +320,10 @@ def test_a_weight_of_dora_without_a_norm_is_an_error(made, tmp_path, name, layer
 
 def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):
     source, adapter = made("llama")
+    name = "model.layers.0.self_attn.q_proj.weight"
     shutil.copytree(source, tmp_path / "source")
-    weights = load_file(source / "model.safetensors")
-    weights["model.layers.0.self_attn.q_proj.weight"][0, 0] = float("inf")
-    save_file(weights, tmp_path / "source" / "model.safetensors", {"format": "pt"})
-    found = split_and_merged(tmp_path / "source", adapter, tmp_path)["model.layers.0.self_attn.q_proj.weight"]
+    change_tensors(tmp_path / "source", lambda tensors: tensors[name][0, 0].fill_(math.inf))
+    found = split_and_merged(tmp_path / "source", adapter, tmp_path)[name]
     assert found.isinf().sum() == found[0, 0].isinf() == 1
 
 
@@ -463,10 +459,6 @@ def tensors(**changes):
     return change
 
 
-def without(name):
-    return lambda folder: (folder / name).unlink()
-
-
 #: An unusual adapter, the strings that the error has to contain, and the change.
 REFUSED = {
     "rank of the settings": (settings(r=5), ("has rank 4 (expected 5 by r",)),
@@ -530,11 +522,11 @@ REFUSED = {
     "rank of a pattern of zero": (settings(rank_pattern={"q": 4, "a": 0}), ("rank_pattern.a is 0 (",)),
     "ranks that are not a table": (settings(rank_pattern=3), ("rank_pattern is 3 (Expected `object`, got `int`)",)),
     "no settings": (
-        without("adapter_config.json"),
+        remove("adapter_config.json"),
         ("does not hold an adapter (expected adapter_config.json or ",),
     ),
     "no weights": (
-        without(WEIGHTS),
+        remove(WEIGHTS),
         ("without its weights (expected adapter_model.safetensors or adapter_model.bin)",),
     ),
     "truncated weights": (
@@ -621,12 +613,7 @@ def test_options_that_do_not_fit_are_refused(together, tmp_path, monkeypatch, co
 def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
     source, adapter = made("llama")
     quantized = shutil.copytree(source, tmp_path / "quantized")
-    found = read(quantized)
-    for name in [name for name in found if name.endswith("_proj.weight")]:
-        found[f"{name}_scale_inv"] = torch.ones([-(-size // 8) for size in found[name].shape])
-        found[name] = found[name].to(torch.float8_e4m3fn)
-    save_file(found, quantized / "model.safetensors", metadata={"format": "pt"})
-    change_config(quantized, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}})
+    block_scales(8)(quantized)
     with pytest.raises(PlanError, match=r"/quantized: is quantized \(got model.layers.0.*_proj, "):
         shardconv.split(quantized, tmp_path / "split", tp=2, adapters=[adapter], merge_adapter=True)
     shardconv.split(adapter, tmp_path / "found", tp=2, base=quantized)
@@ -637,10 +624,7 @@ def test_an_adapter_is_not_merged_into_quantized_weights(made, tmp_path):
 def tied(source, folder):
     """A copy of a model whose head is tied to the embedding table."""
     shutil.copytree(source, folder)
-    found = read(folder)
-    del found["lm_head.weight"]
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    change_config(folder, {"tie_word_embeddings": True})
+    both(drop("lm_head.weight"), config(tie_word_embeddings=True))(folder)
     return folder
 
 

@@ -36,7 +36,7 @@ from shardconv.proof.small_models import REFERENCE, SMALL
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.support.errors import ShardconvError
-from tests.support.changes import Change, both, config, drop, put, remove, rename, tensors
+from tests.support.changes import Change, block_scales, both, config, drop, put, remove, rename, tensors
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
@@ -219,18 +219,6 @@ def fp8_scales(source: Path) -> None:
 
     tensors(change)(source)
     (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-
-
-def block_scales(**settings: Any) -> Change:
-    """Quantize to FP8 with a scale for each block of 8 by 8 elements, and change the settings."""
-
-    def change(found: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in found if name.endswith("_proj.weight")]:
-            found[f"{name}_scale_inv"] = found[name][::8, ::8].abs() + 1
-            found[name] = found[name].to(torch.float8_e4m3fn)
-
-    table = {"quant_method": "fp8", "weight_block_size": [8, 8], **settings}
-    return both(tensors(change), config(quantization_config=table))
 
 
 def compressed(**settings: Any) -> Change:
@@ -837,22 +825,22 @@ CASES: Mapping[str, Case] = {
     ),
     # quantized weights
     "fp8 with one scale per tensor": Case(moved(error("is quantized: pass --dequantize")), fp8_scales),
-    "fp8 with block scales": Case(moved(error("is quantized: pass --dequantize")), block_scales()),
+    "fp8 with block scales": Case(moved(error("is quantized: pass --dequantize")), block_scales(8)),
     "block scales without a block size": Case(
-        refused(error("proj.weight_scale_inv", "block size", "--config")), block_scales(weight_block_size=None),
+        refused(error("proj.weight_scale_inv", "block size", "--config")), block_scales(8, weight_block_size=None),
     ),
     "block scales of another block size": Case(
-        refused(error("proj.weight_scale_inv", "expected", "--config")), block_scales(weight_block_size=[16, 16]),
+        refused(error("proj.weight_scale_inv", "expected", "--config")), block_scales(8, weight_block_size=[16, 16]),
     ),
     "block scales that are missing": Case(
-        refused(error(f"{UP}_scale_inv is missing")), both(block_scales(), drop(f"{UP}_scale_inv")),
+        refused(error(f"{UP}_scale_inv is missing")), both(block_scales(8), drop(f"{UP}_scale_inv")),
     ),
     "dequantization of a checkpoint that is not quantized": Case(
         moved(error("is not quantized", "remove --dequantize")), dequantize=True,
     ),
     "quantized layer that the settings leave unquantized": Case(
         refused(error("down_proj.weight is quantized", "down_proj")),
-        block_scales(modules_to_not_convert=["down_proj"]),
+        block_scales(8, modules_to_not_convert=["down_proj"]),
     ),
     "quantization method that is not supported": unsupported("'hqq' is not", "4 bits", quant_method="hqq"),
     "EETQ": unsupported("'eetq' is not supported", "interleaved", quant_method="eetq"),
@@ -1167,7 +1155,7 @@ CASES: Mapping[str, Case] = {
         options=("--dtype", "bf16"),
     ),
     "quantized weights with --dtype": Case(
-        refused(error("is quantized", "--dtype")) | {"plan --prove": error("--dtype")}, block_scales(),
+        refused(error("is quantized", "--dtype")) | {"plan --prove": error("--dtype")}, block_scales(8),
         options=("--dtype", "bf16"),
     ),
 }  # fmt: skip

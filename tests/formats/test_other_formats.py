@@ -1,17 +1,26 @@
-"""Formats that the tests write as they are published: MXFP4 of gpt-oss, ModelOpt; and int8 of bitsandbytes."""
+"""Formats of which tests write each weight, as published or by a library: their values, padding and commands."""
 
 import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import shardconv
+from shardconv.convert.model import DTYPE_NAMES
+from shardconv.formats.detect import with_grids
+from shardconv.layers.sharding import take_shard
+from shardconv.plan.placement import Unit, shard_dim
+from shardconv.plan.plan import TensorSpec
+from shardconv.runtime.dequantize import Stored, dequantize
 from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.matrix import cases
 from tests.support.models import Model, Tensors, change_tensors, read
@@ -146,6 +155,62 @@ def _from_nvfp4(packed: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor
 
 
 OF_MODELOPT = ("llama", "qwen3_moe")
+
+# --- FP8 of transformers and DeepSeek: transformers quantizes, and its conversion on loading is the oracle ----------
+
+BLOCK, SCALE = 16, "_scale_inv"
+#: Dtypes of block scales, or one scale for a weight.
+F32, UE8M0, BYTES, TENSOR = KINDS = (
+    "F32 block scales", "UE8M0 block scales", "UE8M0 block scales as U8", "one scale per weight",
+)  # fmt: skip
+
+
+def to_fp8(name: str, tensor: torch.Tensor, *, kind: str) -> Tensors:
+    """The tensors of one weight; ``kind`` is one of :data:`KINDS`."""
+    config = FineGrainedFP8Config(weight_block_size=None if kind == TENSOR else (BLOCK, BLOCK))
+    stored = Fp8Quantize(SimpleNamespace(quantization_config=config, pre_quantized=False)).convert(
+        {name: tensor.float()}
+    )
+    assert set(stored) == {name, f"{name}{SCALE}"}
+    scale = stored[f"{name}{SCALE}"]
+    if kind in (UE8M0, BYTES):
+        scale = torch.exp2(torch.round(torch.log2(scale))).to(torch.float8_e8m0fnu)
+    return {name: stored[name], f"{name}{SCALE}": scale.view(torch.uint8) if kind == BYTES else scale}
+
+
+def from_fp8(tensors: Tensors) -> Tensors:
+    convert, names = Fp8Dequantize(None).convert, [name for name in tensors if f"{name}{SCALE}" in tensors]
+    return {
+        name: convert({"weight": tensors[name], "weight_scale_inv": tensors[f"{name}{SCALE}"]})["weight"]
+        for name in names
+    }
+
+
+def of_fp8(kind: str) -> dict[str, Any]:
+    blocks = {"weight_block_size": None if kind == TENSOR else [BLOCK, BLOCK]}
+    powers = {"scale_fmt": "ue8m0"} if kind in (UE8M0, BYTES) else {}
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", **blocks, **powers}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("shape", "dim"), [((2, 1, 1), 0), ((2, 1, 1), 1), ((2, 64, 1), 1), ((2, 4, 4), 2)])
+def test_fp8_scales_of_packed_experts(dtype, shape, dim):
+    """One per expert, one per row, and blocks."""
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16] if shape[-1] == 4 else None}
+    name, size = "experts.gate_up_proj", (2, 64, 64)
+    values, scale = torch.randn(size).to(dtype), torch.rand(shape)
+    tensors = {name: TensorSpec(DTYPE_NAMES[dtype], size), f"{name}{SCALE}": TensorSpec("F32", shape)}
+    found = with_grids(tensors, {"quantization_config": config})
+    full, placement = values.float(), shard_dim(dim, [Unit(2, size[dim] // 2)], 2)
+    full *= scale.repeat_interleave(64 // shape[1], 1).repeat_interleave(64 // shape[2], 2)
+    for rank in range(2):
+        stored = []
+        for each, tensor in ((name, values), (f"{name}{SCALE}", scale)):
+            grid = found[each].grid
+            stored.append(Stored(take_shard(tensor, grid.place(placement, tensor.shape), rank), grid))
+        local = dequantize(stored, placement.shard_shape(size, rank), torch.float32)
+        assert torch.equal(local, take_shard(full, placement, rank))
+
 
 # --- FP8 of AutoFP8 -------------------------------------------------------------------------------------------------
 
@@ -294,6 +359,7 @@ FORMS = {
     "FBGEMM": Form(to_fbgemm, from_modelopt_fp8, OF_FBGEMM),
     # rtol: two roundings of float32: of scale / 127, by which bitsandbytes multiplies in two steps
     "bitsandbytes": Form(to_int8, from_int8, OF_INT8, "SCB", OF_BITSANDBYTES, rtol=2 * 2.0**-23),
+    **{kind: Form(partial(to_fp8, kind=kind), from_fp8, of_fp8(kind), SCALE, tuple(SIZES)) for kind in KINDS},
     **{f"AutoFP8, {kind}": Form(partial(to_autofp8, kind=kind), from_modelopt_fp8, OF_AUTOFP8) for kind in AUTOFP8},
     **{
         f"Quanto {kind}": Form(
@@ -304,11 +370,15 @@ FORMS = {
 }  # fmt: skip
 
 
+#: The models of formats by default, where it is not a llama.
+DEFAULT = {"ModelOpt NVFP4": "qwen3_moe", F32: "qwen3_moe", UE8M0: "phi3", BYTES: "deepseek_v3"}
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     cases(
         [(name, model) for name, form in FORMS.items() for model in form.models],
-        lambda name, model: model == ("qwen3_moe" if name == "ModelOpt NVFP4" else "llama"),
+        lambda name, model: model == DEFAULT.get(name, "llama"),
     ),
 )
 def test_shards_have_the_values_of_shards(unquantized, tmp_path, name, model):
@@ -317,14 +387,14 @@ def test_shards_have_the_values_of_shards(unquantized, tmp_path, name, model):
     for tp in SIZES[model]:
         out = tmp_path / f"tp{tp}"
         assert check_values(source, unquantized(model), tp, form.dequantize, out, rtol=form.rtol) >= 4
-    if model == "llama":  # the structures of models are run in test_compressed_tensors.py
+    if model == "llama" or name == F32:  # the structures of models are run in test_compressed_tensors.py
         check_run(source, tmp_path / "run")
     check_commands(source, tmp_path, tmp_path / "tp2", form.scale, tp=2, reshard=4)
-    if form.scale == "SCB":
+    if name in ("bitsandbytes", F32):
         check_config_alone(source, tmp_path / "config")
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_padding_is_zero(unquantized, tmp_path, name):
     form = FORMS[name]
-    assert check_padding(form.write(unquantized("padded"), tmp_path / "source"), 4, form.dequantize, tmp_path) == 4
+    assert check_padding(form.write(unquantized("padded"), tmp_path / "source"), 4, form.dequantize, tmp_path) >= 4

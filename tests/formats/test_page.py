@@ -5,8 +5,7 @@ from pathlib import Path
 
 from shardconv.formats.settings import _READERS, _REFUSED
 from tests.formats.test_compressed_tensors import SCHEMES
-from tests.formats.test_fp8 import KINDS
-from tests.formats.test_other_formats import AUTOFP8, OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
+from tests.formats.test_other_formats import AUTOFP8, KINDS, OF_BITSANDBYTES, OF_MODELOPT, OF_QUANTO, QUANTO
 from tests.formats.test_torchao import KINDS as OF_TORCHAO
 from tests.support.quantized import SIZES
 

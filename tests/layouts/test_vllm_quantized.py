@@ -19,9 +19,8 @@ from shardconv.layers.sharding import take_shard
 from shardconv.layouts.layout import NATIVE
 from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.support.errors import IntegrityError, PlanError
-from tests.formats.test_fp8 import F32, quantize
 from tests.formats.test_gptq import quantize as quantize_4_bits
-from tests.formats.test_other_formats import to_int8, to_modelopt_fp8
+from tests.formats.test_other_formats import F32, to_fp8, to_int8, to_modelopt_fp8
 from tests.support.checkpoints import contents
 from tests.support.compressed import write_compressed
 from tests.support.damage import flip, place
@@ -161,7 +160,7 @@ def compressed(scheme, model, unquantized, folder):
 
 
 def blocks(model, unquantized, folder):
-    return write(unquantized(model), folder, partial(quantize, kind=F32), FP8)
+    return write(unquantized(model), folder, partial(to_fp8, kind=F32), FP8)
 
 
 def with_cache_scale(unquantized, folder):
@@ -169,7 +168,7 @@ def with_cache_scale(unquantized, folder):
 
 
 def _cache_scale(name, tensor):
-    stored = quantize(name, tensor, kind=F32)
+    stored = to_fp8(name, tensor, kind=F32)
     is_key = name.endswith("k_proj.weight")
     return stored | ({name.replace("k_proj.weight", "k_scale"): torch.tensor(0.5)} if is_key else {})
 

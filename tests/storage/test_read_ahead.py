@@ -116,15 +116,6 @@ def test_what_was_announced_and_not_read_is_forgotten(budget):
     assert budget.take(ROOM)
 
 
-def test_reads_that_were_not_announced_are_fetched(budget):
-    ahead, file = ReadAhead(), File()
-    ahead.announce([(file, 100, 400)])
-    result = bytearray(600)
-    ahead.read(file, memoryview(result), 0)
-    assert bytes(result) == DATA[:600]
-    assert file.fetched[:600] == [1] * 600
-
-
 def test_reads_after_a_cancellation_raise(budget):
     ahead, file = ReadAhead(), File()
     ahead.cancel()
@@ -133,12 +124,29 @@ def test_reads_after_a_cancellation_raise(budget):
         ahead.read(file, memoryview(bytearray(10)), 0)
 
 
-def test_ranges_that_alternate_are_fetched_once(budget):
+#: An announced range, the reads, each with its position and size, and whether there is no room before the first one.
+READS = {
+    "more than was announced": ((100, 400), [(0, 600)], False),
+    "every other range": ((0, 192), [(at, 8) for at in (*range(0, 192, 16), *range(8, 192, 16))], False),
+    "before an announced range": ((100, 200), [(0, 200)], True),
+    "out of order": ((0, 640), [(320, 320), (0, 320)], True),
+}
+
+
+@pytest.mark.parametrize("case", READS)
+def test_ranges_are_fetched_once(budget, case):
+    (start, stop), reads, is_full = READS[case]
+    assert not is_full or budget.take(ROOM)
     ahead, file = ReadAhead(), File()
-    ahead.announce([(file, 0, 192)])
-    for at in (*range(0, 192, 16), *range(8, 192, 16)):
-        assert read_now(ahead, file, at, 8) == DATA[at : at + 8]
-    assert file.fetched[:192] == [1] * 192
+    ahead.announce([(file, start, stop)])
+    for at, size in reads:
+        assert read_now(ahead, file, at, size) == DATA[at : at + size]
+        if is_full:
+            budget.give(ROOM)
+            ahead._fill()
+            is_full = False
+    end = max(at + size for at, size in reads)
+    assert file.fetched[:end] == [1] * end
     assert budget.take(ROOM)
 
 
@@ -153,16 +161,6 @@ def test_ranges_that_alternate_make_room(budget):
     assert sum(file.fetched) <= 2 * 640  # at most once for each of the two tensors
 
 
-def test_a_read_before_an_announced_range_ends_there(budget):
-    assert budget.take(ROOM)
-    ahead, file = ReadAhead(), File()
-    ahead.announce([(file, 100, 200)])
-    assert read_now(ahead, file, 0, 200) == DATA[:200]
-    budget.give(ROOM)
-    ahead._fill()
-    assert file.fetched[:200] == [1] * 200
-
-
 @pytest.mark.parametrize("is_full", [False, True])
 def test_the_time_of_a_read_does_not_depend_on_the_ranges_to_come(budget, monkeypatch, is_full):
     """With room for a few of them and without any, counted as the ranges that a read is compared with."""
@@ -173,17 +171,6 @@ def test_the_time_of_a_read_does_not_depend_on_the_ranges_to_come(budget, monkey
     assert read_stripe(ahead, file, 0, len(DATA), 16) == DATA
     assert len(compared) <= 4 * len(DATA) // 16
     assert set(file.fetched) == {1}
-
-
-def test_ranges_that_are_read_out_of_order_are_fetched_once(budget):
-    assert budget.take(ROOM)
-    ahead, file = ReadAhead(), File()
-    ahead.announce([(file, 0, 640)])
-    assert read_now(ahead, file, 320, 320) == DATA[320:640]
-    budget.give(ROOM)
-    ahead._fill()
-    assert read_now(ahead, file, 0, 320) == DATA[:320]
-    assert file.fetched[:640] == [1] * 640
 
 
 def test_a_cancellation_before_a_request_is_registered_cancels_it(budget):

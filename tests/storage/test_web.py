@@ -8,12 +8,11 @@ import tempfile
 import pytest
 
 import shardconv
-from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.files.storage.url import parse
 from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.command import call
-from tests.support.faults import failing
+from tests.support.faults import failing_after
 from tests.support.s3_server import environment
 from tests.support.web_server import HEADER_REQUESTS, WebServer, num_requests
 
@@ -38,8 +37,7 @@ def test_an_interrupted_split_is_resumed_unless_the_file_changed(made, web, tmp_
     web.tag = ""
     setattr(web, name, first)
     arguments = ["split", f"{web.url}/model/{INDEX}", "--tp", "2", "-o", tmp_path / "out", "--resume"]
-    with monkeypatch.context() as patch:
-        patch.setattr(CopyJob, "copy_stripe", failing(CopyJob.copy_stripe, 3))
+    with failing_after(3):
         assert "finished stripes are kept" in call(*arguments, "--threads", "1").err
     setattr(web, name, second)
     assert f"{web.url}/model/{FILE} is not as in the interrupted run" in call(*arguments).err

@@ -48,3 +48,15 @@ def remove(pattern: str) -> Change:
 
 def both(*changes: Change) -> Change:
     return lambda folder: [change(folder) for change in changes]
+
+
+def block_scales(size: int, **settings: Any) -> Change:
+    """Quantize to FP8 with a scale for each block of ``size`` by ``size`` elements, and change the settings."""
+
+    def change(found: Tensors) -> None:
+        for name in [name for name in found if name.endswith("_proj.weight")]:
+            found[f"{name}_scale_inv"] = found[name][::size, ::size].abs() + 1
+            found[name] = found[name].to(torch.float8_e4m3fn)
+
+    table = {"quant_method": "fp8", "weight_block_size": [size, size], **settings}
+    return both(tensors(change), config(quantization_config=table))

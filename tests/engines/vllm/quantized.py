@@ -10,10 +10,18 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tests.formats.test_fp8 import F32, TENSOR, UE8M0, quantize
 from tests.formats.test_gptq import DATA, GROUP
 from tests.formats.test_gptq import quantize as quantize_4_bits
-from tests.formats.test_other_formats import GPT_OSS, to_modelopt_fp8, to_modelopt_nvfp4, write_mxfp4
+from tests.formats.test_other_formats import (
+    F32,
+    GPT_OSS,
+    TENSOR,
+    UE8M0,
+    to_fp8,
+    to_modelopt_fp8,
+    to_modelopt_nvfp4,
+    write_mxfp4,
+)
 from tests.support.compressed import write_compressed
 from tests.support.gptq import write_gptq
 from tests.support.models import change_config, read
@@ -56,7 +64,7 @@ def _fp8(kind: str, model: str, models: Path, folder: Path) -> None:
     settings |= {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}
     settings |= {"scale_fmt": "ue8m0"} if kind == UE8M0 else {}
     settings |= {"weight_block_size": None} if kind == TENSOR else {}
-    write_quantized(_unquantized(models, model), folder, partial(quantize, kind=kind), settings)
+    write_quantized(_unquantized(models, model), folder, partial(to_fp8, kind=kind), settings)
 
 
 def _deepseek(models: Path, folder: Path) -> None:
@@ -64,7 +72,7 @@ def _deepseek(models: Path, folder: Path) -> None:
     _fp8(F32, "deepseek_v3", models, folder)
     tensors, end = read(folder), "kv_a_proj_with_mqa.weight"
     for name in [name for name in tensors if name.endswith(end)]:
-        tensors |= quantize(name, tensors[name], kind=F32)
+        tensors |= to_fp8(name, tensors[name], kind=F32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     change_config(folder, {"topk_method": "noaux_tc"})  # with a bias of the scores
 
