@@ -95,69 +95,52 @@ def rename(old, new):
     return lambda tensors: tensors.update({new: tensors.pop(old)})
 
 
+def put(name, *shape):
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
+
+
 QKV, PROJ = "lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_attn_proj"
-#: Changes of a file, the component that is split with it or "" for the pipeline, and the error.
+#: Changes of the layers of the transformer in a file, and the error.
 REFUSED = {
-    "layer that is unknown": (
-        rename(f"{PROJ}.alpha", "lora_unet_other.alpha"),
-        "transformer",
-        "FluxTransformer2DModel does not have a layer other: fuse it into the pipeline in Python",
-    ),
     "kind of adapter that is unknown": (
         rename(f"{PROJ}.alpha", f"{PROJ}.dora_scale"),
-        "transformer",
         f"{PROJ}.dora_scale: is not a tensor of a LoRA adapter that is supported",
     ),
     "fused layer of another model": (
-        lambda tensors: tensors.update({f"{QKV}.lora_up.weight": torch.ones(96, 4)}),
-        "transformer",
+        put(f"{QKV}.lora_up.weight", 96, 4),
         f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, those of transformer_blocks.0.attn.to_q",
     ),
     "layer without A": (
         lambda tensors: tensors.pop(f"{PROJ}.lora_down.weight"),
-        "transformer",
         "the adapter of transformer_blocks.0.attn.to_out.0 does not have its A",
     ),
-    "alpha with several numbers": (
-        lambda tensors: tensors.update({f"{PROJ}.alpha": torch.ones(2)}),
-        "transformer",
-        f"{PROJ}.alpha: is F32 [2] (expected one number)",
-    ),
-    "two tensors of a layer": (
-        lambda tensors: tensors.update({f"{PROJ}.lora_A.weight": torch.ones(4, WIDTH)}),
-        "transformer",
-        "are the same tensor of a layer",
-    ),
+    "alpha with several numbers": (put(f"{PROJ}.alpha", 2), f"{PROJ}.alpha: is F32 [2] (expected one number)"),
+    "two tensors of a layer": (put(f"{PROJ}.lora_A.weight", 4, WIDTH), "are the same tensor of a layer"),
     "layers of another component, too": (
-        lambda tensors: tensors.update({"lora_te1_text_model_x.alpha": torch.ones(1)}),
-        "transformer",
+        put("lora_te1_text_model_x.alpha", 1),
         "has layers of text_encoder, transformer, and this is one model: pass the pipeline",
-    ),
-    "component that is not sharded": (
-        lambda tensors: tensors.update({"unet.x.lora_A.weight": torch.ones(4, 4)}),
-        "",
-        "is for transformer, unet, and unet is not sharded (expected only text_encoder, text_encoder_2, transformer)",
-    ),
-    "layers without a component": (
-        lambda tensors: [tensors.update({name.replace("lora_unet_", ""): tensors.pop(name)}) for name in [*tensors]],
-        "",
-        "does not name the component that it is for",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unusual_files_are_refused(source, kohya, tmp_path, case):
-    change, component, text = REFUSED[case]
-
-    def apply(tensors):
-        _keep(tensors, "lora_unet_")
-        change(tensors)
-
-    adapter = change_lora(kohya, tmp_path / "changed.safetensors", apply)
+    change, text = REFUSED[case]
+    adapter = change_lora(
+        kohya, tmp_path / "changed.safetensors", lambda all_: (_keep(all_, "lora_unet_"), change(all_))
+    )
     with pytest.raises((PlanError, UsageError)) as error:
-        shardconv.split(source / component, tmp_path / "split", tp=2, adapters=[adapter])
+        shardconv.split(source / "transformer", tmp_path / "split", tp=2, adapters=[adapter])
     assert text in str(error.value)
+
+
+def test_layers_without_a_component_are_refused(source, linear1, tmp_path):
+    adapter = change_lora(
+        linear1, tmp_path / "changed.safetensors",
+        lambda tensors: [rename(name, name.replace("lora_unet_", ""))(tensors) for name in [*tensors]],
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="does not name the component that it is for"):
+        shardconv.split(source, tmp_path / "split", tp=2, adapters=[adapter])
 
 
 def test_a_component_that_is_not_chosen(source, kohya, tmp_path):

@@ -1,7 +1,6 @@
 """Weights in a source's folder that are not part of the checkpoint, which are left out only if that is safe."""
 
 import ast
-import json
 import os
 import shlex
 from pathlib import Path
@@ -15,7 +14,6 @@ from shardconv.checkpoint.sources.folder_files import matches
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
-from tests.support.command import call
 
 INDEX = "model.safetensors.index.json"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -327,13 +325,6 @@ def test_ignore_requires_a_folder(single):
 def test_options_to_open_a_source_that_is_open(single, tmp_path, options):
     with pytest.raises(UsageError, match=f"^{next(iter(options))}: only applies when a source is opened"):
         shardconv.split(open_source(single), tmp_path / "out", tp=2, **options)
-
-
-def test_ignore_on_the_command_line(single):
-    put(single, "model.gguf")
-    put(single, "sub/other.gguf")
-    report = json.loads(call("plan", single, "--ignore", "model.gguf", "--ignore", "sub", "--json").out)
-    assert report["left_out"] == {"model.gguf": "ignored by 'model.gguf'", "sub/other.gguf": "ignored by 'sub'"}
 
 
 def test_ignore_accepts_a_single_pattern(single, tmp_path):

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError
-from tests.support.checkpoints import llama_config, llama_specs, part_names, write_checkpoint, write_config
-from tests.support.command import call
+from tests.support.checkpoints import llama_config, llama_specs, part_names, write_config
 from tests.support.tensors import check_equal, check_equal_files, tensors_of
 from tests.support.torch_files import INDEX, SINGLE, read_pytorch, replace_after_listing, write_pytorch
 
@@ -103,9 +102,6 @@ def test_padded_checkpoint_and_its_source(single, tmp_path):
     assert report.derived == ("converted from PyTorch files",)
 
 
-# --- quantized checkpoints ------------------------------------------------------------------------------------------
-
-
 def test_quantized_checkpoint_has_the_rank_files_of_its_safetensors_file(tmp_path):
     """A checkpoint of gptqmodel as a PyTorch file with strides."""
     tensors = load_file(QUANTIZED / "gptq-3/model.safetensors")
@@ -117,9 +113,6 @@ def test_quantized_checkpoint_has_the_rank_files_of_its_safetensors_file(tmp_pat
     check_equal_files(tmp_path / "split", tmp_path / "expected")
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     check_equal_files(tmp_path / "merged", QUANTIZED / "gptq-3")
-
-
-# --- names ----------------------------------------------------------------------------------------------------------
 
 
 def test_merged_index_lists_the_merged_files(tmp_path):
@@ -152,14 +145,6 @@ def test_single_file(tmp_path, monkeypatch, name):
 # --- which files are the checkpoint ---------------------------------------------------------------------------------
 
 
-def test_safetensors_files_are_read_where_there_are_both(tmp_path):
-    folder = write_checkpoint(tmp_path / "model", config=CONFIG)
-    torch.save(load_file(folder / "model.safetensors"), folder / SINGLE)
-    source = open_source(folder)
-    assert source.converted_from is None
-    assert source.left_out == {SINGLE: "duplicate of the checkpoint in another format"}
-
-
 REFUSED = {
     "several files": (
         lambda folder: torch.save({}, folder / "model.pt") or (folder / SINGLE).rename(folder / "a.bin"),
@@ -184,10 +169,6 @@ REFUSED = {
     "optimizer": (
         lambda folder: torch.save({"state": {0: {"x": torch.ones(2)}}, "param_groups": []}, folder / SINGLE),
         r"pytorch_model\.bin: does not hold one state dict \(got entries state, param_",
-    ),
-    "tensor without a rule": (
-        lambda folder: torch.save(random_tensors() | {"model.new.weight": torch.ones(8, 8)}, folder / SINGLE),
-        r"model\.new\.weight",
     ),
 }
 
@@ -230,13 +211,3 @@ def test_file_that_is_replaced_after_it_is_listed_is_refused(single, tmp_path, m
     ):
         shardconv.split(single, tmp_path / "split", tp=2)
     assert not (tmp_path / "split").exists()
-
-
-# --- the command line -----------------------------------------------------------------------------------------------
-
-
-def test_entries_that_are_left_out_are_reported(tmp_path):
-    torch.save({"model": random_tensors(), "optimizer": {}, "epoch": 1}, tmp_path / "model.pt")
-    write_config(tmp_path, CONFIG)
-    shown = call("split", tmp_path / "model.pt", "--tp", "2", "-o", tmp_path / "split")
-    assert "left out (entry without weights): model.pt[optimizer], model.pt[epoch]" in shown.out

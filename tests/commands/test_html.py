@@ -102,9 +102,6 @@ def link(path):
 REFUSED = {
     "stdout": (lambda made, folder: "-", [], 2, "--html - is stdout"),
     "existing file": (lambda made, folder: write(folder / "a.html", ""), [], 1, "a.html: exists"),
-    "file that is not a page": (
-        lambda made, folder: write(folder / "notes.txt", "notes"), ["--overwrite"], 1, "is not a page of shardconv",
-    ),
     "folder": (lambda made, folder: folder, ["--overwrite"], 1, "is a folder, a link or a device"),
     "link": (lambda made, folder: link(folder / "link.html"), ["--overwrite"], 1, "is a folder, a link or a device"),
     "file in the source": (lambda made, folder: made / "tiny" / "page.html", [], 2, "is in the source"),

@@ -12,38 +12,25 @@ from tests.support.command import ENVIRONMENT, Result, call
 from tests.support.matrix import cases
 from tools.json_schemas import FOLDER, schemas
 
-#: Name of a schema to a command; ``{}`` is a folder with a split checkpoint.
+#: Name of a schema to a command; ``HOME`` is a folder with a split checkpoint.
 COMMANDS = {
-    "split": ["split", DEMO, "--tp", "2", "-o", "{}/new"],
-    "merge": ["merge", "{}/split", "-o", "{}/merged"],
-    "reshard": ["reshard", "{}/split", "--tp", "4", "-o", "{}/resharded"],
-    "verify": ["verify", "{}/split", "--against", DEMO],
-    "pad": ["pad", DEMO, "--multiple-of", "tp=1,vocab=64", "-o", "{}/padded"],
-    "unpad": ["unpad", "{}/of-pad", "-o", "{}/unpadded"],
-    "plan": ["plan", DEMO, "--tp", "2"],
-    "plan-list-families": ["plan", "--list-families", "llama"],
-    "plan-prove": ["plan", DEMO, "--prove", "--tp", "2"],
-    "plan-prove-pipeline": ["plan", "{}/pipeline", "--prove", "--tp", "2", "--component", "text_encoder_2"],
-    "plan-cost": ["plan", DEMO, "--cost", "--tp", "2"],
-    "plan-cost-pipeline": ["plan", "{}/pipeline", "--cost", "--tp", "2"],
-    "plan-propose": ["plan", DEMO, "--propose"],
-    "plan-measure-link": ["plan", "--measure-link"],
-    "run": ["run", "{}/split", "--prompt", "An", "--device", "cpu", "--max-new-tokens", "2"],
-    "run-pipeline": [
-        "run",
-        "{}/pipeline",
-        "--tp",
-        "2",
-        "--prompt",
-        "a",
-        "--device",
-        "cpu",
-        "--steps",
-        "1",
-        "-o",
-        "{}/picture.png",
-    ],
-    "error": ["plan", DEMO, "--tp", "3"],
+    "split": "split DEMO --tp 2 -o HOME/new",
+    "merge": "merge HOME/split -o HOME/merged",
+    "reshard": "reshard HOME/split --tp 4 -o HOME/resharded",
+    "verify": "verify HOME/split --against DEMO",
+    "pad": "pad DEMO --multiple-of tp=1,vocab=64 -o HOME/padded",
+    "unpad": "unpad HOME/of-pad -o HOME/unpadded",
+    "plan": "plan DEMO --tp 2",
+    "plan-list-families": "plan --list-families llama",
+    "plan-prove": "plan DEMO --prove --tp 2",
+    "plan-prove-pipeline": "plan HOME/pipeline --prove --tp 2 --component text_encoder_2",
+    "plan-cost": "plan DEMO --cost --tp 2",
+    "plan-cost-pipeline": "plan HOME/pipeline --cost --tp 2",
+    "plan-propose": "plan DEMO --propose",
+    "plan-measure-link": "plan --measure-link",
+    "run": "run HOME/split --prompt An --device cpu --max-new-tokens 2",
+    "run-pipeline": "run HOME/pipeline --tp 2 --prompt a --device cpu --steps 1 -o HOME/picture.png",
+    "error": "plan DEMO --tp 3",
 }
 
 
@@ -74,7 +61,7 @@ def test_output_conforms_to_its_schema(home, capfd, name):
         from tests.support.diffusion import write_diffusion  # noqa: PLC0415 - imports diffusers, which takes seconds
 
         write_diffusion(home / "pipeline", "flux")
-    words = [*(str(word).replace("{}", str(home)) for word in COMMANDS[name]), "--json"]
+    words = [*COMMANDS[name].replace("HOME", str(home)).replace("DEMO", str(DEMO)).split(), "--json"]
     result = call(*words) if name != "plan-measure-link" else under_torchrun(*words)
     schema = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     output = result.out or capfd.readouterr().out  # rank 0 of a run is another process

@@ -87,10 +87,6 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "another format": (
         settings(lambda table: table["config_groups"]["group_0"].update(format="marlin-24")), "format 'marlin-24' is",
     ),
-    "sparsity": (
-        settings(lambda table: table.update(sparsity_config={"format": "sparse-24-bitmask"})),
-        "sparsity_config with format 'sparse-24-bitmask' is not supported: .* without sparse compression",
-    ),
     "sparsity without a format": (
         settings(lambda table: table.update(sparsity_config={"targets": []})), "sparsity_config with format '' is not",
     ),
@@ -133,7 +129,6 @@ def test_schemes_that_differ_between_layers(unquantized, tmp_path):
 
 
 METHODS = {
-    "hqq": "holds groups g and g . n / 2 of all n groups",
     "aqlm": "codebooks are shared",
     "vptq": "its format is unknown",
 }

@@ -226,7 +226,6 @@ def change_metadata(source: Path, change: Callable[[dict[str, Any]], object]) ->
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "class": (lambda entry: entry.update(_type="Int4TilePackedTo4dTensor"), "Int4TilePackedTo4dTensor' is not"),
     "two formats": (lambda entry: entry.update(_type="Int4Tensor"), "Int4Tensor, Int8Tensor in one checkpoint"),
     "block size": (lambda entry: entry["_data"].update(block_size=[1, 64]), r"scale has shape \[128, 1\] \(expected"),
     "invalid block size": (lambda entry: entry["_data"].update(block_size="x"), "block_size in the metadata is 'x'"),
