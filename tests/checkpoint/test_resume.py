@@ -113,7 +113,7 @@ def resume(job: Job, target: Path) -> tuple[int, Counted]:
 )
 @OF_SPLIT
 def test_signalled(job, target, options, number, code, message):
-    """What is on the disk is kept; that of a run without the option only if it is killed."""
+    """Stripes on the disk are kept; those of a run without the option only if it is killed."""
     process = start(*job.arguments, "-o", target, "--threads", THREADS, *options, patch=SLOW_STRIPES)
     while process.poll() is None and not (journal_of(target).exists() and len(recorded(target)) > 2):
         time.sleep(0.001)

@@ -124,7 +124,7 @@ def test_reads_after_a_cancellation_raise(budget):
         ahead.read(file, memoryview(bytearray(10)), 0)
 
 
-#: An announced range, the reads, each with its position and size, and whether there is no room before the first one.
+#: An announced range, the reads, each with its position and size, and whether memory is full before the first one.
 READS = {
     "more than was announced": ((100, 400), [(0, 600)], False),
     "every other range": ((0, 192), [(at, 8) for at in (*range(0, 192, 16), *range(8, 192, 16))], False),
