@@ -14,11 +14,11 @@ from msgspec.structs import force_setattr, replace
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import with_defaults
-from shardconv.plan.families.family import NAMES_FAMILY, TRANSFORMERS, Family, fields_read, units_named
+from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, Family, fields_read, units_named
+from shardconv.plan.families.library_plans import library_family
 from shardconv.plan.families.loading import expand_family, family_for, load_family, model_type_of, parse_plan_file
 from shardconv.plan.families.matcher import Matcher
 from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
-from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
 from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import Plan, TensorSpec
@@ -202,7 +202,7 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
 def _check_families(user: Family) -> None:
     """Check that the families exist that a plan file names."""
     submodels = {f"submodel {start!r}": submodel.family for start, submodel in user.submodels.items()}
-    inherited = "" if user.inherits == TRANSFORMERS else user.inherits
+    inherited = "" if user.inherits in LIBRARIES else user.inherits
     for key, name in {"inherits": inherited, **submodels}.items():
         try:
             if name:
@@ -228,8 +228,8 @@ def _assumptions(
         model_type = model_type_of(config)
         model = f"model type {model_type!r}" if model_type else "a checkpoint without a config"
         yield f"{model} does not have a family: planned by the names of its tensors"
-    if base.name == TRANSFORMERS:
-        yield "planned by transformers' own plan for the model type; shardconv plan --prove compares outputs"
+    if base.name in LIBRARIES:
+        yield f"planned by {base.name}' own plan for the model type; shardconv plan --prove compares outputs"
     if user is not None:
         yield f"rules of {user.name} are tried first; {_how_to_compare(config)}"
     for name in request.replicate:
@@ -296,9 +296,9 @@ def _replicate_rule(name: str) -> Rule:
 
 def family_of(config: Mapping[str, object], name: str = "") -> Family:
     """The family of this name, or without a name the family of the ``model_type`` of a config."""
-    if name and name != TRANSFORMERS:
+    if name and name not in LIBRARIES:
         return load_family(name)
     if (model_type := model_type_of(config)) is None:
         return load_family(name or NAMES_FAMILY)
     known = None if name else family_for(model_type)
-    return known or transformers_family(model_type) or load_family(name or NAMES_FAMILY)
+    return known or library_family(model_type, name) or load_family(name or NAMES_FAMILY)

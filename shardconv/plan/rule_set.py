@@ -15,11 +15,11 @@ from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import lookup, select_fields, with_defaults
 from shardconv.plan.families.family import (
+    LIBRARIES,
     NAMES_FAMILY,
     NUM_LAYERS,
     PLAN_FILE,
     TIED,
-    TRANSFORMERS,
     Family,
     Submodel,
     check_units,
@@ -82,7 +82,7 @@ class RuleSet(Data, frozen=True, eq=False):
         """The reason why padding is not supported for the model; "" if it is supported."""
         if self.uncertain:
             return f"{self.uncertain}: pass {option('head_dim')}"
-        if self.family in (NAMES_FAMILY, TRANSFORMERS):
+        if self.family in (NAMES_FAMILY, *LIBRARIES):
             return "no family is known for this model, so outputs with padding may differ"
         return ""
 

@@ -1,19 +1,26 @@
 """Models of diffusers: trials of some classes, proofs, and docs/diffusion-models.md."""
 
 import json
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 
+import diffusers
+from diffusers.configuration_utils import register_to_config
+from diffusers.hooks.tensor_parallel import PackedColwiseParallel
 from safetensors.torch import load_file
 
 from shardconv.checkpoint.operations.split import split
+from shardconv.checkpoint.sources.planning import make_plan
 from shardconv.convert.model import config_fields
 from shardconv.hf.build import build_small
 from shardconv.hf.diffusion import default_fields, small_config
 from shardconv.hf.small import HEADS
+from shardconv.plan.families.family import DIFFUSERS
+from shardconv.plan.families.library_plans import library_family
 from shardconv.plan.families.loading import family_for
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.model_check import check_model
@@ -160,6 +167,96 @@ def test_a_config_alone_is_planned(tmp_path):
     assert report.model == "WanTransformer3DModel"
     assert report.costs[1].weight_bytes < 0.6 * report.costs[0].weight_bytes
     assert "whose inputs are not tokens" in report.costs[1].not_counted
+
+
+@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "QwenImage21Transformer2DModel"])
+def test_tp_plan_of_diffusers_is_right(ranks, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("shardconv.plan.request.family_for", lambda _: None)
+    model = small_model(name)
+    model.save_pretrained(tmp_path / "source")
+    report = split(tmp_path / "source", tmp_path / "split", tp=2)
+    assert (report.family, report.assumed[0][:33]) == (DIFFUSERS, "planned by diffusers' own plan fo")
+    paths = (tmp_path / "source", tmp_path / "split")
+    assert verdict(ranks, "pair", type(model), *paths, PlanRequest(DIFFUSERS)) == "passed"
+
+
+#: A class of diffusers with a plan, whose attention has one projection for q, k and v, as has its gated MLP for both.
+PLANNED = """
+class Planned(ModelMixin, ConfigMixin):
+    _tp_plan = {
+        "attn.to_qkv": PackedColwiseParallel([1, 1, 1]),
+        "attn.to_out": "rowwise",
+        "ff.linear_in": PackedColwiseParallel([1, 1]),
+        "ff.linear_out": "rowwise",
+    }
+
+    @register_to_config
+    def __init__(self, num_attention_heads=4, attention_head_dim=6):
+        super().__init__()
+        width = num_attention_heads * attention_head_dim
+        self.attn, self.ff, self.norm = torch.nn.Module(), torch.nn.Module(), torch.nn.LayerNorm(width)
+        self.attn.heads = num_attention_heads
+        self.attn.to_qkv, self.attn.to_out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.ff.linear_in, self.ff.linear_out = torch.nn.Linear(width, 2 * 16), torch.nn.Linear(16, width)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.attn.heads, -1)).transpose(1, 2) for y in self.attn.to_qkv(x).chunk(3, -1))
+        x = self.norm(x + self.attn.to_out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(-2)))
+        gate, up = self.ff.linear_in(x).chunk(2, dim=-1)
+        return x + self.ff.linear_out(gate.sigmoid() * up)
+"""
+
+
+def planned_class():
+    """The class, as diffusers would have it."""
+    names = {
+        "torch": torch, "ModelMixin": diffusers.ModelMixin, "ConfigMixin": diffusers.ConfigMixin,
+        "register_to_config": register_to_config, "PackedColwiseParallel": PackedColwiseParallel,
+    }  # fmt: skip
+    exec(PLANNED, names)
+    return names["Planned"]
+
+
+def check_planned(axis, source, folder):
+    """The largest difference of a rank's output from the unsharded model's."""
+    torch.manual_seed(0)
+    x, unsharded = torch.randn(2, 3, 24), planned_class().from_pretrained(source)
+    sharded = load(folder, model=planned_class(), device="cpu", group=axis)
+    return (sharded(x) - unsharded(x)).abs().max().item(), sharded.attn.to_qkv.weight.shape
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A checkpoint of the class, whose source is the only one of the installed diffusers."""
+    (tmp_path / "diffusers" / "models").mkdir(parents=True)
+    spec = ModuleSpec("diffusers", None)
+    spec.submodule_search_locations = [str(tmp_path / "diffusers")]
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
+
+    def write(plan_source):
+        library_family.cache_clear()
+        (tmp_path / "diffusers" / "models" / "planned.py").write_text(plan_source)
+        planned_class()().save_pretrained(tmp_path / "source")
+        return tmp_path / "source"
+
+    yield write
+    library_family.cache_clear()
+
+
+def test_fused_layers_of_a_tp_plan_are_sharded_by_heads(ranks, planned, tmp_path):
+    source = planned(PLANNED)
+    assert split(source, tmp_path / "split", tp=2).family == DIFFUSERS
+    for difference, shape in ranks("pair", check_planned, source, tmp_path / "split"):
+        assert (difference < 1e-6, shape) == (True, (36, 24))
+    with pytest.raises(PlanError, match="4 is not a multiple of 8"):
+        split(source, tmp_path / "eight", tp=8)
+
+
+@pytest.mark.parametrize("style", ["PackedColwiseParallel()", "PackedColwiseParallel([1, 2])", '"sequence"'])
+def test_a_tp_plan_with_another_style_is_refused(planned, style):
+    """Sizes that only the code determines, unequal ones, and an unknown style."""
+    with pytest.raises(PlanError, match="no family is known for class 'Planned' of diffusers"):
+        make_plan(planned(PLANNED.replace("PackedColwiseParallel([1, 1])", style)), tp=2)
 
 
 def test_classes_without_a_family_are_refused():

@@ -18,8 +18,8 @@ import shardconv
 from shardconv.hf.build import small_model
 from shardconv.hf.small import SAME, default_config
 from shardconv.plan.families.family import TRANSFORMERS, Family
+from shardconv.plan.families.library_plans import library_family
 from shardconv.plan.families.loading import expand_family, parse_plan_file
-from shardconv.plan.families.transformers_plan import transformers_family
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, largest_difference
 from shardconv.proof.prove import skipped_sizes
@@ -263,8 +263,8 @@ def test_tp_plan_of_transformers_is_right(ranks, tmp_path, model_type):
 
 
 def test_model_without_a_tp_plan(tmp_path):
-    assert transformers_family("gpt2") is None
-    assert transformers_family("no such type") is None
+    assert library_family("gpt2") is None
+    assert library_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="family 'transformers' is unknown"):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)

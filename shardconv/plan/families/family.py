@@ -19,8 +19,8 @@ from shardconv.support.structs import Data
 #: The family of rules by common names of layers, used where no family serves the model type.
 NAMES_FAMILY = "by_name"
 
-#: The name of a family that is read from transformers' own plan, used where no family serves the model type.
-TRANSFORMERS = "transformers"
+#: The names of families that are read from a library's own plan, used where no family serves the model type.
+LIBRARIES = TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
 
 #: How the origin of a rule of a plan file begins.
 PLAN_FILE = "plan file"
