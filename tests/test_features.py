@@ -66,7 +66,8 @@ OPTIONS = {
     ),
     "--head-dim": ("plan split run", "plan/test_head_inference.py::test_sizes_without_a_config"),
     "--html": ("plan verify", "commands/test_html.py::test_page_changes_no_output"),
-    "--height": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
+    "--frames": ("plan", "runtime/test_pipeline.py::test_estimated_collectives_of_a_denoising_step_are_the_real_ones"),
+    "--height": ("plan run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--ignore": (
         "plan split run verify pad",
         "checkpoint/test_other_weights.py::test_ignore_leaves_out_weights_and_auxiliary_files_alike",
@@ -125,7 +126,7 @@ OPTIONS = {
     "--tp": ("plan split run reshard", "checkpoint/test_copy.py::test_copy_between_any_two_placements"),
     "--trust-remote-code": ("run", "runtime/test_load.py::test_code_in_the_checkpoint_that_is_trusted"),
     "--unused": ("run", "runtime/test_load.py::test_unused_option_permits_tensors"),
-    "--width": ("run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
+    "--width": ("plan run", "runtime/test_pipeline.py::test_pictures_are_those_of_the_unsharded_pipeline"),
     "--verify": ("run", "runtime/test_load.py::test_contents_are_checked_unless_verify_is_false"),
 }
 #: Layout that is written to its test.

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
 _LINK_NUMBER = Number(float, 0, 1e9)
 _ALPHA = "Latency of a message between ranks, for --cost. [default: 5e-6]"
 _BETA = "Inverse bandwidth (seconds per byte), for --cost. [default: 2e-11, 50 GB/s]"
-_SEQ = "Tokens per prompt of --cost. [default: 2048, or the model's limit]"
+_SEQ = "Tokens per prompt of --cost. [default: 2048, or the model's limit; of a pipeline, its own number]"
+_SIZE = "{} of the picture of --cost, for transformers of diffusers. [default: the pipeline's]"
+_FRAMES = "Frames of the video of --cost. [default: the pipeline's]"
 COST_OPTIONS = (
     Flag(COST, "--cost", "Show memory per rank and communication cost, for each tp size."),
     Option(COST, "--batch", "Prompts per batch of --cost. [default: 1]", type=COUNT, default=1, metavar="N"),
     Option(COST, "--seq", _SEQ, type=COUNT, metavar="N"),
+    Option(COST, "--height", _SIZE.format("Height"), type=COUNT, metavar="PIXELS"),
+    Option(COST, "--width", _SIZE.format("Width"), type=COUNT, metavar="PIXELS"),
+    Option(COST, "--frames", _FRAMES, type=COUNT, metavar="N"),
     Option(COST, "--alpha", _ALPHA, type=_LINK_NUMBER, default=5e-6, metavar="SECONDS"),
     Option(COST, "--beta", _BETA, type=_LINK_NUMBER, default=2e-11, metavar="SECONDS"),
     Flag(COST, "--measure-link", "Measure alpha and beta, in processes that torchrun starts."),
@@ -125,8 +130,7 @@ def show_cost(
             src,
             tps=None if listed.tps is None else sorted({*listed.tps, *curve}),
             **stages,
-            batch=flags["batch"],
-            seq=flags["seq"],
+            **{name: flags[name] for name in ("batch", "seq", "height", "width", "frames")},
             link=link or Link(flags["alpha"], flags["beta"]),
             progress=progress,
             **options,
@@ -166,9 +170,15 @@ def _head(report: "CostReport") -> list[str]:
     """The settings of the counted run."""
     layers = f", {counted(report.num_layers, 'layer')}" if report.num_layers else ""
     prompts, tokens = counted(report.batch, "prompt"), counted(report.seq, "token")
+    frames = f" and {counted(report.frames, 'frame')}" if report.frames and report.frames > 1 else ""
+    step = (
+        f"a denoising step of {report.width} x {report.height} pixels{frames}"
+        if report.height
+        else "a step for the next token of each"
+    )
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}{stages_note(report.stages)}",
-        f"per rank, with {prompts} of {tokens}, and a step for the next token of each, in {report.dtype}",
+        f"per rank, with {prompts} of {tokens}, and {step}, in {report.dtype}",
         f"link: {_link(report.link)}; times: communication only; ring collectives; upper bound",
         *report.notes,
     ]

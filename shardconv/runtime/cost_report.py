@@ -69,8 +69,9 @@ class TpCost:
         cache_bytes: bytes of the cache after the prompts: keys and values, and states. None for models without a cache.
         activation_bytes: peak memory without weights and cache, by torch's allocations, with fused attention.
         memory_bytes: sum of the three.
-        prefill: the pass with the prompts.
-        decode: the pass that generates the next token of each prompt; None for models without a cache.
+        prefill: the pass with the prompts; None for transformers of diffusers.
+        decode: the pass that generates the next token of each prompt, or a denoising step; None for other models
+            without a cache.
         not_counted: why the dry run was not possible; None if it was.
     """
 
@@ -86,8 +87,8 @@ class TpCost:
     @classmethod
     def of(cls, tp: int, weight_bytes: int, usage: Usage, link: Link) -> "TpCost":
         """Sum up a dry run."""
-        prefill = Traffic.of(usage.prefill, tp, usage.num_layers, link)
-        decode = None if usage.decode is None else Traffic.of(usage.decode, tp, usage.num_layers, link)
+        passes = (usage.prefill, usage.decode)
+        prefill, decode = (None if one is None else Traffic.of(one, tp, usage.num_layers, link) for one in passes)
         memory = weight_bytes + usage.activation_bytes + (usage.cache_bytes or 0)
         return cls(tp, weight_bytes, usage.cache_bytes, usage.activation_bytes, memory, prefill, decode, None)
 
@@ -106,8 +107,11 @@ class CostReport:
         seq: tokens per prompt.
         link: the link between the ranks.
         costs: the cost at each tp size.
-        stages: number of layers of each pipeline stage; empty for one stage.
         notes: notes on the figures.
+        stages: number of layers of each pipeline stage; empty for one stage.
+        height: height in pixels of the result of a denoising step; None for models that are not of diffusers.
+        width: its width.
+        frames: its number of frames.
     """
 
     source: str
@@ -121,6 +125,9 @@ class CostReport:
     costs: tuple[TpCost, ...]
     notes: tuple[str, ...]
     stages: tuple[int, ...] = ()
+    height: int | None = None
+    width: int | None = None
+    frames: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

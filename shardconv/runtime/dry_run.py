@@ -19,12 +19,16 @@ from shardconv.convert.protocols import ModelOutput, PretrainedModel
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
 from shardconv.hf.diffusion import DiffusersConfig
+from shardconv.hf.inputs.special import diffusion_inputs, step_sizes
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.meters import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 from shardconv.support.errors import RunError
 from shardconv.tensor.cost import SEND
+
+#: The default number of tokens per prompt, unless the model supports fewer.
+SEQ = 2048
 
 #: The names of caches in outputs, and of the arguments for them.
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -37,14 +41,15 @@ class Usage(NamedTuple):
     """Collectives and memory of one rank.
 
     Attributes:
-        prefill: collectives of the call with the prompts.
-        decode: collectives of the next call, with one token per prompt; None for models without a cache.
+        prefill: collectives of the call with the prompts; None for models of diffusers.
+        decode: collectives of the next call, with one token per prompt, or of a denoising step; None for other models
+            without a cache.
         cache_bytes: size of the cache after the prompts; None for models without a cache.
         activation_bytes: peak memory of either call, without weights and cache.
         num_layers: number of layers of the decoder, whose collectives are marked; 0 if they are not found.
     """
 
-    prefill: tuple[Call, ...]
+    prefill: tuple[Call, ...] | None
     decode: tuple[Call, ...] | None
     cache_bytes: int | None
     activation_bytes: int
@@ -64,7 +69,7 @@ class MetaModel:
         has_config_dtype: whether the config has the dtype.
         num_layers: the number of layers of its decoder, or of the model if it has none; 0 if unknown.
         max_length: the maximum number of tokens by the config; None if unknown.
-        reads_tokens: whether its inputs are tokens of text; models of diffusers have others.
+        is_diffuser: whether it is a model of diffusers, whose calls are denoising steps.
         has_encoder: whether an encoder processes the prompts.
         other_inputs: its arguments for images, videos and audio, such as ``pixel_values``.
 
@@ -83,9 +88,22 @@ class MetaModel:
         self.dtype: torch.dtype = stored if named is None else named
         self.num_layers: int = getattr(text, "num_hidden_layers", None) or getattr(text, "num_layers", None) or 0
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)
-        self.reads_tokens = not isinstance(made, DiffusersConfig)
+        self.is_diffuser = isinstance(made, DiffusersConfig)
         self.has_encoder = bool(made.is_encoder_decoder)
         self.other_inputs = tuple(name for name in inspect.signature(kind.forward).parameters if name in _OTHER_INPUTS)
+
+    def input_sizes(self, given: Mapping[str, int | None]) -> dict[str, Any]:
+        """The sizes of its inputs: ``batch`` and ``seq``; for models of diffusers also those of the result.
+
+        Args:
+            given: sizes that the user chose, as in :func:`~shardconv.hf.inputs.special.step_sizes`.
+
+        Raises:
+            RunError: if the inputs of a class of diffusers are not known.
+        """
+        if self.is_diffuser:
+            return step_sizes(self._given, given)
+        return {**given, "seq": given["seq"] or min(SEQ, self.max_length or SEQ)}
 
     def on_disk(self) -> DiskTensors:
         """Return the tensors of its checkpoint, unquantized and without values."""
@@ -114,8 +132,6 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
     Raises:
         Exception: any error of building, converting or calling the model, as when its shapes depend on values.
     """
-    if not model.reads_tokens:
-        raise RunError(f"collectives and activations are not counted for {model.name}, whose inputs are not tokens")
     group = CountingGroup(tp)
     built = model.build_converted(request, group)
     layers = _layers(built, model.num_layers)
@@ -141,6 +157,39 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
         group.stage = 0
         built(**states, **_tokens(states, ids[:, :1]), **{name: cache}, **_options(built))
     return Usage(prefill, _take_calls(group), cache_of_stage, live.peak - cache_bytes, len(layers))
+
+
+def denoise(model: MetaModel, request: PlanRequest, tp: int, step: Mapping[str, int | None]) -> Usage:
+    """Count the collectives and memory of one of ``tp`` ranks in a denoising step of a model of diffusers.
+
+    Args:
+        model: the model.
+        request: determines the rules.
+        tp: the number of ranks.
+        step: the sizes of the step, see :func:`~shardconv.hf.inputs.special.step_sizes`.
+
+    Raises:
+        Exception: as for :func:`dry_run`.
+    """
+    group = CountingGroup(tp)
+    built = model.build_converted(request, group)
+    drawn = diffusion_inputs(built, torch.Generator(), step)
+    inputs = {name: _on_meta(value, model.dtype) for name, value in drawn.items()}
+    live = LiveBytes([*built.parameters(), *built.buffers(), *held_tensors(inputs)])
+    with torch.no_grad(), _MetaFunctions(), live:
+        built(**inputs)
+    return Usage(None, _take_calls(group), None, live.peak, 0)
+
+
+def _on_meta(value: Any, dtype: torch.dtype) -> Any:  # an input of any type
+    """An input on the meta device, with this dtype if it has a floating-point dtype."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_meta(one, dtype) for one in value)
+    if isinstance(value, dict):
+        return {name: _on_meta(one, dtype) for name, one in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("meta", dtype if value.is_floating_point() else value.dtype)
 
 
 def _take_calls(group: CountingGroup) -> tuple[Call, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import torch
 
 from shardconv.checkpoint.engine.copy import Progress
-from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
+from shardconv.checkpoint.operations.pipeline import Options, call_on, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read_config_alone
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
@@ -21,26 +21,29 @@ from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
 from shardconv.files.folder import AnyPath, file_bytes
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.files.weight_formats import is_index, is_weights
+from shardconv.files.text_files import read_json
+from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
 from shardconv.hf.names import DiskTensors
+from shardconv.hf.package import diffusers_name
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
+from shardconv.plan.request import PlanRequest
 from shardconv.plan.stages import chosen_stages
 from shardconv.plan.tp_sizes import padding_report, tp_sizes
 from shardconv.runtime.cost_report import CostReport, PipelineCost, TpCost
-from shardconv.runtime.dry_run import MetaModel, dry_run
-from shardconv.support.errors import PlanError, RunError, ShardconvError, option
+from shardconv.runtime.dry_run import SEQ, MetaModel, Usage, denoise, dry_run
+from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, option
 from shardconv.tensor.cost import Link
 
 #: The largest tp size that is counted by default.
 MAX_TP = 64
 #: The number of tp sizes with padding that are counted by default.
 NUM_PADDED = 3
-#: The default number of tokens per prompt, unless the model supports fewer.
-SEQ = 2048
+#: Sizes of the result of a denoising step.
+_OF_RESULT = ("height", "width", "frames")
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
@@ -48,8 +51,18 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 def cost_of_each(operation: Callable[..., CostReport], paths: list[AnyPath], options: Options) -> Any:
     """Estimate the cost of each component of a pipeline, and that of all: a :class:`PipelineCost`."""
     pipeline = open_source_pipeline(paths, options)
+    without_size = {**options, **dict.fromkeys(_OF_RESULT)}
+    reports = {
+        name: call_on(operation, pipeline, name, options if _is_diffuser(pipeline.first / name) else without_size)
+        for name in pipeline.components
+    }
     copied = sum(file_bytes(path) for name, path in pipeline.files.items() if is_weights(name) and not is_index(name))
-    return PipelineCost.of(str(paths[0]), call_on_each(operation, pipeline, options), copied)
+    return PipelineCost.of(str(paths[0]), reports, copied)
+
+
+def _is_diffuser(component: AnyPath) -> bool:
+    """Whether a component is of diffusers, and not of transformers."""
+    return (component / CONFIG_NAME).exists() and diffusers_name(read_json(component / CONFIG_NAME)) is not None
 
 
 @on_pipelines(cost_of_each)
@@ -61,6 +74,9 @@ def estimate_cost(
     stages: str | Sequence[int] = (),
     batch: int = 1,
     seq: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
     link: Link | None = None,
     progress: Progress | None = None,
     **options: Unpack[PlanOptions],
@@ -70,7 +86,7 @@ def estimate_cost(
     The model of transformers is built on torch's meta device, converted as by :func:`~shardconv.convert_model`, and
     called as by ``generate``: once with the prompts, and once with a token for each. So the collectives are those of a
     real run. In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. Images
-    and audio are not counted.
+    and audio are not counted. A transformer of diffusers is called once, as in one denoising step.
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
@@ -83,7 +99,11 @@ def estimate_cost(
             broadcast of the logits by ``run`` is not counted.
         stages: number of layers of each.
         batch: prompts per batch.
-        seq: tokens per prompt; by default :data:`SEQ`, or the maximum of the model if it is smaller.
+        seq: tokens per prompt; by default :data:`~shardconv.runtime.dry_run.SEQ`, or the maximum of the model if it is
+            smaller; for a transformer of diffusers, the number of its pipeline.
+        height: height in pixels of the result of a denoising step; by default that of the pipeline, as for the others.
+        width: width in pixels.
+        frames: the number of frames.
         link: the link between the ranks; by default the default of :class:`~shardconv.tensor.cost.Link`.
         progress: called with the number of tp sizes that are done, and with the number of all.
         options: see :class:`~shardconv.checkpoint.sources.planning.PlanOptions`.
@@ -99,8 +119,9 @@ def estimate_cost(
         >>> report = shardconv.estimate_cost("llama", tps=[2, 4])  # doctest: +SKIP
         >>> [cost.memory_bytes for cost in report.costs]  # doctest: +SKIP
     """
-    if batch < 1 or (seq is not None and seq < 1):
-        raise ValueError(f"batch = {batch}, seq = {seq}: both have to be at least 1")
+    given = {"batch": batch, "seq": seq, "height": height, "width": width, "frames": frames}
+    if wrong := [f"{name} = {size}" for name, size in given.items() if size is not None and size < 1]:
+        raise ValueError(f"{', '.join(wrong)}: has to be at least 1")
     chosen, path = chosen_stages(pp, stages), open_path(src)
     config, for_plan = read_config_alone(path, options)
     opened, made = (path, ()) if config is None else _without_weights(path, config)
@@ -109,18 +130,22 @@ def estimate_cost(
     of_stages = planner.stages(chosen)
     plans = [planner.plan(size, of_stages) for size in sizes]
     num_layers = () if of_stages is None else of_stages.num_layers
+    _check_size(source, {name: size for name, size in given.items() if name in _OF_RESULT and size is not None})
     link = Link() if link is None else link
     stored = _stored_dtype(source)
     models, problem = attempt(partial(_model_of, source, stored))
     model = models[0] if models else None
-    seq = seq or min(SEQ, (model and model.max_length) or SEQ)
+    inputs, problem = attempt(partial(model.input_sizes, given)) if model else ([], problem)
+    shown = inputs[0] if inputs else dict[str, Any]({**given, "seq": seq or SEQ})
     costs = []
     for number, plan in enumerate(plans):
         if progress is not None:
             progress(number, len(plans))
         weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.num_ranks))
         usages, error = (
-            attempt(partial(dry_run, model, request, plan.tp, batch, seq, num_layers)) if model else ([], problem)
+            attempt(partial(_count, model, request, plan.tp, inputs[0], num_layers))
+            if model and inputs
+            else ([], problem)
         )
         if error is None:
             costs.append(TpCost.of(plan.tp, weights, usages[0], link))
@@ -129,20 +154,32 @@ def estimate_cost(
             costs.append(TpCost(plan.tp, weights, None, None, None, None, None, reason))
     if progress is not None:
         progress(len(plans), len(plans))
-    notes = () if model is None else _notes(source, model, stored, seq, has_weights=config is None)
+    notes = () if model is None else _notes(source, model, stored, shown["seq"], has_weights=config is None)
     return CostReport(
         source=str(path),
         family=planner.rules.family,
         model=model.name if model else None,
         dtype=_name(model.dtype if model else stored),
         num_layers=model.num_layers if model else 0,
-        batch=batch,
-        seq=seq,
+        **shown,
         link=link,
         costs=tuple(costs),
         stages=num_layers,
         notes=(*planner.assumed, *made, *notes, *_size_notes(planner, sizes)),
     )
+
+
+def _check_size(source: Source, given: Mapping[str, int]) -> None:
+    """Refuse the size of a picture for models that do not make one."""
+    if given and diffusers_name(source.config or {}) is None:
+        raise UsageError(f"{source.path}: {option(**given)} is for transformers of diffusers: remove it")
+
+
+def _count(model: MetaModel, request: PlanRequest, tp: int, sizes: Mapping[str, Any], stages: Sequence[int]) -> Usage:
+    """Count a denoising step, or a prompt and a token."""
+    if model.is_diffuser:
+        return denoise(model, request, tp, sizes)
+    return dry_run(model, request, tp, sizes["batch"], sizes["seq"], stages)
 
 
 def _default_sizes(planner: Planner) -> list[int]:
@@ -259,6 +296,10 @@ def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, h
         yield f"{seq} tokens are more than the {model.max_length} that the model is made for"
     if model.has_encoder:
         yield "the encoder processes the prompts, and the decoder starts with one token"
+    if model.is_diffuser:
+        yield (
+            "a denoising step calls the transformer once: classifier-free guidance needs two calls, or twice the batch"
+        )
     if model.other_inputs:
         yield f"only text is counted, without {', '.join(model.other_inputs)}"
 

@@ -404,7 +404,7 @@ def test_config_that_is_a_link(tiny, tmp_path):
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"seq": 0}], ids=str)
 def test_wrong_arguments_are_refused(tiny, options):
-    with pytest.raises(ValueError, match="have to be at least 1"):
+    with pytest.raises(ValueError, match="has to be at least 1"):
         estimate_cost(tiny, **options)
 
 

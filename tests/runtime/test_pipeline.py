@@ -4,6 +4,7 @@ Latents are compared to 1e-4 of the largest, as sums over features are computed 
 """
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.damage import flip
 from tests.support.diffusion import CALLS, latents, write_diffusion
 from tests.support.matrix import cases
 from tests.support.ranks import on_ranks
+from tests.support.recording_group import recording_axis
 
 TPS = {"pair": 2, "four": 4}
 
@@ -85,6 +87,40 @@ def check_latents(axis, name, source, split):
 )
 def test_latents_equal_those_of_the_unsharded_pipeline(ranks, made, layout, name):
     ranks(layout, check_latents, name, *made(name, TPS[layout]))
+
+
+#: Sizes of a step that estimates do not take from the call: tokens of text, and pixels where the VAE does not compress.
+SIZES = {
+    "flux": {"seq": 16, "height": 8 * 16, "width": 8 * 16},
+    "sd3": {"seq": 2 * 16, "height": 8 * 32, "width": 8 * 32},
+    "wan": {"seq": 16, "height": 16, "width": 16, "frames": 5},
+}
+
+
+def check_step(axis, name, source, expected):
+    """The collectives of the transformer in a denoising step are the estimated ones."""
+    pipeline, recording = unsharded(source), recording_axis(axis)
+    shardconv.convert_model(pipeline.transformer, group=recording)
+    found = []
+    pipeline.transformer.register_forward_pre_hook(lambda *_: recording.group.seen.clear())
+    pipeline.transformer.register_forward_hook(lambda *_: found.append(Counter(recording.group.taken())))
+    latents(pipeline, name, steps=1, guidance_scale=1.0)
+    assert found == [expected]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_estimated_collectives_of_a_denoising_step_are_the_real_ones(ranks, made, name):
+    source, _ = made(name, 2)
+    (cost,) = shardconv.estimate_cost(source, tps=[2], **SIZES[name]).components["transformer"].costs
+    expected = Counter({(one.collective, one.num_bytes): one.count for one in cost.decode.collectives})
+    assert expected.total() > 10
+    ranks("pair", check_step, name, source, expected)
+
+
+def test_size_of_a_picture_is_for_diffusion_only(made):
+    source = made("flux", 2)[0]
+    with pytest.raises(UsageError, match="height=64 is for transformers of diffusers: remove it"):
+        shardconv.estimate_cost(source / "text_encoder", height=64)
 
 
 @on_ranks("pair")

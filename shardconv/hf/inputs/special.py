@@ -20,6 +20,7 @@ from shardconv.hf.diffusion import of_class, table
 from shardconv.hf.inputs.media import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
+from shardconv.support.errors import RunError
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]
@@ -152,17 +153,49 @@ class _TextValues(_Values):
 # --- models of diffusers ---------------------------------------------------------------------------------------------
 
 
-def diffusion_inputs(model: PretrainedModel, generator: torch.Generator) -> dict[str, Any]:
-    """Random inputs of a small model of diffusers.
+#: The sizes of a denoising step that users choose, to the names in ``diffusion.toml``.
+_CHOSEN = {
+    "batch": "batch", "seq": "text", "height": "pixel_height", "width": "pixel_width", "frames": "pixel_frames",
+}  # fmt: skip
+
+
+def step_sizes(config: Mapping[str, object], given: Mapping[str, int | None]) -> dict[str, Any]:
+    """The sizes of a denoising step of a model of real size: ``batch``, ``seq``, ``height``, ``width`` and ``frames``.
+
+    Args:
+        config: the content of ``config.json``.
+        given: values that replace defaults; None for the default.
+
+    Raises:
+        RunError: if the inputs of the class are not known.
+    """
+    fields = _fields_of_step(config, given)
+    return {name: fields.evaluate(size) for name, size in _CHOSEN.items()}
+
+
+def _fields_of_step(config: Mapping[str, object], given: Mapping[str, int | None]) -> Fields:
+    entry = of_class(name := config.get("_class_name"))
+    if "step" not in entry:
+        raise RunError(f"the inputs of a {name} of real size are not known")
+    chosen = {_CHOSEN[name]: size for name, size in given.items() if size is not None}
+    return Fields(config, {**table()["sizes"], **table()["steps"], **entry["step"], **chosen})
+
+
+def diffusion_inputs(
+    model: PretrainedModel, generator: torch.Generator, step: Mapping[str, int | None] | None = None
+) -> dict[str, Any]:
+    """Random inputs of a model of diffusers.
 
     Args:
         model: the model.
         generator: of the random values.
+        step: the sizes of a denoising step of a model of real size, see :func:`step_sizes`; None for a small model.
     """
     entry, config = of_class(type(model).__name__), config_fields(model)
     given = {**table()["inputs"], **table()["latents"].get(entry.get("latents"), {}), **entry.get("inputs", {})}
     names = [name for name in inspect.signature(model.forward).parameters if _has(config, given.get(name, {}))]
-    values = _DiffusionValues(generator, Fields(config, table()["sizes"]))
+    fields = Fields(config, table()["sizes"]) if step is None else _fields_of_step(config, step)
+    values = _DiffusionValues(generator, fields)
     return {name: values.draw(given[name]) for name in names}
 
 
@@ -186,13 +219,13 @@ class _DiffusionValues(_Values):
         return torch.polar(torch.ones(shape), torch.randn(shape, generator=self._generator))
 
     def _grid(self, table: Mapping[str, Any]) -> Tensor:
-        return torch.cartesian_prod(*map(torch.arange, table["grid"])).float()
+        return torch.cartesian_prod(*map(torch.arange, self._shape(table["grid"]))).float()
 
     def _tensor(self, table: Mapping[str, Any]) -> Tensor:
         return torch.tensor(table["tensor"])
 
     def _value(self, table: Mapping[str, Any]) -> object:
-        return table["value"]
+        return self._evaluated(table["value"])
 
     def _tuple(self, table: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(self.draw(table["tuple"]))
