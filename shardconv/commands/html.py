@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shardconv.commands.options import SourcePath
@@ -79,16 +78,13 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
             raise OutputError(f"{path}: is not a page of shardconv, so it is not overwritten: choose another file")
 
 
-_NO_STAGES: Mapping[str, Any] = MappingProxyType({})
-
-
 def plan_for_page(
-    src: SourcePath, tp: int | None, stages: Mapping[str, Any] = _NO_STAGES, **options: "Unpack[PlanOptions]"
+    src: SourcePath, tp: int | None, stages: Mapping[str, Any] | None = None, **options: "Unpack[PlanOptions]"
 ) -> "tuple[PlanReport | None, str | None]":
     """The plan to show beside another report, or the reason why there is none."""
     from shardconv.checkpoint.operations.plan_report import report_plan
 
     try:
-        return report_plan(src, tp=tp, **(stages if tp else {}), **options), None
+        return report_plan(src, tp=tp, **(stages if tp and stages else {}), **options), None
     except ShardconvError as error:
         return None, error.with_options()

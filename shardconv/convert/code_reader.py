@@ -72,7 +72,7 @@ class CodeReader(ABC):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether there are more calls than are read."""
+        """Whether calls exceed the maximum, so that further ones are not read."""
         return self._calls > _MAX_CALLS
 
     @abstractmethod
@@ -178,7 +178,7 @@ class CodeReader(ABC):
         return not going
 
     def _truth(self, test: ast.expr, names: Names) -> bool | None:
-        """The value of a test of attributes, which keep it; None for all other tests."""
+        """The value of a test that depends on attributes only, and so does not change; None for all other tests."""
         value = self._value(test, names)
         match test:
             case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as how], comparators=[ast.Constant(value=None)]):
@@ -307,7 +307,7 @@ def _content(cell: Any) -> object:
 def _bound(
     arguments: ast.arguments, inputs: Sequence[Value], options: Mapping[str, Value]
 ) -> Iterator[tuple[str, Value]]:
-    """The names of arguments with the values that they get."""
+    """Name to value of the arguments."""
     names = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
     given = [one for one in inputs if not one.is_many]
     yield from ((name, Value()) for name in (*names, *(one.arg for one in arguments.kwonlyargs)))

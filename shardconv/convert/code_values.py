@@ -58,10 +58,10 @@ class Value:
     Attributes:
         object: the object on this rank, if it is known.
         full: the number in the unsharded model, where it differs from the number on this rank.
-        counts: the attributes that a number is computed from.
+        counts: the attributes from which a number is computed.
         is_local: whether it is computed from an attribute that has its local value.
-        kind: "tensor", or "shape" or "width" for its shape and the size of its last dim; "weight" for a parameter of a
-            parallel layer; "" for other objects, and sizes that are known.
+        kind: "tensor" for a tensor, "shape" for its shape, "width" for the size of its last dim, "weight" for a
+            parameter of a parallel layer, "" for other objects and for known sizes.
         shard: the features of a tensor, or of its shape; None for an input of the forward.
         is_split: whether the tensor was divided already.
         is_moved: whether the features are in another dim than the last.
@@ -99,12 +99,12 @@ class Value:
 
     @property
     def is_last(self) -> bool:
-        """Whether its last dim are all local features of a layer."""
+        """Whether its last dim has all local features of a layer."""
         return self.is_sharded and not (self.is_split or self.is_moved)
 
     @property
     def is_raw(self) -> bool:
-        """Whether one dim are all local features of a layer."""
+        """Whether one dim has all local features of a layer."""
         return (self.is_sharded and not self.is_split) or any(one.is_raw for one in self.items or ())
 
 
@@ -119,12 +119,12 @@ def item_of(value: Value) -> Value:
 
 
 def items_of(value: Value) -> Sequence[Value]:
-    """The items of a sequence, if they are known; else one that stands for all of them."""
+    """The items of a sequence, if they are known; else one item that represents all of them."""
     return [item_of(value)] if value.items is None else value.items
 
 
 def unpacked(value: Value, number: int) -> list[Value]:
-    """The items of a value that is assigned to so many targets."""
+    """The items of a value that is assigned to this number of targets."""
     if value.items is not None and len(value.items) == number:
         return list(value.items)
     if value.kind == "shape":

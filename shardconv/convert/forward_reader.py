@@ -1,7 +1,7 @@
-"""Reading of the forward of a module: how it divides the local features of column parallel layers.
+"""Reading of the forward of a module, and of its divisions of the local features of column parallel layers.
 
-Owns which divisions are right on each rank. Follows outputs of column parallel layers through methods, functions, and
-objects that get the module.
+Owns the rules for divisions that are correct on each rank. Follows outputs of column parallel layers through methods,
+functions, and objects that get the module.
 """
 
 import ast
@@ -36,8 +36,8 @@ from shardconv.layers.parallel_module import ParallelModule
 #: Classes whose output does not have the features of their input.
 _MIXING = (nn.Linear, nn.Embedding, ParallelLinear, nn.modules.conv._ConvNd)  # noqa: SLF001 - of all convolutions
 #: Operations that divide features.
-_RESHAPING, _CUTTING = ("view", "reshape", "unflatten", "rearrange"), ("chunk", "tensor_split", "split")
-_DIVIDING = (*_RESHAPING, *_CUTTING)
+_RESHAPING, _SPLITTING = ("view", "reshape", "unflatten", "rearrange"), ("chunk", "tensor_split", "split")
+_DIVIDING = (*_RESHAPING, *_SPLITTING)
 #: Operations over a dim, with the place of the dim in their arguments behind the tensor; without one, over all dims or
 #: the last.
 _OVER_DIM = {
@@ -75,10 +75,10 @@ class ForwardReader(CodeReader):
     """Reads the forward of a module that has column parallel layers.
 
     Args:
-        outputs: the layers that become parallel or are: the features of the output; None where it is not sharded.
+        outputs: the layers that are or become parallel, to the local features of the output; None if not sharded.
         modules: all modules that are or contain layers with shards.
-        changed: attributes of objects, by id and name, that have another value per rank: the value in the unsharded
-            model, and on this rank.
+        changed: attributes with per-rank values, by id of the object and name: the value in the unsharded model, and
+            the value on this rank.
 
     Attributes:
         problems: divisions of local features by numbers of the unsharded model, in the module that was read last.
@@ -261,8 +261,8 @@ class ForwardReader(CodeReader):
             return self._found_over(base, name)
         if not base.is_split and name in _RESHAPING:
             return self._divide(base, shard, _sizes(name, inputs, options), is_exact=name not in ("view", "reshape"))
-        if not base.is_split and (name in _CUTTING or (name == "glu" and base.is_last)):
-            return self._cut(name, base, shard, inputs, options)
+        if not base.is_split and (name in _SPLITTING or (name == "glu" and base.is_last)):
+            return self._split(name, base, shard, inputs, options)
         return Value() if name in ("dim", "numel", "item") else joined([base, *inputs, *options.values()])
 
     def _divide(self, base: Value, shard: LocalFeatures, sizes: Sequence[Value], *, is_exact: bool) -> Value:
@@ -309,10 +309,10 @@ class ForwardReader(CodeReader):
             counted = [size for size in sizes[:-1] if _attribute_in(size) and size.number != 1] or sizes[:1]
             self._found(shard, _attribute_in(counted[0]) if len(sizes) > 1 else (), counted[0].number or 0)
 
-    def _cut(
+    def _split(
         self, name: str, base: Value, shard: LocalFeatures, inputs: list[Value], options: dict[str, Value]
     ) -> Value:
-        """Read a division into segments, or into parts of a size such as the size of a head."""
+        """Read a division into segments, or into parts of one size, such as heads."""
         named = [options[one] for one in ("chunks", "split_size_or_sections", "split_size", "dim") if one in options]
         given = [Value(2), *(inputs or named or [Value(-1)])] if name == "glu" else [*inputs, *named]
         if len(given) < 2 or given[1].number not in LAST_DIMS:

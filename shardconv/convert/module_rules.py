@@ -1,6 +1,6 @@
 """Per-rank overrides of the modules of a model, from the module rules of a family.
 
-Owns how units and expressions of rules become numbers, slices and classes. Changes no module: overrides.py does.
+Owns the evaluation of units and expressions to numbers, slices and classes. ``overrides`` changes the modules.
 """
 
 import inspect
@@ -168,7 +168,7 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
 
 
 def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> dict[str, Placement]:
-    """The placements of the parameters and buffers that a module reads the local slice of."""
+    """The placements of the parameters and buffers of which a module reads the local slice."""
     slices = {
         name: _slice(one, model_rules, axis.size)
         for name, one in rule.slices.items()

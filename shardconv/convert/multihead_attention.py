@@ -60,7 +60,7 @@ def check_readers(module: nn.Module, replacements: Mapping[nn.Module, ParallelMo
 
 
 def _check_norms(name: str, module: nn.Module, replacements: Mapping[nn.Module, ParallelModule]) -> None:
-    """Check that no norm of a module of torch, which is over all features, is sharded."""
+    """Check that norms of modules of torch, which are over all features, are not sharded."""
     norms = [own for own, layer in module.named_children() if isinstance(replacements.get(layer), _NORMS)]
     if norms:
         raise ValueError(f"{name}: {norms[0]} of a {type(module).__name__} is over all features: replicate it")

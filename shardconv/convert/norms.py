@@ -1,4 +1,4 @@
-"""Norms over sharded features or heads: each computes what the unsharded norm computes over all of them."""
+"""Norms over sharded features or heads, with the results of the unsharded norms."""
 
 from typing import Unpack
 
@@ -44,7 +44,7 @@ class GlobalRMSNorm(Sharded):
 
 
 class GlobalLayerNorm(Sharded):
-    """A layer norm over sharded features. All-gathers two numbers per row; padding is not part of them.
+    """A layer norm over sharded features. All-gathers two numbers per row, which exclude padding.
 
     Mean and variance of all features follow from the mean and variance of each rank: see Chan, Golub and LeVeque,
     "Updating formulae and a pairwise algorithm for computing sample variances" (1979).

@@ -1,8 +1,8 @@
 """Module overrides: per-rank head counts, sliced inputs and other changes of modules beside their parameters.
 
 Owns the one function that makes these changes, for families and policies alike, and the classes that extend a module's
-own class by collectives and slices around its forward. Each computes what the unsharded module computes, with the
-module's own code.
+own class by collectives and slices around its forward. Each computes the result of the unsharded module with
+the module's own code.
 """
 
 import inspect
@@ -59,7 +59,7 @@ class Overrides:
 
     Attributes:
         module: the module.
-        new_class: the class that takes the place of its own; None to keep that.
+        new_class: the class that replaces its own; None to keep its own.
         config_fields: fields of its config, with their values on this rank.
         attributes: attributes, with their values on this rank.
         limits: attributes, each with a layer and another attribute: the value is at most the local rows of the layer's
@@ -67,7 +67,7 @@ class Overrides:
         inputs: arguments of its forward, each with the function that slices it for this rank.
         extensions: the classes that extend its own, each on top of the previous ones.
         gathers: patterns of the parameters, of any module, that are gathered on use.
-        is_checked: whether the rules say that the code of the module is right on each rank.
+        is_checked: whether the rules state that the code of the module is correct on each rank.
     """
 
     module: nn.Module
@@ -260,7 +260,7 @@ class GatheredOutput(ParallelModule):
 
 
 class Unfused(ParallelModule):
-    """A module that computes in training as in eval mode, as its code for training reads weights of its layers."""
+    """A module that always uses its code for eval mode, because its code for training reads weights of its layers."""
 
     @property
     def training(self) -> bool:

@@ -145,8 +145,8 @@ class RankTensor(Tensor):
         selection = select(self._view, self.shard)
         if selection is None:
             raise NotHeldError(
-                f"{self.shard.name}: a view of shape {list(self.shape)} mixes elements of dim {self.shard.dim} with "
-                f"those of other dims: {self.shard.remedy}"
+                f"{self.shard.name}: a view of shape {list(self.shape)} mixes elements of dim {self.shard.dim} and of "
+                f"other dims: {self.shard.remedy}"
             )
         return selection
 

@@ -100,7 +100,7 @@ def open_for_engine(
 
 
 def _open(folder: Path, tp: int | None, stages: EngineStages | None, options: PlanOptions) -> Loadable:
-    """Open a checkpoint, with the stages of a source if those of its family are known."""
+    """Open a checkpoint, with the stages of a source if its family has them."""
     if tp is not None and stages is not None:
         with suppress(PlanError, UsageError):  # the engine may have stages of more families
             return open_loadable(folder, tp=tp, stages=stages.num_layers, options=options)

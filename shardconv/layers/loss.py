@@ -296,7 +296,7 @@ class ParallelCrossEntropyLoss(nn.CrossEntropyLoss):
     """nn.CrossEntropyLoss over logits sharded by class, as of :class:`~shardconv.layers.VocabParallelClassifier`.
 
     Args:
-        weight: [C], for all classes. This argument and the next five are those of nn.CrossEntropyLoss.
+        weight: [C], for all classes. This argument and the next five are as in nn.CrossEntropyLoss.
         size_average: deprecated.
         ignore_index: target that does not count.
         reduce: deprecated.

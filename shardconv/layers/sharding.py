@@ -97,7 +97,7 @@ def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int |
 
 
 def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) -> Tensor:
-    """Return this rank's shard of a replicated tensor; differentiable: backward is an all-gather.
+    """Return this rank's shard of a replicated tensor; backward all-gathers the gradient.
 
     Args:
         full: the full tensor, the same on every rank.

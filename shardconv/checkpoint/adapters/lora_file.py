@@ -1,8 +1,8 @@
-"""LoRA files in the names of diffusers, Kohya's scripts and ComfyUI, which may have layers of several components.
+"""LoRA files with the names of diffusers, Kohya's scripts and ComfyUI, which may have layers of several components.
 
-On its base model, the part of a component becomes an adapter of PEFT, whose tensors are read from the file. A layer
-that is fused in the original checkpoint becomes several, which share A and have rows of B. ``lora_names.toml`` has the
-names.
+The layers of a component become an adapter of PEFT on the base model, whose tensors are read from the file. A layer
+that is fused in the original checkpoint becomes several layers, which share A and have rows of B. ``lora_names.toml``
+has the names.
 """
 
 import json
@@ -82,8 +82,7 @@ class LoraFile:
 
     Attributes:
         source: the file.
-        components: name of a component, "" if the file does not name it, to the uses and names of the tensors of its
-            layers.
+        components: name of a component ("" if the file does not name it) to the uses and names of its layers' tensors.
     """
 
     source: Source
@@ -214,7 +213,7 @@ class _BaseNames:
         }
 
     def modules(self, layer: _Layer) -> tuple[str, ...]:
-        """The modules that a layer of a file consists of; none if one is not in the base model."""
+        """The modules in a layer of a file; none if one of them is not in the base model."""
         if (found := self._flat.get(layer.name) if layer.is_flat else self._module(layer.name)) is not None:
             return (found,)
         related = find_target(self._original[layer.is_flat], layer.name)

@@ -112,6 +112,12 @@ class Shards(NamedTuple):
             yield self.offsets[rank] + row * stride + column, count
             start += count
 
+    def stored(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """File, offset and size of each contiguous range with bytes ``[start, stop)`` of the full tensor."""
+        for rank, _, low, high in self.geometry.overlaps(start, stop):
+            for offset, size in self.ranges(rank, low, high):
+                yield self.files[rank], offset, size
+
     def extent(self, rank: int, start: int, stop: int) -> tuple[int, int]:
         """The range of a file from the first to the last of these bytes of a rank's shard: offset and size."""
         (first, _), (last, _) = (next(self.ranges(rank, at, stop)) for at in (start, stop - 1))

@@ -107,14 +107,11 @@ class ShardReader:
         """
         state = StripeState(number)
         for span in stripe:
-            shards = self.tensors[span.tensor]
-            for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
-                file = shards.files[rank]
-                for offset, size in shards.ranges(rank, low, high):
-                    data = views[file][offset : offset + size]
-                    if not populate(data):
-                        self._files.read(file, memoryview(bytearray(size)), offset)  # raises the reason
-                    state.update(file // self._files_per_rank, data)
+            for file, offset, size in self.tensors[span.tensor].stored(span.start, span.stop):
+                data = views[file][offset : offset + size]
+                if not populate(data):
+                    self._files.read(file, memoryview(bytearray(size)), offset)  # raises the reason
+                state.update(file // self._files_per_rank, data)
         self.finish(state, stripe)
 
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:

@@ -192,14 +192,11 @@ class ResumableWriter(ShardWriter):
 
     def _read(self, state: StripeState, span: Span, scratch: Scratch) -> None:
         """Compute the checksums of a span, in the order in which its bytes were written."""
-        shards = self.tensors[span.tensor]
-        for rank, _, low, high in shards.geometry.overlaps(span.start, span.stop):
-            file = shards.files[rank]
-            for offset, size in shards.ranges(rank, low, high):
-                for at in range(0, size, scratch.block_bytes):
-                    data = scratch.take("block", min(size - at, scratch.block_bytes))
-                    self._files.read(file, data, offset + at)
-                    state.update(file // self._files_per_rank, data)
+        for file, offset, size in self.tensors[span.tensor].stored(span.start, span.stop):
+            for at in range(0, size, scratch.block_bytes):
+                data = scratch.take("block", min(size - at, scratch.block_bytes))
+                self._files.read(file, data, offset + at)
+                state.update(file // self._files_per_rank, data)
 
 
 def _digests(state: StripeState) -> dict[int, str]:

@@ -1,6 +1,6 @@
 """The one writer of checkpoints: stage, open the new files, copy all tensors in one pass, then auxiliary files.
 
-The caller writes what makes the folder a checkpoint (its manifest or index) at the end, in the same context; on exit,
+The caller writes the manifest or index, which makes the folder a checkpoint, at the end of the same context. On exit,
 the checkpoint becomes visible as a whole, or not at all.
 """
 
@@ -168,7 +168,7 @@ class CheckpointWriter:
 
     Attributes:
         destination: its place.
-        options: how it is written.
+        options: the options for writing.
         auxiliary: its auxiliary files.
         like: the folder whose permissions the new folder gets; None for the usual ones.
         added_files: names of the files that the caller adds.
@@ -201,7 +201,7 @@ class CheckpointWriter:
         """Check the destination, which in a dry run may exist, and write.
 
         Args:
-            sources: the paths of what is read.
+            sources: the paths that are read.
             write: writes the checkpoint, and returns the bytes of full tensors that an interrupted run had written.
             began: when the command began, by ``time.perf_counter``.
             check: called in a dry run instead of ``write``.
@@ -232,11 +232,11 @@ class CheckpointWriter:
         """Write the weights and auxiliary files; on exit, the checkpoint becomes visible.
 
         Args:
-            reader: reads the full tensors, of which only what the weights need.
+            reader: reads the full tensors, or the parts of them that the weights need.
             inputs: its files, which are closed at the end; they must not change.
             weights: the weight files.
             settings: the command and its options: see :func:`~shardconv.checkpoint.output.job.settings_of`.
-            read: other files that the result follows from.
+            read: other files on which the result depends.
 
         Raises:
             IntegrityError: if bytes or files differ from their checksums.

@@ -1,7 +1,7 @@
 """The full tensors of rank files of another tool, under the names of a Hugging Face checkpoint, by their layout.
 
 Most layouts name the dim that ranks shard. For rank files of an engine, the dims follow from the plan of its model:
-the tensors of every rank must be the ones that shardconv would write by this plan.
+the tensors of every rank must equal a split by this plan.
 """
 
 from collections import Counter

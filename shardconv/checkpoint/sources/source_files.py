@@ -62,7 +62,7 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
 
     Args:
         folder: the folder.
-        given_index: the name of the index that the user passed; None if it passed the folder.
+        given_index: the name of the index that the user passed; None for a folder.
 
     Raises:
         SourceError: if the files are not exactly one checkpoint, or its index is not valid.
@@ -114,7 +114,7 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
-    """Refuse several variants of a checkpoint: the default one is not always the one that a user wants."""
+    """Refuse several variants of a checkpoint: the user may not want the default one."""
     found = [name for name in sorted(names) if weight_format.has_or_lists(name) and not NUMBERED_NAME.fullmatch(name)]
     if held := next(variants(found), None):
         raise SourceError(
@@ -181,7 +181,7 @@ def _no_weights(folder: AnyPath, files: Collection[str]) -> str:
 
 
 def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> Source:
-    """Read which tensors weight files have: a source without its other files.
+    """Read the headers of weight files: a source without its other files.
 
     Args:
         path: the folder of the files, or the only one.

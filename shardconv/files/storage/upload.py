@@ -23,7 +23,7 @@ FROM_FILE_BYTES = 16 * 2**20
 
 
 class Rooms:
-    """Room for parts that are sent at a time, of all files of a command.
+    """Limits on the parts that are sent at the same time, of all files of a command.
 
     Args:
         part_bytes: bytes of a part, or more.
@@ -174,7 +174,7 @@ class Upload:
 
 
 class UploadFiles:
-    """New files in a store, as :class:`~shardconv.files.output_files.LocalOutputFiles` are local ones.
+    """New files in a store, with the methods of :class:`~shardconv.files.output_files.LocalOutputFiles`.
 
     Args:
         keys: their places.
@@ -231,12 +231,12 @@ class UploadFiles:
         return [*late, *finish({submit(upload.abort()): upload.key.shown for upload in self.uploads})]
 
     def release(self) -> None:
-        """Give back memory, also after an error."""
+        """Release memory, also after an error."""
         self._memory.trim()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release memory: all is written; the files are completed or aborted with the folder that they belong to."""
+        """Release memory. The destination completes or aborts the files."""
         self.release()
