@@ -57,6 +57,7 @@ WORDS = {
 #: The same for openings of docstrings and of entries in the changelog, and for verdicts, with their case.
 CASED = {
     r'"""(?:What|How|Which|Why|Who|Where|When) ': "a noun or a verb",
+    r"^#: (?:What|Which|Why|Who) ": "a noun",
     r"^- (?:Get|See|Learn|Find) ": "what was added",
     r"\bDIFFERENT\b": "failed, differs",
     r"\bFAILED TO RUN\b": "failed to run",
@@ -67,6 +68,8 @@ WARNINGS = {
     r"\bthe ones? (?:that|which|of)\b": "repeat the noun",
     r"\blikewise\b": "a sentence with the fact",
     r"\bin place of\b": "instead of",
+    r"\bthose (?:that|which|with)\b": "repeat the noun",
+    r"\bwhat (?:is|are|was|were|has|have|it|they|the|a|an|no)\b": "the noun",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 

@@ -67,8 +67,8 @@ _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 _FAMILIES = Option(
-    REPORT, "--list-families families", "List the families and the model types that they serve, or those that contain "
-    "WORD.",
+    REPORT, "--list-families families", "List the families and the model types that they serve; with WORD, "
+    "only names that contain it.",
     type=FAMILY, metavar="[WORD]", is_flag=False, flag_value="",
 )  # fmt: skip
 

@@ -61,7 +61,7 @@ def convert_model(
 ) -> ModuleT:
     """Shard a model over the ranks, in place, by the rules of its family, or by policies.
 
-    The result computes what the model computed, forward, backward and in generation, each rank with its local heads,
+    The result computes the same as the model, forward, backward and in generation, each rank with its local heads,
     hidden features, experts and vocabulary. Every rank returns full logits. To train with dropout the ranks have to be
     seeded alike, which each pass checks; dropout masks over attention weights are the same for the heads of each rank.
 

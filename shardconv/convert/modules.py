@@ -94,7 +94,7 @@ class Sharded(Substitutable, ParallelModule):
 
     Attributes:
         styles: the style in the plan of each of its parameters.
-        output_is_full: whether its forward all-reduces what it computes with row parallel parameters.
+        output_is_full: whether its forward all-reduces its products with row parallel parameters.
     """
 
     styles: Mapping[str, str]
@@ -122,7 +122,7 @@ class Sharded(Substitutable, ParallelModule):
             return super().forward(*inputs, **options)
 
     def substitution(self) -> dict[tuple[nn.Module, str], object]:
-        """The tensors that forward uses in place of the parameters."""
+        """The tensors that forward uses instead of the parameters."""
         names = [name for name, parameter in self._parameters.items() if parameter is not None]
         return {(self, name): self._used(name) for name in names if name not in self.slices}
 

@@ -123,8 +123,8 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
         yield f"rank {rank}: {error.with_options()}"
     except ImportError as error:
         raise RunError(
-            f"--engine vllm: vLLM {_version()} cannot be imported ({one_line(error)}): install what is missing, or a "
-            f"supported version (0.32 or later)"
+            f"--engine vllm: vLLM {_version()} cannot be imported ({one_line(error)}): install the missing package, or "
+            f"a supported version (0.32 or later)"
         ) from error
     except _RAISED as error:
         text = " ".join(str(error).split())  # the reason may be on any of its lines
@@ -173,7 +173,7 @@ def _missing(model: EngineModel, folder: Path, manifest: Manifest, rank: int) ->
     stages = EngineStages(num_layers, rank // tp) if num_layers else None
     source = open_for_engine(folder, tp=tp, rank=rank % tp, engine="vllm", verify=False, stages=stages)
     loaded = model.load_weights(rank_weights(source, dry_run=True))
-    if loaded is None:  # the model does not report what it loaded; the elements it used are on the rank
+    if loaded is None:  # the model does not report the loaded names; the elements it used are on the rank
         return []
     loaded |= engines.vllm_process.optional_parameters(model)
     return sorted(name for name, _ in model.named_parameters() if name not in loaded)

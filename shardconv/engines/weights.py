@@ -133,7 +133,7 @@ def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozense
 def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of a checkpoint: a rank tensor of the full shape where it is sharded, else the full tensor.
 
-    Only the current tensor is in memory, and those that the caller keeps. Rank tensors can also be read later.
+    Only the current tensor, and tensors that the caller keeps, are in memory. Rank tensors can also be read later.
 
     Args:
         source: result of :func:`open_for_engine`.

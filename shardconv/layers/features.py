@@ -1,7 +1,7 @@
 """Marks on tensors that describe how they are sharded, and their checks; the results of operations do not have them.
 
 A layer marks its output with the placement of its features, for losses and for layers that need all features. A tag of
-:class:`RegisterParallelDim` asserts what the consumer of a tensor assumes. Neither changes what a layer computes.
+:class:`RegisterParallelDim` asserts an assumption of the consumer of a tensor. Neither changes the results of a layer.
 """
 
 from collections.abc import Callable, Collection
@@ -78,7 +78,7 @@ def get_parallel_dim(tensor: Tensor) -> int | None:
 def check_tag(
     tensor: Tensor, allowed: Collection[int | None], axis: Axis, describe: Callable[[], str], name: str = "input"
 ) -> None:
-    """Check the tag of a tensor against what its consumer assumes.
+    """Check the tag of a tensor against the assumptions of its consumer.
 
     Does nothing on one rank, where sharded and replicated are the same, and in a compiled graph, which is without tags.
 
@@ -110,7 +110,7 @@ def _describe(dim: int | None) -> str:
 class RegisterParallelDim(nn.Module):
     """Tag each tensor that passes as sharded along ``dim``, or as replicated.
 
-    Parallel layers and losses raise if the tag of a tensor that they receive contradicts what they assume. Linear
+    Parallel layers and losses raise if the tag of a tensor that they receive contradicts their assumptions. Linear
     layers check their input; embeddings, their ids; cross entropy, its logits, target and class weights; and
     :class:`~shardconv.layers.ParallelDropout`, its input.
 

@@ -1,4 +1,4 @@
-"""Names of tensors in Megatron-Core's files, from those that the rules of its layout have, and back.
+"""Names of tensors in Megatron-Core's files, from the names in the rules of its layout, and back.
 
 In the rules, all layers are ``decoder.layers.N``, also MTP layers, which follow the others. In files, MTP layers are
 ``mtp.layers.N``, with a decoder layer in a module that has one name up to Megatron-Core 0.16 and another from 0.17 on.

@@ -1,4 +1,4 @@
-"""Adapters: how the tensors of a LoRA adapter of PEFT cover the weights of their base model.
+"""Adapters: the grids by which the tensors of a LoRA adapter of PEFT cover the weights of their base model.
 
 A layer with weight W, which maps input to output features, has A of shape [rank, input], B of shape [output, rank] and,
 with DoRA, a magnitude of shape [output]. Each covers W by a grid, so its placement follows from W's: B is sharded
@@ -23,13 +23,13 @@ PREFIX = "base_model.model."
 #: Between the name of an adapted layer and the name of a parameter of its base that the adapter replaces.
 _BASE_LAYER = ".base_layer"
 
-#: What a tensor is in the formula of the layer.
+#: Roles of tensors in the formula of the layer.
 A, B, BIAS, MAGNITUDE = "A", "B", "bias", "magnitude"
-#: What a dim of a tensor is, and of a weight: its axis.
+#: Axes of the dims of tensors and weights.
 OUTPUT, INPUT, _RANK = "output", "input", "rank"
 #: For each tensor its dims.
 _DIMS = {A: (_RANK, INPUT), B: (OUTPUT, _RANK), BIAS: (OUTPUT,), MAGNITUDE: (OUTPUT,)}
-#: End of the name to what the tensor is.
+#: End of the name to the role of the tensor.
 _LINEAR_SUFFIXES = {
     ".lora_A.weight": A,
     ".lora_B.weight": B,
@@ -38,7 +38,7 @@ _LINEAR_SUFFIXES = {
     ".lora_magnitude_vector.weight": MAGNITUDE,
 }
 _EMBEDDING_SUFFIXES = {".lora_embedding_A": A, ".lora_embedding_B": B}
-#: What a tensor of a linear layer is to the end of the name that PEFT gives it.
+#: Role of a tensor of a linear layer to the end of the name that PEFT gives it.
 SUFFIXES = {use: suffix for suffix, use in _LINEAR_SUFFIXES.items()}
 
 
@@ -49,7 +49,7 @@ class AdaptedLayer:
     Attributes:
         module: the name of the layer in the base model.
         is_embedding: whether it is an embedding.
-        tensors: what a tensor is, one of A, B, BIAS and MAGNITUDE, to its name in the adapter.
+        tensors: role of a tensor, one of A, B, BIAS and MAGNITUDE, to its name in the adapter.
     """
 
     module: str

@@ -46,12 +46,12 @@ CONTENTS = (PLAIN, GROUP_INDEX, SHAPE)
 
 #: A number that is always 0.
 ZERO = "zero"
-#: How entries are read; ``formats/formats.toml`` describes them.
+#: Encodings of entries; ``formats/formats.toml`` describes them.
 NUMBERS = frozenset(
     {PLAIN, ZERO, "uint", "uint_minus_1", "offset_binary", "awq", "e2m1", "e8m0", "int8_absmax", "int4"}
 )
 
-#: What a stored tensor is in the formula of the weight, (values - zero point) * (scale * factor / divisor). With a
+#: Roles of stored tensors in the formula of the weight, (values - zero point) * (scale * factor / divisor). With a
 #: ``GROUP_INDEX``, entry g of a dim of scales and zero points that covers no dim is for the input features of group g.
 VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR = "values", "zero_point", "scale", "factor", "divisor"
 ROLES = (VALUES, ZERO_POINT, SCALE, FACTOR, DIVISOR, GROUP_INDEX)
@@ -62,14 +62,14 @@ class Grid(Data, frozen=True, cache_hash=True):
 
     Attributes:
         suffix: end of the name of the stored tensor.
-        replacement: what the name of the logical matrix has instead.
+        replacement: the end of the logical matrix's name, instead of the suffix.
         shape: shape of the logical matrix.
         dims: one for each dim of the stored tensor.
-        axes: what each dim of the logical matrix is, for messages: ``output``, ``input``.
+        axes: the axis of each dim of the logical matrix, for messages: ``output``, ``input``.
         content: one of :data:`CONTENTS`.
         group: for content or role :data:`GROUP_INDEX` the elements in a group; 0 for one group over all elements.
         role: one of :data:`ROLES`; "" if the tensor does not change the weight.
-        numbers: how entries are read, one of :data:`NUMBERS`.
+        numbers: the encoding of entries, one of :data:`NUMBERS`.
         padding: for each dim of the logical matrix, padding is a multiple of this many elements: blocks of all stored
             tensors that only have padding, and whose stored zeros are the value 0; 0 if there are none.
         prefix: beginning of the name of the stored tensor, which the name of the logical matrix does not have.
@@ -89,7 +89,7 @@ class Grid(Data, frozen=True, cache_hash=True):
 
     @property
     def is_checked(self) -> bool:
-        """Whether the values of the full tensor are compared with those that the settings give."""
+        """Whether the values of the full tensor are compared with the values by the settings."""
         return self.content != PLAIN or self.group > 0 or self.numbers == ZERO
 
     def logical_name(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Placement: which elements of a full tensor each rank holds; and units, such as heads, which no boundary divides.
+"""Placement: the elements of a full tensor on each rank; and units, such as heads, that no boundary divides.
 
 Every sharding rule is a :class:`Placement`: one dim, and for each rank an ordered list of intervals of that dim, with
 padding between them. Pure integer arithmetic, independent of bytes, files, models and torch.

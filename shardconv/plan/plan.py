@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
 
 
 def logical_tensors(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The tensors of the same model without quantization: each logical matrix in place of the tensors that store it."""
+    """The tensors of the same model without quantization: each logical matrix instead of the tensors that store it."""
     found: dict[str, TensorSpec] = {}
     for name, spec in tensors.items():
         if spec.grid is None:

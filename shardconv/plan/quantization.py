@@ -1,4 +1,4 @@
-"""Detect the tensors of quantized checkpoints, and refuse those that no quantization settings describe.
+"""Detect the tensors of quantized checkpoints, and refuse tensors that no quantization settings describe.
 
 A quantized layer that is treated as unquantized would have the right shape and wrong values.
 """

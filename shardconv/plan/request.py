@@ -68,7 +68,7 @@ class PlanRequest(Data, frozen=True):
             )
 
 
-#: What ``rules`` accepts:
+#: Values of ``rules``:
 #:
 #: - ``"auto"``: the family of the config's ``model_type``;
 #: - the name of a family;

@@ -147,7 +147,7 @@ class RuleSet(Data, frozen=True, eq=False):
         return replace(self, models=tuple(models))
 
     def stored(self) -> Self:
-        """The rule set as a manifest stores it: the rules whose ``when`` holds, and what they read."""
+        """The rule set as a manifest stores it: the rules whose ``when`` holds, and the fields that they read."""
         return replace(self, models=tuple(map(_stored, self.models)))
 
     def check(self) -> None:

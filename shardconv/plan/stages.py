@@ -79,7 +79,7 @@ def even_stages(layer_bytes: Sequence[int], pp: int) -> tuple[int, ...]:
     """The number of layers of each of ``pp`` stages that minimize the bytes of the largest stage.
 
     Args:
-        layer_bytes: bytes of each layer, with those of other tensors in the first and in the last one.
+        layer_bytes: bytes of each layer, including other tensors in the first and in the last one.
         pp: number of stages, at most the number of layers.
     """
     limits, count = range(max(layer_bytes), sum(layer_bytes) + 1), len(layer_bytes)
@@ -125,8 +125,8 @@ def chosen_stages(
 
     Args:
         pp: number of stages; None if it is not given.
-        stages: number of layers of each, also as a text such as "20,20,21,19"; empty for equal numbers. Those of a base
-            model for its adapter.
+        stages: number of layers of each, also as a text such as "20,20,21,19"; empty for equal numbers. For an adapter,
+            layers of its base model.
         default: the stages if neither is given.
 
     Raises:
@@ -189,8 +189,8 @@ class StageFinder:
 
         Args:
             chosen: the choice of the user.
-            names: of its tensors, or of those that an adapter changes.
-            is_adapter: whether they are those of an adapter, which may lack layers.
+            names: of its tensors, or of the tensors that an adapter changes.
+            is_adapter: whether they belong to an adapter, which may lack layers.
 
         Raises:
             PlanError: if the model does not have one sequence of layers, or its number of layers is unknown.

@@ -209,7 +209,7 @@ class TensorGroup:
         return replace(self, rule=other)
 
     def _fields_read(self) -> tuple[str, ...]:
-        """The config fields that were read, with a mark on those that were assumed."""
+        """The config fields that were read, with a mark on assumed ones."""
         assumed = HEAD_FIELDS if self.rules.uncertain else frozenset()
         return tuple(f"{key}={value}{' assumed' * (key in assumed)}" for key, value in self._fields.read.items())
 

@@ -211,7 +211,7 @@ def _check_names(folder: AnyPath) -> None:
 
 
 def _check_tensors(source: Source, manifest: Manifest, *, dequantize: bool) -> None:
-    """Check that tensors have the names and shapes of those that were split; dtypes do not matter in float32.
+    """Check that tensors have the names and shapes of the split ones; dtypes do not matter in float32.
 
     A model does not use every tensor of its files, and transformers renames some, so other names alone are accepted
     if the shapes are equal. Padded checkpoints have other shapes than their source, and dequantized models other

@@ -153,7 +153,7 @@ def _awq(codes: Tensor, at: int, _bits: int) -> Tensor:
     return codes.unflatten(at, (-1, 8)).index_select(at + 1, torch.tensor(_AWQ_POSITIONS)).flatten(at, at + 1).float()
 
 
-#: How packed codes along a dim are read, by :attr:`Grid.numbers`.
+#: :attr:`Grid.numbers` to the function that decodes packed codes along a dim.
 _UNPACKED: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "uint": lambda codes, _at, _bits: codes.float(),
     "uint_minus_1": lambda codes, _at, bits: (codes + 1 & (1 << bits) - 1).float(),
@@ -161,7 +161,7 @@ _UNPACKED: Mapping[str, Callable[[Tensor, int, int], Tensor]] = {
     "awq": _awq,
     "e2m1": lambda codes, _at, _bits: torch.tensor(_E2M1)[codes.int()],
 }
-#: How other tensors are read.
+#: The same for tensors that are not packed.
 _READ: Mapping[str, Callable[[Tensor], Tensor]] = {
     PLAIN: Tensor.float,
     "e8m0": lambda tensor: tensor.view(torch.float8_e8m0fnu).float(),

@@ -93,7 +93,7 @@ class MetaModel:
         self.other_inputs = tuple(name for name in inspect.signature(kind.forward).parameters if name in _OTHER_INPUTS)
 
     def input_sizes(self, given: Mapping[str, int | None]) -> dict[str, Any]:
-        """The sizes of its inputs: ``batch`` and ``seq``; for models of diffusers also those of the result.
+        """The sizes of its inputs: ``batch`` and ``seq``; for models of diffusers also the sizes of the result.
 
         Args:
             given: sizes that the user chose, as in :func:`~shardconv.hf.inputs.special.step_sizes`.
@@ -126,8 +126,8 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
     """Count the collectives and memory of one of ``tp`` ranks: for ``batch`` prompts of ``seq`` tokens, and one token.
 
     In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. With ``stages``,
-    the numbers of layers of pipeline stages, collectives are those of all stages, with the messages between them, and
-    the cache is that of the stage with most layers.
+    the numbers of layers of pipeline stages, all stages' collectives and the messages between them are counted, and the
+    cache of the stage with most layers.
 
     Raises:
         Exception: any error of building, converting or calling the model, as when its shapes depend on values.
@@ -284,7 +284,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object)
 _GROUPED_MM = torch._grouped_mm  # noqa: SLF001 - torch does not export it
 
 
-def _multiply_groups(rows: Tensor, weights: Tensor, *arguments: Any, **options: Any) -> Tensor:  # those of torch
+def _multiply_groups(rows: Tensor, weights: Tensor, *arguments: Any, **options: Any) -> Tensor:  # as in torch
     """Multiply rows, sorted by expert, with the experts' weights; torch supports only bfloat16 on meta.
 
     Args:

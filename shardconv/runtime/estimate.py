@@ -49,7 +49,7 @@ _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 
 
 def cost_of_each(operation: Callable[..., CostReport], paths: list[AnyPath], options: Options) -> Any:
-    """Estimate the cost of each component of a pipeline, and that of all: a :class:`PipelineCost`."""
+    """Estimate the cost of each component of a pipeline, and of all: a :class:`PipelineCost`."""
     pipeline = open_source_pipeline(paths, options)
     without_size = {**options, **dict.fromkeys(_OF_RESULT)}
     reports = {
@@ -84,7 +84,7 @@ def estimate_cost(
     """Estimate memory per rank and communication cost, from headers and config, or from a config alone.
 
     The model of transformers is built on torch's meta device, converted as by :func:`~shardconv.convert_model`, and
-    called as by ``generate``: once with the prompts, and once with a token for each. So the collectives are those of a
+    called as by ``generate``: once with the prompts, and once with a token for each, so collectives are counted as in a
     real run. In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. Images
     and audio are not counted. A transformer of diffusers is called once, as in one denoising step.
 
@@ -95,13 +95,13 @@ def estimate_cost(
             :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
             to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that need it, the :data:`NUM_PADDED` with the least.
-        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is that of the rank with most; the
+        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is of the rank with most; the
             broadcast of the logits by ``run`` is not counted.
         stages: number of layers of each.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`~shardconv.runtime.dry_run.SEQ`, or the maximum of the model if it is
             smaller; for a transformer of diffusers, the number of its pipeline.
-        height: height in pixels of the result of a denoising step; by default that of the pipeline, as for the others.
+        height: height in pixels of the result of a denoising step; by default the pipeline's, as for the others.
         width: width in pixels.
         frames: the number of frames.
         link: the link between the ranks; by default the default of :class:`~shardconv.tensor.cost.Link`.

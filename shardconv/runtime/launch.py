@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, or join those that torchrun started.
+"""Start the ranks of a run on this machine, or join the ranks that torchrun started.
 
 Uses torch's own process launcher. The rendezvous is a file in a temporary folder and connections use the loopback
 interface, so that no other machine can reach a run.
@@ -45,7 +45,7 @@ def launch(arguments: Sequence[str], ranks: int, tick: Callable[[], None] = lamb
 
     Raises:
         RunError: if a rank failed, with its message, or was killed.
-        UsageError: if what is wrong are options or the prompts on stdin.
+        UsageError: if the options or the prompts on stdin are not valid.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its report is replaced by one message
     with temporary_folder() as folder:

@@ -98,7 +98,7 @@ class CountedAxis(Axis):
 
 
 _aten = torch.ops.aten
-#: Operations whose shapes are reused: those that layers call most and whose result is one tensor that is not a view.
+#: Operations whose shapes are reused: layers call these most, and the result is one tensor that is not a view.
 REUSED = {
     _aten.add.Tensor, _aten.cat.default, _aten.mean.dim, _aten.mm.default, _aten.mul.Tensor, _aten.neg.default,
     _aten.pow.Tensor_Scalar, _aten.rsqrt.default, _aten.silu.default,

@@ -3,7 +3,7 @@
 Each rank has the modules of its stage. The model's own code runs unchanged on all stages: the embedding of a later
 stage returns the hidden states that it receives from the stage before, layers of other stages return their input, the
 final norm of an earlier stage sends its input to the next stage, and the last stage broadcasts the logits to all. So
-masks, positions, caches and generation are those of transformers.
+transformers computes masks, positions and caches, and generates.
 
 Hidden states have shape [batch, tokens, hidden size], in the dtype of the model. Each rank sends them to the rank of
 the same number in the next stage.
@@ -155,7 +155,7 @@ class _Stage:
         module.register_forward_hook(self._set_current)
 
     def connect_norm(self, module: nn.Module, *, is_output: bool) -> None:
-        """Send the input of the final norm of an earlier stage; with ``is_output``, return that of the last stage."""
+        """Send the input of the final norm of an earlier stage; with ``is_output``, return the last stage's."""
         run = partial(_forward, module) if self._is_last else self._send
         if is_output:
             run = partial(self._broadcast, run, lambda hidden: hidden.shape)
@@ -192,7 +192,7 @@ class _Stage:
         return output
 
     def _checked(self, output: Tensor) -> Tensor:
-        """An output, whose dtype has to be the one that other stages expect."""
+        """An output, checked for the dtype that other stages expect."""
         if output.dtype != self._dtype:
             raise RunError(
                 f"{type(self._model).__name__} does not run in pipeline stages: an output is {output.dtype} (expected "
@@ -205,7 +205,7 @@ class _Stage:
         return next(self._model.parameters()).dtype
 
     def _check_called(self, *_: object) -> None:
-        """A forward pre-hook: the hidden states of a part of the model are those of one stage."""
+        """A forward pre-hook: refuse a call of a part of the model, whose hidden states are on one stage."""
         if not self._is_called:
             raise RuntimeError(
                 f"a module of a {type(self._model).__name__} in pipeline stages was called: call the model itself"
@@ -220,7 +220,7 @@ class _Stage:
             )
 
     def _set_current(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        """A forward hook: the output of a layer is what the next one has to get."""
+        """A forward hook: the next layer must get the output of this one."""
         self.current = output
 
 

@@ -237,7 +237,7 @@ def _refuse_dtypes(pipeline: Any, error: RuntimeError) -> None:
 
 
 def _checked_inputs(pipeline: Any) -> AbstractContextManager[Any]:
-    """Name errors of the values of arguments: those of ``check_inputs``, or all of a pipeline without this method."""
+    """Name the argument in errors of ``check_inputs``, or in all errors of a pipeline without this method."""
     if not hasattr(pipeline, "check_inputs"):
         return _named(pipeline)
     return patch.object(pipeline, "check_inputs", _named(pipeline)(pipeline.check_inputs))

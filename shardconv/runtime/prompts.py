@@ -155,7 +155,7 @@ def no_text_model(model: PretrainedModel, inputs: str, problem: str = "") -> Run
 
     Args:
         model: the model.
-        inputs: what it reads.
+        inputs: its inputs.
         problem: of text alone.
     """
     return RunError(

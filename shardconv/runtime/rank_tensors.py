@@ -192,7 +192,7 @@ def refuse_quantized(manifest: Manifest, folder: AnyPath) -> None:
     needed = sum(map(num_bytes, Dequantizer.of_source(specs, dtype).weights.values())) / manifest.num_ranks
     raise RunError(
         f"{folder}: is quantized: pass {option(dequantize=True)} to load it as {name}, with about {size(needed)} per "
-        f"rank in place of {size(manifest.rank_layout.rank_bytes[0])}"
+        f"rank instead of {size(manifest.rank_layout.rank_bytes[0])}"
     )
 
 

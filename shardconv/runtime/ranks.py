@@ -34,9 +34,9 @@ class Ranks:
     """The ranks of a checkpoint, seen from this process.
 
     Attributes:
-        all: those of all pipeline stages.
-        tensor: those of this stage, which hold the shards of the same tensors.
-        pipeline: those with the same rank in each stage; None for one stage.
+        all: the ranks of all pipeline stages.
+        tensor: the ranks of this stage, which hold the shards of the same tensors.
+        pipeline: the ranks with the same number in each stage; None for one stage.
     """
 
     all: Axis

@@ -232,7 +232,7 @@ def explain_errors(path: AnyPath, plan_file: tuple[str, str] | None) -> Iterator
         plan_file: name and content of the plan file; None if there is none.
 
     Raises:
-        RunError: in place of a RuntimeError, if there is a plan file.
+        RunError: instead of a RuntimeError, if there is a plan file.
     """
     try:
         yield

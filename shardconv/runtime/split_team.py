@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.2
 #: Seconds in which the other processes stop, before the folder of a failed split is removed.
 _STOP_SECONDS = 3.0
 _ADDRESS = "MASTER_ADDR"
-#: Variables that torchrun sets, and the form of those that are numbers.
+#: Variables that torchrun sets, and the form of numbers among them.
 _VARIABLES = ("RANK", "WORLD_SIZE", _ADDRESS, "MASTER_PORT")
 _NUMBER = re.compile(r"[0-9]{1,5}")
 _REMEDY = "start the processes with torchrun, or unset RANK to split in one process"

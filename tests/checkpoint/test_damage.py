@@ -402,7 +402,7 @@ FIELDS = ["created_by", "plan", "request", "source_files", "auxiliary_files", "c
 FOLDER, STRIPES = b'"is_folder":true', b'"stripe_bytes":33554432'
 DEEP = b"[" * 10**5 + b"]" * 10**5
 
-#: What is wrong to a change of the folder, and the message.
+#: Problem to a change of the folder, and the message.
 MANIFESTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (replace_manifest(lambda _: None), "a rank file of shardconv, without its manifest (no shardconv.json)"),
     "folder": (replace_manifest(Path.mkdir), "shardconv.json: cannot be used: it is not a regular file"),

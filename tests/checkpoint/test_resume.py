@@ -411,7 +411,7 @@ def test_staged_file_of_another_size_or_missing(job, target, size):
 
 
 DEEP = b'{"x":' * 10**5
-#: What is wrong with a record to its change.
+#: Problem of a record to its change.
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "a key changed": lambda line: line.replace(b"stripe", b"strike"),
     "not UTF-8": lambda line: line.replace(b'":"', b'":"\xff\xfe'),
@@ -504,7 +504,7 @@ def test_overwrite(job, target):
     ("options", "message"),
     [
         (["--dry-run"], "--dry-run writes nothing, so it cannot resume: remove --dry-run or --resume"),
-        (["--no-checksums"], "--resume compares what is on the disk with checksums: remove --no-checksums"),
+        (["--no-checksums"], "--resume compares existing files with checksums: remove --no-checksums"),
     ],
 )
 @OF_SPLIT

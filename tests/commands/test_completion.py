@@ -70,7 +70,7 @@ def _read_until(terminal: int, wanted: bytes) -> bytes:
     return shown
 
 
-#: What is typed, to a completion that is not typed.
+#: Typed text to a completion that is not typed.
 LINES = {
     "shardconv unp": "unpad",
     "shardconv split x --dtype b": "bf16",

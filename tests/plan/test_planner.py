@@ -201,7 +201,7 @@ WHEN = """[
     {{ style = "replicate", when = {{ "ffn.kind" = "{}" }}, optional = true }},
     {{ style = "colwise", unit = "ffn", optional = true }}]"""
 HALVES = (((0, 4),), ((4, 8),))
-#: What is placed to shape, plan file, config, and the intervals of each rank.
+#: Case to shape, plan file, config, and the intervals of each rank.
 PLACED = {
     "segments by rows": (
         (12, 1, 3),
@@ -225,7 +225,7 @@ def test_intervals_of_plan_files(what):
     assert intervals(plan_of({"w1": shape}, rules, config), "w1") == expected
 
 
-#: What is refused to the tensors, plan file, config, tensor parallel size and message.
+#: Refused case to the tensors, plan file, config, tensor parallel size and message.
 REFUSED = {
     "packed experts by name": ({"experts.down_proj": (4, 8, 6)}, "", None, 2, "does not determine which dim to shard"),
     "boundary across repeated segments": ({"w1": (24, 4)}, EXPERTS, FFN, 3, "8 is not a multiple of 3"),

@@ -143,7 +143,7 @@ def move_out(folder, path, _):
     path.symlink_to(folder.parent / "elsewhere")
 
 
-#: What is done to the folder and the file of rank 0, given a split of another model; and the message of each rank.
+#: Changes of the folder and the file of rank 0, given a split of another model; and the message of each rank.
 DAMAGES = {
     "missing": (lambda _, path, __: path.unlink(), "is missing: copy it to this host"),
     "truncated": (truncate, "was modified or truncated"),

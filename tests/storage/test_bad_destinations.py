@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
 FOLDER = "bad/out"
 LOCK = json.dumps({"host": "other", "process": 7, "started": "2026-01-02 03:04:05 UTC", "token": "x"}).encode()
 NOTES = (("notes.txt", b"mine"),)
-#: What is in the destination afterwards.
+#: Files in the destination afterwards.
 NOTHING, UNCHANGED, OTHER, INCOMPLETE = (
     "nothing", "what was there", "what the other process wrote", "no manifest, index or `config.json`",
 )  # fmt: skip

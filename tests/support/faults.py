@@ -194,7 +194,7 @@ def put_dangling_link(target: Path) -> None:
     target.symlink_to("nowhere")
 
 
-#: What Python tells of before it does it; beside these, every write is a step.
+#: Audit events of Python that are steps, besides every write.
 AUDITED = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "open"}
 
 

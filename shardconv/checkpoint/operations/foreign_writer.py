@@ -1,7 +1,7 @@
 """Write a source as files of another tool, without a manifest.
 
-Everything in the files is copied as a tensor: those of the other tool, which are stored in the source or computed from
-its tensors, and the literal bytes between them, such as headers. So journal, resume and uploads work as for rank files.
+Everything in the files is copied as a tensor: tensors of the other tool, stored in the source or computed from it, and
+the literal bytes between them, such as headers. So journal, resume and uploads work as for rank files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class ForeignLayout(Protocol):
         """The number of ranks of the plan, for ``tp`` files."""
 
     def check(self, planned: PlannedSource, tp: int) -> None:
-        """Check what is known before there is a plan.
+        """Check the options that do not need a plan.
 
         Raises:
             PlanError: if the layout does not support the model.

@@ -188,7 +188,7 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
 def _as_rows(
     rules: ChosenRules, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any]
 ) -> tuple[dict[str, TensorSpec], dict[str, Transform]]:
-    """The source tensors of which file tensors have rows, and the transforms to those that the source does not have."""
+    """The source tensors with the rows of file tensors, and the transforms to tensors that the source does not have."""
     specs, transforms = dict(tensors), dict[str, Transform]()
     for name, order in permutations(rules.rules, tensors, config).items():
         dtype, shape = tensors[name][:2]

@@ -35,8 +35,8 @@ class MergeReport(WriteReport):
         num_bytes: bytes of all tensors.
         is_identical: whether the weight files equal the source files, byte for byte; False if several source files are
             merged into one, or if the source was ``derived``. None without checksums.
-        notes: assumptions, and why merged adapters differ from those that were split.
-        derived: why the files differ from those that were split, one phrase each; empty for safetensors files.
+        notes: assumptions, and the reasons why merged adapters differ from the split ones.
+        derived: the reasons why the files differ from the split ones, one phrase each; empty for safetensors files.
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
     """
 
@@ -77,11 +77,11 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
             :class:`~shardconv.WriteOptions`.
 
     Raises:
-        SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
+        SplitCheckpointError: if a rank file is missing, bytes differ from their checksums, or folders are not
             of one split.
         UsageError: if the destination is in the source, or contains it.
-        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
-            that of the same arguments.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
+            other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
@@ -164,7 +164,7 @@ def _merged_names(folder: AnyPath, adapter: SplitFolders) -> Iterator[str]:
 
 
 def _adapter_notes(adapters: Mapping[str, SplitFolders]) -> Iterator[str]:
-    """Yield why adapters differ from those that were split."""
+    """Yield the reasons why adapters differ from the split ones."""
     for name, adapter in adapters.items():
         yield from (f"adapter {name}: {phrase}" for phrase in adapter.manifest.derived)
 

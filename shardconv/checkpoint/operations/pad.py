@@ -125,8 +125,8 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
         SourceError: if the source cannot be read, or does not have a config.json.
         PlanError: if outputs would differ, or config.json cannot express the padded sizes.
         UsageError: if nothing needs padding, or the destination is in the source or contains it.
-        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
-            that of the same arguments.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
+            other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
@@ -234,7 +234,7 @@ class UnpadReport(WriteReport):
 
     Attributes:
         num_bytes: bytes of all tensors.
-        derived: why the files differ from those that were padded, one phrase each; empty for safetensors files.
+        derived: the reasons why the files differ from the padded ones, one phrase each; empty for safetensors files.
     """
 
     num_bytes: int
@@ -261,9 +261,9 @@ def unpad(  # noqa: D417 - WriteOptions has the descriptions
             :class:`~shardconv.WriteOptions`.
 
     Raises:
-        SplitCheckpointError: if the folder is not a padded checkpoint, or bytes differ from those that were written.
-        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
-            that of the same arguments.
+        SplitCheckpointError: if the folder is not a padded checkpoint, or bytes differ from their checksums.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
+            other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)

@@ -78,8 +78,8 @@ class PlanReport:
         supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
         blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
             that blocks it, and the reason.
-        padded_tp: those of them up to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that are supported with ``pad``,
-            and the cost of padding.
+        padded_tp: the sizes among them up to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that ``pad`` supports, and
+            the cost of padding.
         padding: padded units of the plan for ``tp``, and their cost.
         rank_bytes: for each rank the bytes of its tensors.
         tensors: the placement of each tensor.
@@ -233,7 +233,7 @@ def _report(
 def _even_stages(
     planner: Planner, tensors: Sequence[TensorReport], plan: Plan, held: Sequence[int]
 ) -> tuple[tuple[int, ...], int]:
-    """The stages whose largest rank has fewest bytes, and these bytes; those of the plan if it is not larger."""
+    """The stages whose largest rank has fewest bytes, and these bytes; the plan's own if it is not larger."""
     if plan.stages is None:
         return (), 0
     finder, finest, tp = StageFinder(planner.rules), plan.stages.finest, plan.tp

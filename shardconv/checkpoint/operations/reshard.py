@@ -95,8 +95,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
         tp: the new number of ranks of a pipeline stage.
-        pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; defaults to those of the split checkpoint.
-            1 removes them.
+        pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; by default as in the split checkpoint. 1
+            removes them.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to the option of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
             engine of ``layout`` or else of the split checkpoint; to shardconv for layout dcp, which does not support
@@ -111,13 +111,13 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             :class:`~shardconv.WriteOptions`.
 
     Raises:
-        SplitCheckpointError: if a rank file is missing, bytes differ from those that were written, or folders are not
+        SplitCheckpointError: if a rank file is missing, bytes differ from their checksums, or folders are not
             of one split.
         PlanError: if the checkpoint cannot be split for ``tp`` in this layout.
         UsageError: if the layout is unknown, or it is the layout of an engine and the checkpoint was split with options
             that change the plan, or the destination is in the source or contains it.
-        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
-            that of the same arguments.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
+            other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(

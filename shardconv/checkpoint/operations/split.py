@@ -140,8 +140,8 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
             quantized source.
         UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
             change the plan, or the destination is in the source or contains it.
-        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run is not
-            that of the same arguments.
+        OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
+            other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(
@@ -149,7 +149,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     )
     if resume and not checksums:
         raise UsageError(
-            f"{option(resume=True)} compares what is on the disk with checksums: remove {option(checksums=False)}"
+            f"{option(resume=True)} compares existing files with checksums: remove {option(checksums=False)}"
         )
     if tp is None and layout != MEGATRON:
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")

@@ -38,7 +38,7 @@ def plan_sources(
     merge_adapter: bool,
     dtype: str | None,
 ) -> SplitSources:
-    """Plan what is split; see :func:`shardconv.split` for the arguments.
+    """Plan a source and its adapters; see :func:`shardconv.split` for the arguments.
 
     Raises:
         UsageError: if the arguments contradict each other.
@@ -91,7 +91,7 @@ def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) 
 def without_adapters(src: AnyPath | Source, adapters: Sequence[AnyAdapter], options: PlanOptions) -> PlanOptions:
     """The options for a model or a pipeline, which leave out adapters in its folder and in subfolders."""
     if isinstance(src, Source) and adapters:
-        return {**options, "follow_links": False}  # those of the adapters
+        return {**options, "follow_links": False}  # of the adapters only
     if not isinstance(src, Path):
         return options
     folder, found = src.resolve(), list[str]()

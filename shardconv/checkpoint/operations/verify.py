@@ -106,8 +106,8 @@ def verify(
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.
         ignore: glob patterns of files of ``against`` to leave out, in addition to the patterns of the split.
-        source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint that of
-            ``against``. None to detect it.
+        source_layout: the layout of ``src``, if it holds rank files of another tool; for a split checkpoint, the layout
+            of ``against``. None to detect it.
         config: a config.json to use instead of the config of another tool's rank files in ``src``.
         threads: number of threads; defaults to the number of processors, at most 8.
         progress: called with the number of copied bytes and the total.

@@ -2,7 +2,7 @@
 
 It is a file in the staging folder. Line 1 is the format, line 2 the job: everything that determines the bytes of the
 new files. Each further line is a finished stripe with the checksum of its bytes on each rank. Nothing waits for the
-disk: a run that continues compares the checksums with what is there, so a damaged record only costs a copy.
+disk: a run that continues compares the checksums with the files, so a damaged record only costs a copy.
 """
 
 import os
@@ -43,7 +43,7 @@ class Journal:
         names: the names of the new weight files.
         resume: whether to continue an interrupted run, and to keep finished stripes if this run fails.
         nested: the names of new checkpoints in the folder, whose finished files are kept, too.
-        is_nested: whether it is the journal of such a checkpoint: the outer one reports what is kept.
+        is_nested: whether it is the journal of such a checkpoint: the outer one reports the files that are kept.
 
     Attributes:
         names: the names of the new weight files.

@@ -103,7 +103,7 @@ def read_megatron(
     """Read the positions of all weights, under the names of a Hugging Face checkpoint.
 
     Returns:
-        Name to dtype and shape of each tensor, where they are stored, and what is left out.
+        Name to dtype and shape of each tensor, where they are stored, and the contents that are left out.
 
     Raises:
         SourceError: if the config is missing, a tensor is unknown or missing, or contradicts the config.
@@ -236,7 +236,7 @@ def _check(
 
 
 def _select(_: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
-    """The weights of the model, and what the other entries are."""
+    """The weights of the model, and descriptions of the other entries."""
     tensors: dict[str, ListedTensor] = {tensor["name"]: tensor for tensor in listed["tensors"]}
     others = {name: _kind(name) for name in (*tensors, *(".".join(path) for path in listed["others"]))}
     weights = {name: tensor for name, tensor in tensors.items() if others[name] is None}

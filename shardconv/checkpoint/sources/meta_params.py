@@ -38,7 +38,7 @@ _LLAMA_31_FACTOR = 8
 _SCALED_POSITIONS = 131072
 #: The base of rotary embeddings of Llama 1 and 2, whose params.json does not have it.
 _DEFAULT_THETA = 10000.0
-#: Fields of a config that are written, or compared with what is written.
+#: Fields of a config that are written, or compared with written values.
 _EXPRESSED = {*_FIELDS, "model_type", "rope_scaling", "rope_parameters", "tie_word_embeddings"}
 #: Fields of a config that do not change the output of the model.
 _NOT_OF_THE_MODEL = {

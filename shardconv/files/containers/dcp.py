@@ -103,7 +103,7 @@ class DcpFile:
         return ChunkPosition(self.name, start, len(data))
 
     def _add(self, data: bytes) -> None:
-        """Add literal bytes, to those that end here."""
+        """Add literal bytes, to literal bytes that end here."""
         self.literals[self._literal] = _joined(self.literals.get(self._literal, b""), data)
         self.size += len(data)
 

@@ -278,7 +278,7 @@ def _parse_usual(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | No
 
 
 def _parse_strictly(raw: bytes) -> tuple[dict[str, TensorInfo], dict[str, str] | None]:
-    """Parse any header, with messages that name what is wrong."""
+    """Parse any header, with messages that name the problem."""
     entries = _parse_json(raw)
     metadata = _converted("__metadata__", entries.pop("__metadata__", None), dict[str, str] | None)
     tensors = {name: _converted(f"tensor {name!r}", entry, _Entry) for name, entry in entries.items()}

@@ -41,7 +41,7 @@ class TorchProblem(NamedTuple):
     remedy: str
 
 
-#: Why a remote file cannot be read.
+#: The problem and the remedy for a remote file.
 REMOTE = TorchProblem("is remote, and only safetensors files are read by ranges", "download it first")
 
 
@@ -187,7 +187,7 @@ _PADDING = 0x4246
 
 
 class _Pieces(io.RawIOBase):
-    """A file in memory that has only what is written, by its offset."""
+    """A file in memory that stores written bytes only, by their offsets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ def text_opcodes(text: str) -> bytes:
 
 
 def name_opcodes(module: str, name: str) -> bytes:
-    """The opcodes that push what has a name in a module."""
+    """The opcodes that push the object with a name in a module."""
     return f"c{module}\n{name}\n".encode()
 
 

@@ -27,7 +27,7 @@ DTYPES = {
     "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "float8_e8m0fnu": ("F8_E8M0", 1),
     "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1), "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
 }  # fmt: skip
-#: The dtype of each class of storages, and the bytes of an element of those that safetensors files do not have.
+#: The dtype of each class of storages, and the bytes of an element of further dtypes.
 STORAGES = {
     "Untyped": "uint8", "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32",
     "Long": "int64", "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64",
@@ -150,7 +150,7 @@ def encode(text: str, _encoding: object) -> bytes:
 
 
 def memory_format(value: object) -> str:
-    """A text in place of the memory format with a value. All tensors of a checkpoint are contiguous."""
+    """A text instead of the memory format with a value. All tensors of a checkpoint are contiguous."""
     return f"memory format {value!r:.20}"
 
 
@@ -239,7 +239,7 @@ class Unpickler(pickle.Unpickler):
         self.item_bytes: dict[object, int] = {}
 
     def find_class(self, module: str, name: str) -> object:
-        """The object in place of a name.
+        """The object instead of a name.
 
         Raises:
             RefusedError: if it must not be in the pickle.
@@ -282,7 +282,7 @@ class Position(NamedTuple):
     size: int
 
 
-#: What a file holds: the unpickled object, and the position of each storage by its key.
+#: The contents of a file: the unpickled object, and the position of each storage by its key.
 Contents = tuple[object, dict[object, Position]]
 
 
@@ -349,7 +349,7 @@ def _check_byte_order(*, is_little: bool) -> None:
 def find_weights(loaded: object) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of the state dict in a file, and the names of all other entries, which hold no weights.
 
-    The state dict is what was saved, or an entry of it.
+    The state dict is the saved object, or an entry of it.
     """
     if not isinstance(loaded, dict):
         raise RefusedError(f"holds a {type(loaded).__name__} (expected a dict of tensors)", _SAVE_ALONE)

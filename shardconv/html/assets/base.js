@@ -44,7 +44,7 @@ function breakable(text) {
   return parts.slice(0, -1);
 }
 
-// Characters without a shape: those that change the direction of text could make one name look like another.
+// Characters without a shape. Some change the direction of text, so that one name could look like another.
 const SHAPELESS = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Zl}\p{Zp}]/gu;
 
 /** Text with escapes in place of control characters and the like. */

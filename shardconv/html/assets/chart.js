@@ -63,7 +63,7 @@ function yAxis(ticks, { y }, format, width) {
   ]);
 }
 
-/** Sizes below the chart, without those that would touch another. */
+/** Sizes below the chart, without labels that would touch another. */
 function xAxis(sizes, { x }) {
   const base = CHART.height - CHART.bottom;
   let free = -Infinity;

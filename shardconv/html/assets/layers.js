@@ -121,7 +121,7 @@ function layerName({ name, first, last }) {
   return element('code', {}, breakable(text));
 }
 
-/** A bar of what a rank holds; the cells beside it have the figures. */
+/** A bar of the bytes on a rank; the cells beside it have the figures. */
 function bar(held, largest) {
   const parts = HELD.map(({ name }, column) => {
     const width = `${(100 * held[column]) / (largest || 1)}%`;

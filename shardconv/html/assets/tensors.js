@@ -23,7 +23,7 @@ function namesOf(pattern, ranges) {
   return names;
 }
 
-/** Kinds with what the table reads of them, and every tensor. */
+/** Kinds with the fields that the table reads, and every tensor. */
 function expanded({ kinds, names }) {
   const prepared = kinds.map(prepareKind);
   const times = new Map();
@@ -202,7 +202,7 @@ function glyph(kind) {
   return graphic('svg', { class: 'glyph', width: 18, height: 14, 'aria-hidden': 'true' }, frame, lines);
 }
 
-/** The reason of a placement; of the alternatives in the pattern of its rule, those that the name contains. */
+/** The reason of a placement; only alternatives in the pattern of its rule that the name contains. */
 function reasonFor(name, reason) {
   return reason.replace(/\{([^{}]*,[^{}]*)\}/g, (all, choices) => {
     const found = choices.split(',').filter((choice) => choice && name.includes(choice));

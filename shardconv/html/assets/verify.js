@@ -1,4 +1,4 @@
-// The result of a verification: what was checked, and what differs.
+// The result of a verification: the checks, and the differences.
 
 function verdict(report, remedy) {
   const number = report.differences.length;

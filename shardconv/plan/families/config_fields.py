@@ -18,7 +18,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 
-#: What to do about a field of a checkpoint's config.
+#: The remedy for a field of a checkpoint's config.
 _REMEDY = f"pass {option(config='FILE')} with it"
 #: In an expression, the index of the stage of a tensor or module: ``field[stage]``.
 STAGE = "stage"
@@ -147,7 +147,7 @@ def with_field(config: Mapping[str, object], name: str, value: object) -> dict[s
 
 
 def select_fields(config: Mapping[str, object], names: Iterable[str]) -> dict[str, object]:
-    """The config with these fields only, without those that it does not have."""
+    """The config with only these fields, as far as it has them."""
     selected: dict[str, object] = {}
     for name in sorted(names):
         if (value := lookup(config, name)) is not None:
@@ -219,7 +219,7 @@ def replaced(expression: str | int, names: Mapping[str, str | int]) -> str | int
 
 
 def with_defaults(names: Iterable[str], defaults: Mapping[str, str | int]) -> set[str]:
-    """These fields, and those that their defaults read, directly or through the defaults of other fields."""
+    """These fields, and the fields that their defaults read, directly or through the defaults of other fields."""
     read, pending = set[str](), {*names}
     while pending:
         read.add(name := pending.pop())

@@ -152,7 +152,7 @@ class _Expansion:
             )
 
     def _fields_read(self, block: Family, depth: int = 0) -> set[str]:
-        """The config fields that a block and the blocks in it read, without those that it replaces."""
+        """The config fields that a block and the blocks in it read, without the replaced ones."""
         read = fields_read(block) - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():
             read |= self._fields_read(self.find(inner.block), depth + 1) - inner.fields.keys()

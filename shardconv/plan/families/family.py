@@ -22,7 +22,7 @@ NAMES_FAMILY = "by_name"
 #: The names of families that are read from a library's own plan, used where no family serves the model type.
 LIBRARIES = TRANSFORMERS, DIFFUSERS = "transformers", "diffusers"
 
-#: How the origin of a rule of a plan file begins.
+#: The beginning of the origin of a rule of a plan file.
 PLAN_FILE = "plan file"
 
 

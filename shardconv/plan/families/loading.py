@@ -24,7 +24,7 @@ T = TypeVar("T", UnitRule, Rule, ModuleRule)
 #: Maximum number of suggestions for an unknown name.
 _MAX_SUGGESTIONS = 3
 _MIN_STEM = 3
-#: How similar a name has to be if it does not begin with the same letters.
+#: The least similarity of a name that does not begin with the same letters.
 _CUTOFF = 0.5
 
 
@@ -103,7 +103,7 @@ def family_names() -> list[str]:
 
 @cache
 def load_family(name: str) -> Family:
-    """The family of this name, with expanded blocks and what it inherits.
+    """The family of this name, with expanded blocks and inherited rules.
 
     Raises:
         UsageError: if the family is unknown.
@@ -122,7 +122,7 @@ def expand_family(family: Family, base: Family) -> Family:
 
     Args:
         family: the family, whose rules are tried first.
-        base: the other family, such as the one that it inherits.
+        base: the other family, such as the inherited one.
 
     Raises:
         PlanError: if a block does not exist or cannot be mounted, or if a unit would change the rules of ``base``
@@ -273,7 +273,7 @@ def parse_block(name: str, data: Mapping[str, object]) -> Family:
 
 
 def parse_family(name: str, data: Mapping[str, object], origin: str, *, without: tuple[str, ...] = ()) -> Family:
-    """Parse the table of a family, without expanding blocks and what it inherits.
+    """Parse the table of a family, without expanding blocks and inherited rules.
 
     Args:
         name: name of the family.

@@ -70,14 +70,14 @@ class Matcher:
 
 
 def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
-    """A function that gives names one name that the patterns match alike: those that differ in numbers of layers only.
+    """A function that maps names that differ in numbers of layers only, and match the same patterns, to one name.
 
     Where a pattern has a number, it returns each name as it is.
     """
     return str if any(map(_NUMBER_IN_PATTERN.search, patterns)) else without_numbers
 
 
-#: Return a name with 0 in place of each number between dots, such as the numbers of layers and experts.
+#: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
 without_numbers = partial(_NUMBER.sub, ".0")
 
 

@@ -259,8 +259,8 @@ class Rule(Named, frozen=True, eq=False):
         super().__post_init__()
 
 
-#: How a parameter is sharded that the code of a module multiplies with: as the weight of a column parallel layer, of a
-#: row parallel one, or of a row parallel one whose output is used with shards.
+#: The sharding of a parameter that the code of a module multiplies with: as the weight of a column parallel layer, of a
+#: row parallel layer, or of a row parallel layer whose output is used with shards.
 PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
 
 
@@ -318,7 +318,7 @@ class ModuleRule(Named, frozen=True):
         when: config fields that must have these values for the overrides to apply.
         optional: whether a user's overrides may match no module, as where one file is for several models.
         origin: where they come from, for messages.
-        by_user: whether they are from a plan file; then they have to match a module that has what they name.
+        by_user: whether they are from a plan file; then they have to match a module with the attributes they name.
         block: the block, at its module, that they are from; "" for none.
     """
 
