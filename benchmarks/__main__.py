@@ -460,7 +460,7 @@ def loading_a_source(place: Place) -> Iterator[Row]:
     """`shardconv.load(SRC, tp=2)`, compared with a split checkpoint and with transformers' tensor parallelism.
 
     Two ranks with gloo, one thread each; bf16. Times are those to the end of the first pass, which reads values that
-    are mapped. Bytes are of the checkpoint per rank: those that it read or that are in its memory, and those read from
+    are mapped. Bytes are of the checkpoint per rank: read, or in the rank's memory; and read from
     storage. Ratios are to transformers.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
@@ -488,8 +488,8 @@ def loading_a_source(place: Place) -> Iterator[Row]:
 def remote(place: Place) -> Iterator[Row]:
     """Transfers to and from a loopback S3 server, compared with a client of the store that transfers the same bytes.
 
-    The server and the clients share the processors. The server discards what it gets and does not check it, so that the
-    clients bound the rate; all of them compute SHA-256 of what they send. obstore gets ranges of 8 MiB with 8 threads.
+    The server and the clients share the processors. The server discards data without checks, so that the
+    clients bound the rate; all of them compute SHA-256 of sent data. obstore gets ranges of 8 MiB with 8 threads.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:

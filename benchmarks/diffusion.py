@@ -87,7 +87,7 @@ def local_bytes(model: torch.nn.Module) -> int:
 
 
 def main(kind: str, path: str, rank: int, ranks: int, rendezvous: str) -> None:
-    """Load the model and compute two steps; print the duration of each, and what a rank reads and holds."""
+    """Load the model and compute two steps; print the duration of each, and the bytes that a rank reads and holds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     dist.barrier()

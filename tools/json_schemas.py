@@ -1,4 +1,4 @@
-"""JSON schemas of what the commands print with ``--json``, generated from the dataclasses of reports.
+"""JSON schemas of the output of commands with ``--json``, generated from the dataclasses of reports.
 
 Writes docs/schemas: python -m tools.json_schemas
 """

@@ -1,4 +1,4 @@
-"""Draw docs/assets/demo.svg: the commands of examples/demo.sh and what they print, exported by rich.
+"""Draw docs/assets/demo.svg: the commands of examples/demo.sh and their output, exported by rich.
 
     python -m tools.picture
 

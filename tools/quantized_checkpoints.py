@@ -1,4 +1,4 @@
-"""Write the GPTQ and AWQ checkpoints of tests/data/quantized with gptqmodel, and record what it dequantizes them to.
+"""Write the GPTQ and AWQ checkpoints of tests/data/quantized with gptqmodel, and record its dequantized weights.
 
 Needs gptqmodel 7.7 and runs on a CPU in minutes: ``python -m tools.quantized_checkpoints [NAME ...]``.
 """
