@@ -461,41 +461,38 @@ class TestMergeIntoOneFile:
     def file(self, target) -> Path:
         return target.with_suffix(".safetensors")
 
-    def test_file_is_kept(self, made, file):
-        put_file(file)
-        result = call("merge", made / "split", "-o", file)
-        assert (result.code, file.read_text()) == (1, "mine")
-        assert "exists: choose another path" in result.err
+    @pytest.fixture(autouse=True, params=[True, False], ids=["links", "no links"])
+    def _links(self, request, monkeypatch) -> None:
+        if not request.param:
+            monkeypatch.setattr(os, "link", refuse_links)
 
-    @pytest.mark.parametrize("put", [put_file, put_link, put_dangling_link, Path.mkdir])
-    def test_file_link_or_empty_folder_is_replaced(self, made, file, put):
+    @pytest.mark.parametrize(
+        ("put", "options", "message"),
+        [
+            (put_file, [], "exists: choose another path"),
+            (put_checkpoint, ["--overwrite"], "exists (got a folder, expected a file)"),
+        ],
+    )
+    def test_what_exists_is_kept(self, made, file, put, options, message):
         put(file)
-        assert call("merge", made / "split", "-o", file, "--overwrite").code == 0
+        before = contents(file.parent)
+        result = call("merge", made / "split", "-o", file, *options)
+        assert (result.code, message in result.err) == (1, True)
+        assert contents(file.parent) == before
+
+    @pytest.mark.parametrize("put", [None, put_file, put_link, put_dangling_link, Path.mkdir])
+    def test_file_link_or_empty_folder_is_replaced(self, made, file, put):
+        options = [] if put is None else ["--overwrite"]
+        if put is not None:
+            put(file)
+        assert call("merge", made / "split", "-o", file, *options).code == 0
         assert beside(file) == [file.name]
-        assert file.is_file()
-        assert not file.is_symlink()
+        assert (file.is_file(), file.is_symlink(), file.stat().st_nlink) == (True, False, 1)
 
     @pytest.mark.parametrize("put", [put_file, put_notes, put_link, put_dangling_link])
-    @pytest.mark.parametrize("has_links", [True, False])
-    def test_what_appears_meanwhile_is_kept(self, made, file, monkeypatch, put, has_links):
-        if not has_links:
-            monkeypatch.setattr(os, "link", refuse_links)
+    def test_what_appears_meanwhile_is_kept(self, made, file, monkeypatch, put):
         when_all_is_written(monkeypatch, lambda: put(file))
         result = call("merge", made / "split", "-o", file)
         assert f"{file}: was created by another process" in result.err
         assert beside(file) == [file.name]
         assert not file.is_file() or file.read_text() == "mine"
-
-    @pytest.mark.parametrize("has_links", [True, False])
-    def test_new_file(self, made, file, monkeypatch, has_links):
-        if not has_links:
-            monkeypatch.setattr(os, "link", refuse_links)
-        assert call("merge", made / "split", "-o", file).code == 0
-        assert beside(file) == [file.name]
-        assert file.stat().st_nlink == 1
-
-    def test_folder_is_kept(self, made, file):
-        put_checkpoint(file)
-        result = call("merge", made / "split", "-o", file, "--overwrite")
-        assert "exists (got a folder, expected a file)" in result.err
-        assert sorted(contents(file)) == ["model.safetensors", "tokenizer.json"]

@@ -21,13 +21,7 @@ from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import (
-    OutputError,
-    PlanError,
-    ShardconvError,
-    SourceError,
-    UsageError,
-)
+from shardconv.support.errors import OutputError, PlanError, ShardconvError, SourceError, UsageError
 from tests.support.checkpoints import contents, safetensors_bytes
 from tests.support.command import call
 from tests.support.external import (
@@ -435,20 +429,6 @@ def test_metas_files_are_those_of_torch_for_each_rank(llama, in_meta_order, tmp_
         check_equal(torch.load(path, weights_only=True, mmap=mmap), expected)
 
 
-def test_params_of_metas_files_are_those_of_the_config(llama, in_meta_order, tmp_path):
-    shardconv.split(llama, tmp_path / "meta", tp=1, layout="meta")
-    params = json.loads((tmp_path / "meta" / "params.json").read_text())
-    derived = {"vocab_size", "multiple_of", "ffn_dim_multiplier", "rope_theta"}
-    assert {name: params[name] for name in PARAMS if name not in derived} == {
-        name: value for name, value in PARAMS.items() if name not in derived
-    }
-    assert params["vocab_size"] == VOCAB
-    # the width of Meta's MLP, by its formula
-    width = int(params.get("ffn_dim_multiplier", 1) * int(2 * 4 * params["dim"] / 3))
-    multiple = params["multiple_of"]
-    assert multiple * -(-width // multiple) == read(llama)["model.layers.0.mlp.up_proj.weight"].shape[0]
-
-
 @pytest.mark.parametrize("tp", [2, 4])
 def test_merge_verify_and_reshard_read_what_was_written_in_metas_layout(llama, tmp_path, tp):
     shardconv.split(llama, tmp_path / "meta", tp=tp, layout="meta")
@@ -525,7 +505,12 @@ def test_params_are_arguments_of_metas_models(llama, tmp_path, arguments, tp, ro
     shardconv.split(source, tmp_path / "meta", tp=tp, layout="meta")
     found = json.loads((tmp_path / "meta" / "params.json").read_text())
     assert found.keys() <= arguments
-    assert (found["dim"], found["n_kv_heads"], found["norm_eps"]) == (HIDDEN, KV_HEADS, 1e-5)
+    of_config = {"dim", "n_layers", "n_heads", "n_kv_heads", "norm_eps"}
+    assert {name: found[name] for name in of_config} == {name: PARAMS[name] for name in of_config}
+    assert found["vocab_size"] == VOCAB
+    width = int(found.get("ffn_dim_multiplier", 1) * int(2 * 4 * found["dim"] / 3))  # of Meta's MLP, by its formula
+    multiple = found["multiple_of"]
+    assert multiple * -(-width // multiple) == read(llama)["model.layers.0.mlp.up_proj.weight"].shape[0]
     assert found.get("rope_theta", 500000.0 if arguments is LLAMA3 else 10000.0) == rope["rope_theta"]
     assert found.get("use_scaled_rope", False) == (rope is SCALED)
 

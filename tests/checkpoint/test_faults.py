@@ -20,16 +20,7 @@ from shardconv.files import fileio
 from tests.support.checkpoints import contents, part_names
 from tests.support.command import Result, call, finish, start
 from tests.support.damage import flip
-from tests.support.faults import (
-    SLOW,
-    Job,
-    beside,
-    check_done,
-    check_failed,
-    failing,
-    kill_before,
-    status_of_child,
-)
+from tests.support.faults import SLOW, Job, beside, check_done, check_failed, failing, kill_before, status_of_child
 from tests.support.matrix import MATRIX
 
 pytestmark = pytest.mark.usefixtures("_sources_stay_as_they_are")

@@ -28,13 +28,7 @@ from shardconv.plan.engines import Engine
 from shardconv.plan.families.loading import family_for
 from shardconv.plan.placement import IndivisibleError, Interval, Padding, Unit, shard_dim
 from shardconv.plan.rule_set import RuleSet, rules_for
-from shardconv.support.errors import (
-    IntegrityError,
-    NotHeldError,
-    SourceError,
-    UsageError,
-    WorldSizeError,
-)
+from shardconv.support.errors import IntegrityError, NotHeldError, SourceError, UsageError, WorldSizeError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.damage import flip

@@ -9,7 +9,7 @@ import pytest
 import shardconv
 from shardconv.files.paths import local_path
 from shardconv.support.errors import UsageError
-from tests.support.checkpoints import DEMO, contents, llama_config, write_checkpoint
+from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call, finish, start
 from tests.support.matrix import each_once, needs_torch
 
@@ -25,6 +25,7 @@ URLS = {
 }
 PATHS = (
     "model", "a/b", "/a/b", "./a:b", "a:b", "c:/model", "C:\\model", "C:model", "~/x", "a b/c:/d", ".", "..", "a//b",
+    "./s3//bucket",
 )  # fmt: skip
 
 
@@ -196,14 +197,3 @@ def test_url_without_its_colon_is_refused(path, url):
     with pytest.raises(UsageError, match=f"is not a URL .did you mean {re.escape(url)}\\?.: add the colon") as caught:
         local_path(path)
     assert "secret" not in str(caught.value)
-
-
-def test_destination_without_the_colon_of_its_url_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = call("split", DEMO, "--tp", 2, "-o", "s3//bucket/x")
-    assert (result.code, "did you mean s3://bucket/x?" in result.err) == (2, True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_with_the_name_of_a_scheme_is_a_path():
-    assert local_path("./s3//bucket") == Path("s3/bucket")

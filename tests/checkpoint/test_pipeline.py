@@ -11,13 +11,7 @@ import pytest
 
 import shardconv
 from shardconv.checkpoint.engine.layout import PIPELINE_NAME
-from shardconv.support.errors import (
-    OutputError,
-    PlanError,
-    SourceError,
-    SplitCheckpointError,
-    UsageError,
-)
+from shardconv.support.errors import OutputError, PlanError, SourceError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
 from tests.support.command import call
 from tests.support.damage import flip
@@ -91,12 +85,6 @@ def test_reshard_equals_a_split(source, whole, tmp_path):
     shardconv.reshard(whole, tmp_path / "resharded", tp=4)
     shardconv.split(source, tmp_path / "expected", tp=4)
     assert contents(tmp_path / "resharded") == contents(tmp_path / "expected")
-
-
-def test_a_component_is_merged_by_its_path(source, whole, tmp_path):
-    for name in SHARDED:
-        shardconv.merge(whole / name, tmp_path / name)
-        assert contents(tmp_path / name) == contents(source / name)
 
 
 def test_chosen_components_are_split_and_others_are_copied(source, tmp_path):

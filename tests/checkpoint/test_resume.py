@@ -3,6 +3,7 @@
 The result is that of an uninterrupted run, and stripes that were on the disk are not copied again.
 """
 
+import errno
 import json
 import os
 import re
@@ -25,13 +26,7 @@ from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.job import difference
 from shardconv.commands import shared
 from shardconv.support.errors import OutputError
-from tests.support.checkpoints import (
-    contents,
-    entries,
-    llama_config,
-    safetensors_bytes,
-    write_checkpoint,
-)
+from tests.support.checkpoints import contents, entries, llama_config, safetensors_bytes, write_checkpoint
 from tests.support.command import Result, call, finish, start
 from tests.support.damage import flip
 from tests.support.faults import SLOW, STRIPE_MODULES, Job, beside, check_done, interrupt
@@ -147,22 +142,22 @@ def test_finished_stripes_are_kept_after_an_error(job, target):
 
 @OF_SPLIT
 @pytest.mark.parametrize(
-    ("options", "left"),
-    [(["--resume"], "no stripe was finished, and nothing was left behind"), ([], "nothing was left behind")],
+    ("error", "options", "code", "message"),
+    [
+        (KeyboardInterrupt(), ["--resume"], 130, "interrupted; no stripe was finished, and nothing was left behind"),
+        (KeyboardInterrupt(), [], 130, "interrupted; nothing was left behind"),
+        (OSError(errno.EIO, "damaged"), ["--resume"], 1, ""),
+    ],
+    ids=["signal", "signal without the option", "error"],
 )
-def test_signal_before_the_first_stripe(job, target, monkeypatch, options, left):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_nothing_is_left_before_the_first_stripe(job, target, monkeypatch, error, options, code, message):
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(ShardWriter, "put", interrupted)
+    monkeypatch.setattr(ShardWriter, "put", fail)
     result = job.call(target, *options)
-    assert (result.code, result.err.strip()) == (130, f"shardconv: interrupted; {left}")
-    assert beside(target) == []
-
-
-@OF_SPLIT
-def test_nothing_is_left_after_an_error_before_the_first_stripe(job, target):
-    assert interrupt(job, target, 0).code == 1
+    assert result.code == code
+    assert result.err.strip().startswith(f"shardconv: {message}")
     assert beside(target) == []
 
 

@@ -425,10 +425,6 @@ def test_auxiliary_file_with_a_name_that_a_manifest_may_not_have(single, name):
 # --- not a source ---------------------------------------------------------------------------------------------------
 
 
-def test_missing_path(tmp_path):
-    refuses(tmp_path / "nowhere", "does not exist")
-
-
 def test_empty_folder(tmp_path):
     problem = "holds no .safetensors or PyTorch file and no weights in another known format"
     refuses(tmp_path, f"{problem}: pass the folder of a model, or one of its weight files$")

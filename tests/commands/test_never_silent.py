@@ -521,8 +521,8 @@ def in_meta_layout(change: Change, *texts: str) -> Case:
 
 
 def of_megatron(change: Change, *texts: str) -> Case:
-    """The row of a checkpoint of Megatron-Core that is read."""
-    return Case(refused(error(*texts)), change)
+    """The row of a checkpoint of Megatron-Core that is changed after it is written."""
+    return Case(refused(error(*texts)), both(as_megatron(lambda _: None), change))
 
 
 Q, UP, DOWN, NORM = (
@@ -530,6 +530,7 @@ Q, UP, DOWN, NORM = (
 )
 BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
+FUSED_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 NO_RULE = "no rule of family llama matches it"
 
 MARKUP = "</script><script>alert(1)</script>"
@@ -647,42 +648,35 @@ CASES: Mapping[str, Case] = {
         error("does not support hidden_act 'gelu'", "--layout native"), config(hidden_act="gelu"),
     ),
     "checkpoint of Megatron-Core, a config of a quantized model": of_megatron(
-        both(as_megatron(lambda _: None), config(quantization_config={"quant_method": "fp8"})),
+        config(quantization_config={"quant_method": "fp8"}),
         "layout megatron does not have quantized tensors",
     ),
     "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
-        both(as_megatron(lambda _: None), remove("iter_0000500/.metadata")),
+        remove("iter_0000500/.metadata"),
         ".metadata: is missing", "copy it",
     ),
-    "checkpoint of Megatron-Core, a tensor that the model type does not have": of_megatron(
+    "checkpoint of Megatron-Core, a tensor that the model type does not have": Case(
+        refused(error("tensor vision_model.weight is not one of a 'llama' model")),
         as_megatron(lambda found: found.update({"vision_model.weight": torch.ones(2)})),
-        "tensor vision_model.weight is not one of a 'llama' model",
     ),
-    "checkpoint of Megatron-Core, a tensor is missing": of_megatron(
+    "checkpoint of Megatron-Core, a tensor is missing": Case(
+        refused(error("decoder.layers.0.input_layernorm.weight is missing")),
         as_megatron(lambda found: found.pop("decoder.layers.0.input_layernorm.weight")),
-        "decoder.layers.0.input_layernorm.weight is missing",
     ),
-    "checkpoint of Megatron-Core, two names of a tensor with different values": of_megatron(
-        as_megatron(
-            lambda found: found.update(
-                {"decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": torch.full((64,), 2.0)}
-            )
-        ),
-        "are one tensor with two names, but have different bytes",
+    "checkpoint of Megatron-Core, two names of a tensor with different values": Case(
+        refused(error("are one tensor with two names, but have different bytes")),
+        as_megatron(lambda found: found.update({FUSED_NORM: torch.full((64,), 2.0)})),
     ),
     "checkpoint of Megatron-Core, other heads in the config": of_megatron(
-        both(as_megatron(lambda _: None), config(num_key_value_heads=8)),
+        config(num_key_value_heads=8),
         "linear_qkv.weight: has 256 rows (expected a multiple of 24", "--config",
     ),
     "checkpoint of Megatron-Core without a config": of_megatron(
-        both(as_megatron(lambda _: None), remove("config.json")),
+        remove("config.json"),
         "does not have a config.json", "--config",
     ),
     "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
-        both(
-            as_megatron(lambda _: None),
-            lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
-        ),
+        lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
         "names '600', whose folder is not there",
     ),
     "rank files of Meta, an unknown tensor": Case(
