@@ -13,6 +13,7 @@ import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import SourceError
 from tests.support.checkpoints import llama_config, llama_specs, part_names, write_config
+from tests.support.command import call
 from tests.support.tensors import check_equal, check_equal_files, tensors_of
 from tests.support.torch_files import INDEX, SINGLE, read_pytorch, replace_after_listing, write_pytorch
 
@@ -140,6 +141,13 @@ def test_single_file(tmp_path, monkeypatch, name):
     assert report.left_out == {f"{name}[epoch]": "entry without weights"}
     shardconv.merge(report.path, "merged.safetensors")
     check_equal(load_file("merged.safetensors"), random_tensors())
+
+
+def test_entries_that_are_left_out_are_reported(tmp_path):
+    torch.save({"model": random_tensors(), "optimizer": {}, "epoch": 1}, tmp_path / "model.pt")
+    write_config(tmp_path, CONFIG)
+    shown = call("split", tmp_path / "model.pt", "--tp", "2", "-o", tmp_path / "split")
+    assert "left out (entry without weights): model.pt[optimizer], model.pt[epoch]" in shown.out
 
 
 # --- which files are the checkpoint ---------------------------------------------------------------------------------

@@ -645,7 +645,8 @@ CASES: Mapping[str, Case] = {
         error("--replicate", "does not apply to layout megatron"), lambda _: None, "--replicate", "lm_head.weight",
     ),
     "layout of Megatron-Core, an activation that is not SwiGLU": in_megatron_layout(
-        error("does not support hidden_act 'gelu'", "--layout native"), config(hidden_act="gelu"),
+        error("does not support hidden_act 'gelu' of the config (expected 'silu')", "--layout native"),
+        config(hidden_act="gelu"),
     ),
     "checkpoint of Megatron-Core, a config of a quantized model": of_megatron(
         config(quantization_config={"quant_method": "fp8"}),
@@ -653,7 +654,7 @@ CASES: Mapping[str, Case] = {
     ),
     "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
         remove("iter_0000500/.metadata"),
-        ".metadata: is missing", "copy it",
+        ".metadata: is missing (expected beside .distcp files)", "copy it",
     ),
     "checkpoint of Megatron-Core, a tensor that the model type does not have": Case(
         refused(error("tensor vision_model.weight is not one of a 'llama' model")),
@@ -673,7 +674,7 @@ CASES: Mapping[str, Case] = {
     ),
     "checkpoint of Megatron-Core without a config": of_megatron(
         remove("config.json"),
-        "does not have a config.json", "--config",
+        "does not have a config.json, which has the model type", "--config",
     ),
     "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
         lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
@@ -1061,13 +1062,16 @@ CASES: Mapping[str, Case] = {
         lambda source: (source / "transformer" / "model.safetensors").unlink(),
     ),
     "component of an unknown class": of_pipeline(
-        error("component transformer (FluxTransformer2DModel)", "no family is known", "--component text_encoder"),
+        error(
+            "component transformer (FluxTransformer2DModel)", "no family is known",
+            "unsharded, pass --component text_encoder",
+        ),
         lambda source: both(put("proj_mlp.weight", lambda _: torch.zeros(8, 8)), config(model_type=None))(
             source / "transformer"
         ),
     ),
     "component whose config is of another class": of_pipeline(
-        error("transformer/config.json", "config of a 'FluxControlNetModel' (expected 'FluxTransformer2DModel'"),
+        error("config.json", "config of a 'FluxControlNetModel' (expected 'FluxTransformer2DModel', as in model_index"),
         lambda source: config(_class_name="FluxControlNetModel")(source / "transformer"),
     ),
     "component with two variants": of_pipeline(
@@ -1078,22 +1082,22 @@ CASES: Mapping[str, Case] = {
         error("component vae (AutoencoderKL) has 2 variants", "--ignore vae/model.safetensors"), vae_with_variants,
     ),
     "component in the format GGUF": of_pipeline(
-        error("transformer/q4.gguf", "GGUF", "AutoModelForCausalLM"),
+        error("transformer/q4.gguf: is in the format GGUF", "--ignore", "AutoModelForCausalLM"),
         lambda at: (at / "transformer" / "model.safetensors").rename(at / "transformer" / "q4.gguf"),
     ),
     "LoRA file for a component that is not sharded": split_with(
-        error("unet is not sharded", "load_lora_weights"),
+        error("unet is not sharded (expected only text_encoder, transformer)", "load_lora_weights"),
         lora("unet.down.lora_A.weight"), "--adapter", "SOURCE/lora.safetensors",
     ),
     "LoRA file with a layer that the component lacks": split_with(
-        error("transformer.other.lora_A.weight", "does not have a layer other", "load_lora_weights"),
+        error("other.lora_A.weight", "does not have a layer other: fuse it into the pipeline in Python", "load_lora_w"),
         lora("transformer.other.lora_A.weight"), "--adapter", "SOURCE/lora.safetensors",
     ),
     "pipeline for an engine": split_with(
         error("--for vllm is for one model", "pass a component"), lambda _: None, "--for", "vllm",
     ),
     "single-file checkpoint beside the components": of_pipeline(
-        error("flux1-dev.safetensors", "--ignore"),
+        error("not of a component: flux1-dev.safetensors", "--ignore"),
         copied("transformer/model.safetensors", "flux1-dev.safetensors"),
     ),
     "component of another pipeline": damaged_pipeline(
@@ -1105,7 +1109,7 @@ CASES: Mapping[str, Case] = {
         lambda source, split: replace_component(split, other_split(source, tp=2)),
     ),
     "split component that is missing": damaged_pipeline(
-        error("component transformer (FluxTransformer2DModel) is missing"),
+        error("component transformer (FluxTransformer2DModel) is missing (no transformer/shardconv.json)"),
         lambda _, split: shutil.rmtree(split / "transformer"),
     ),
     "split pipeline without model_index.json": damaged_pipeline(
