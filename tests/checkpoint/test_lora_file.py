@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "fused layer of another model": (
         put(f"{QKV}.lora_up.weight", 96, 4),
-        f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, those of transformer_blocks.0.attn.to_q",
+        f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, as transformer_blocks.0.attn.to_q, ",
     ),
     "layer without A": (
         lambda tensors: tensors.pop(f"{PROJ}.lora_down.weight"),
