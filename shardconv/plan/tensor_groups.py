@@ -152,7 +152,10 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
     module = name.rpartition(".")[0].rpartition(".")[0]
     weight = tensors.get(f"{module}.{layer}.weight")
     if weight is None or len(weight.shape) < 2:
-        raise PlanError(f"{name}: its rule reads the rows of {module}.{layer}.weight, which is not in the checkpoint")
+        raise PlanError(
+            f"{name}: its rule reads the rows of {module}.{layer}.weight, which is not in the checkpoint: add the "
+            f"tensor, or pass {option(rules='FILE')} with another rule"
+        )
     return weight.shape[0]
 
 

@@ -310,6 +310,15 @@ def test_classes_without_a_family_are_refused():
         planner_for({}, {"_class_name": "AutoencoderKL"}, PlanRequest())
 
 
+def test_layers_without_projections_of_the_text_are_refused(tmp_path):
+    """EasyAnimate would use heads of all ranks there."""
+    small_model("EasyAnimateTransformer3DModel", mmdit_layers=1).save_pretrained(tmp_path / "source")
+    with pytest.raises(
+        PlanError, match=r"blocks.1.attn1.to_q.bias: .*blocks.1.attn1.add_q_proj.weight, which is not in"
+    ):
+        make_plan(tmp_path / "source", tp=2)
+
+
 def test_unknown_classes_are_refused(tmp_path):
     with pytest.raises(RunError, match="does not name a model class of diffusers"):
         check_model({"_class_name": "FluxPipeline"}, {})
