@@ -31,8 +31,19 @@ OTHER_STAGES = (
     "the model is in pipeline stages, and each rank has the layers of its stage: merge the split checkpoint with "
     "shardconv merge, or load it without stages"
 )
-#: The class of transformers' models, and the method by which libraries write models.
-_PRETRAINED, _SAVE = ("PreTrainedModel", "transformers"), "save_pretrained"
+#: The class of transformers' models.
+_PRETRAINED = ("PreTrainedModel", "transformers")
+#: Methods of libraries that would silently be wrong for a module with shards: why, and what to do.
+_REFUSED = {
+    "save_pretrained": (
+        "save_pretrained would write the shards of one rank: call shardconv.gather_state_dict on all ranks, and save "
+        "its result on one, or in an unsharded model"
+    ),
+    "_load_ip_adapter_weights": (
+        "load_ip_adapter would add keys and values of all heads to the heads of one rank: load the IP adapter into an "
+        "unsharded pipeline"
+    ),
+}
 
 
 class ConvertedModel(PretrainedModel):
@@ -93,27 +104,26 @@ def extend_model_class(model: nn.Module, axis: Axis) -> None:
     """
     if not any((kind.__name__, kind.__module__.partition(".")[0]) == _PRETRAINED for kind in type(model).__mro__):
         return
-    vars(model).pop(_SAVE, None)
+    for name in _REFUSED:
+        vars(model).pop(name, None)
     model.__class__ = converted_class(ConvertedModel, type(model))
     assert isinstance(model, ConvertedModel)
     model.axis, model.seed_check = axis, SeedCheck(axis)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
 
 
-def refuse_saving(model: nn.Module) -> None:
-    """Replace ``save_pretrained`` of modules with shards: it would silently write the shards of one rank."""
-    writers = [(name, one) for name, one in model.named_modules() if hasattr(one, _SAVE)]
-    for name, module in writers:
+def refuse_methods(model: nn.Module) -> None:
+    """Replace methods of libraries that would silently be wrong for modules with shards."""
+    for name, module in [*model.named_modules()]:
         has_shards = any(isinstance(one, ParallelModule) and one.axis.size > 1 for one in module.modules())
         if has_shards and not isinstance(module, ConvertedModel):
-            vars(module)[_SAVE] = partial(_refuse, f"{name or 'the model'} ({type(module).__name__})")
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            refused = {method: problem for method, problem in _REFUSED.items() if hasattr(module, method)}
+            vars(module).update({method: partial(_refuse, f"{label}: {refused[method]}") for method in refused})
 
 
-def _refuse(label: str, *_: object, **__: object) -> None:
-    raise ValueError(
-        f"{label}: save_pretrained would write the shards of one rank: call shardconv.gather_state_dict on all ranks, "
-        f"and save its result on one, or in an unsharded model"
-    )
+def _refuse(problem: str, *_: object, **__: object) -> None:
+    raise ValueError(problem)
 
 
 def _check_call(model: nn.Module, _: tuple[object, ...], options: dict[str, object]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardconv.convert.converted_model import refuse_saving
+from shardconv.convert.converted_model import refuse_methods
 from shardconv.convert.multihead_attention import check_readers, turn_off_fused_paths
 from shardconv.convert.overrides import Overrides, apply_overrides
 from shardconv.distributed import Axis
@@ -122,7 +122,7 @@ def convert(
         conversion.apply()
     apply_overrides(module, prepared.overrides, axis)
     turn_off_fused_paths(module)
-    refuse_saving(module)
+    refuse_methods(module)
 
 
 def check_same_on_all_ranks(

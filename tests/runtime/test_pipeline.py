@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.hf.package import quiet
 from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipeline
-from shardconv.support.errors import PeerError, RunError, SplitCheckpointError, UsageError, WorldSizeError
+from shardconv.support.errors import PeerError, PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.diffusion import CALLS, latents, write_diffusion
@@ -183,6 +183,37 @@ def test_shards_are_not_saved_as_a_pipeline(axis, source, split, tmp_path):
     pipeline = shardconv.load(split, device="cpu", group=axis)
     with pytest.raises(ValueError, match="save_pretrained would write the shards of one rank"):
         pipeline.save_pretrained(tmp_path / f"saved-{axis.rank}")
+
+
+def ip_adapter(width=64, image=8):
+    """An IP adapter for the FLUX pipeline, with one layer of two streams."""
+    layers = {f"0.to_{one}_ip.{kind}": torch.ones(*shape) for one in "kv" for kind, shape in
+              (("weight", (width, 32)), ("bias", (width,)))}  # fmt: skip
+    projection = {"proj.weight": torch.ones(4 * 32, image), "proj.bias": torch.ones(4 * 32)}
+    norm = {"norm.weight": torch.ones(32), "norm.bias": torch.ones(32)}
+    return {"image_proj": {**projection, **norm}, "ip_adapter": layers}
+
+
+def load_ip_adapter(pipeline):
+    pipeline.load_ip_adapter(ip_adapter(), weight_name="", image_encoder_pretrained_model_name_or_path=None)
+
+
+@on_ranks("pair")
+def test_ip_adapter_is_not_loaded_into_shards(axis, source, split):
+    pipeline = shardconv.load(split, device="cpu", group=axis)
+    with pytest.raises(
+        ValueError, match=r"\(FluxTransformer2DModel\): load_ip_adapter would add keys and values of all"
+    ):
+        load_ip_adapter(pipeline)
+    load_ip_adapter(unsharded(source))
+
+
+def test_transformer_with_an_ip_adapter_is_not_split(source, tmp_path):
+    pipeline = unsharded(source)
+    load_ip_adapter(pipeline)
+    pipeline.transformer.save_pretrained(tmp_path / "transformer")
+    with pytest.raises(PlanError, match=r"encoder_hid_proj.*: no rule of family flux matches it"):
+        shardconv.split(tmp_path / "transformer", tmp_path / "split", tp=2)
 
 
 DAMAGES = {
