@@ -106,6 +106,10 @@ REFUSED = {
         rename(f"{PROJ}.alpha", f"{PROJ}.dora_scale"),
         f"{PROJ}.dora_scale: is not a tensor of a LoRA adapter that is supported",
     ),
+    "IP adapter": (
+        put("ip_adapter.0.to_k_ip.weight", WIDTH, WIDTH),
+        "ip_adapter.0.to_k_ip.weight: is a tensor of an IP adapter, which is not supported",
+    ),
     "fused layer of another model": (
         put(f"{QKV}.lora_up.weight", 96, 4),
         f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, as transformer_blocks.0.attn.to_q, ",
@@ -190,6 +194,39 @@ ORIGINAL = {
             "head.head": (64, 32),
         },
     ),
+    "Flux2Transformer2DModel": (
+        {},
+        "_convert_non_diffusers_flux2_lora_to_diffusers",
+        {
+            **{f"double_blocks.0.{stream}_attn.qkv": (64, 192) for stream in ("img", "txt")},
+            **{f"double_blocks.0.{stream}_attn.proj": (64, 64) for stream in ("img", "txt")},
+            **{f"double_blocks.1.{stream}_mlp.0": (64, 384) for stream in ("img", "txt")},
+            **{f"double_blocks.1.{stream}_mlp.2": (192, 64) for stream in ("img", "txt")},
+            "single_blocks.0.linear1": (64, 576),
+            "single_blocks.1.linear2": (256, 64),
+            "img_in": (8, 64),
+            "txt_in": (24, 64),
+            "final_layer.linear": (64, 8),
+            "time_in.in_layer": (16, 64),
+            "guidance_in.out_layer": (64, 64),
+            "single_stream_modulation.lin": (64, 192),
+            "double_stream_modulation_img.lin": (64, 384),
+            "double_stream_modulation_txt.lin": (64, 384),
+        },
+    ),
+    "LTX2VideoTransformer3DModel": (
+        {},
+        "_convert_non_diffusers_ltx2_lora_to_diffusers",
+        {
+            "patchify_proj": (8, 64),
+            "audio_patchify_proj": (8, 32),
+            "adaln_single.linear": (64, 384),
+            "audio_adaln_single.emb.timestep_embedder.linear_1": (256, 32),
+            "av_ca_a2v_gate_adaln_single.linear": (64, 64),
+            "av_ca_audio_scale_shift_adaln_single.emb.timestep_embedder.linear_2": (32, 32),
+            "transformer_blocks.0.attn1.to_q": (64, 64),
+        },
+    ),
     "ZImageTransformer2DModel": (
         {},
         "_convert_non_diffusers_z_image_lora_to_diffusers",
@@ -211,7 +248,7 @@ def test_names_are_those_of_the_converters_of_diffusers(tmp_path, class_name):
     sizes = {name: (*features, 4, None) for name, features in layers.items()}
     adapter = write_lora(tmp_path / "lora.safetensors", {"diffusion_model.": sizes})
     stored = load_file(adapter)
-    if "hunyuan" in converter:
+    if "hunyuan" in converter or "ltx2" in converter:
         stored = {one.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): stored[one] for one in stored}
     expected = {
         name.replace("transformer.", f"{PREFIX}.", 1): one

@@ -59,6 +59,7 @@ class _Original(Data, frozen=True):
 class _Names(Data, frozen=True):
     """The content of ``lora_names.toml``."""
 
+    ip_adapters: tuple[str, ...]
     components: dict[str, str]
     uses: dict[str, str]
     original: tuple[_Original, ...]
@@ -233,6 +234,11 @@ def _parse(name: str, path: AnyPath) -> tuple[str, _Layer, str]:
     """The component of a tensor, "" without one, its layer and its use."""
     start = next((one for one in _names().components if name.startswith(one)), "")
     end = next((one for one in _names().uses if name.endswith(one)), None)
+    if any(text in name for text in _names().ip_adapters):
+        raise PlanError(
+            f"{path}: {name}: is a tensor of an IP adapter, which is not supported: split the pipeline without it, or "
+            "load it into an unsharded pipeline with load_ip_adapter"
+        )
     if end is None:
         raise PlanError(
             f"{path}: {name}: is not a tensor of a LoRA adapter that is supported (expected A and B of linear layers): "
