@@ -7,7 +7,6 @@ import io
 import pickle
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,17 +163,17 @@ def test_enum_in_metadata_cannot_be_changed(nested, tmp_path):
         list_metadata(path)
 
 
-def drop_chunk(metadata) -> None:
-    metadata.state_dict_metadata["model.model.layers.0.self_attn.q_proj.weight"].chunks.pop()
+QUERY, HEAD = "model.model.layers.0.self_attn.q_proj.weight", "model.lm_head.weight"
 
 
-def drop_chunks(metadata) -> None:
-    metadata.state_dict_metadata["model.lm_head.weight"].chunks.clear()
+def of_tensor(name, change):
+    """Change the entry of a tensor."""
+    return lambda metadata: change(metadata.state_dict_metadata[name])
 
 
-def leave_folder(metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.relative_path = "../x"
+def of_files(name, value):
+    """Set an attribute of the positions of all chunks."""
+    return lambda metadata: [setattr(info, name, value) for info in metadata.storage_data.values()]
 
 
 def rename_model(metadata) -> None:
@@ -183,29 +182,23 @@ def rename_model(metadata) -> None:
     }
 
 
-def change_shape(metadata) -> None:
-    metadata.state_dict_metadata["model.lm_head.weight"].size = torch.Size([200, 64])
-
-
-def change_lengths(metadata, length) -> None:
-    for info in metadata.storage_data.values():
-        info.length = length
-
-
-def change_chunk(metadata) -> None:
-    metadata.state_dict_metadata["model.lm_head.weight"].chunks[0].sizes = torch.Size([1, 64])
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        *((partial(change_lengths, length=length), r"distcp: is truncated or damaged: ") for length in (0, 10**9)),
-        (change_chunk, r"lm_head\.weight is F32 \[\d+, 64\] \(expected F32 \[1, 64\]\): save"),
-        (drop_chunk, r"q_proj\.weight cannot be merged"),
-        (drop_chunks, r"\.metadata: lm_head\.weight does not have chunks"),
-        (leave_folder, r"names the file '\.\./x'"),
+        (of_files("length", 0), r"distcp: is truncated or damaged: "),
+        (of_files("length", 10**9), r"distcp: is truncated or damaged: "),
+        (of_files("relative_path", "../x"), r"names the file '\.\./x'"),
+        (
+            of_tensor(HEAD, lambda entry: setattr(entry.chunks[0], "sizes", torch.Size([1, 64]))),
+            r"lm_head\.weight is F32 \[\d+, 64\] \(expected F32 \[1, 64\]\): save",
+        ),
+        (of_tensor(QUERY, lambda entry: entry.chunks.pop()), r"q_proj\.weight cannot be merged"),
+        (of_tensor(HEAD, lambda entry: entry.chunks.clear()), r"\.metadata: lm_head\.weight does not have chunks"),
+        (
+            of_tensor(HEAD, lambda entry: setattr(entry, "size", torch.Size([200, 64]))),
+            r"lm_head\.weight cannot be merged",
+        ),
         (rename_model, "holds entries generator, optimizer"),
-        (change_shape, r"lm_head\.weight cannot be merged"),
     ],
 )
 def test_metadata_that_does_not_fit_is_refused(nested, tmp_path, change, text):

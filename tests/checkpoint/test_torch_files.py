@@ -134,41 +134,27 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def rezipped(change: Callable[[zipfile.ZipInfo, bytes], tuple[zipfile.ZipInfo, bytes] | None], **options: Any) -> Write:
-    """A file of torch.save whose entries were changed and stored again."""
+def rezipped(end: str, change: Callable[[bytes], bytes | None], **options: Any) -> Write:
+    """A file of torch.save, stored again with other contents of the entries with this end; None removes one."""
 
     def write(path: Path) -> None:
         torch.save({"x": made(64)}, path)
         with zipfile.ZipFile(path) as archive:
-            entries = [(entry, archive.read(entry)) for entry in archive.infolist()]
+            entries = {name: archive.read(name) for name in archive.namelist()}
         with zipfile.ZipFile(path, "w", **options) as archive:
-            for item in entries:
-                if (changed := change(*item)) is not None:
-                    archive.writestr(changed[0].filename, changed[1])
+            for name, data in entries.items():
+                if (stored := change(data) if name.endswith(end) else data) is not None:
+                    archive.writestr(name, stored)
 
     return write
 
 
-def cut(path: Path) -> None:
-    torch.save({"x": made(6400)}, path)
-    os.truncate(path, 9000)
+def truncated(size: int, *, is_zip: bool = False) -> Write:
+    def write(path: Path) -> None:
+        torch.save({"x": made(6400)}, path, _use_new_zipfile_serialization=is_zip)
+        os.truncate(path, size)
 
-
-def cut_legacy(path: Path) -> None:
-    torch.save({"x": made(6400)}, path, _use_new_zipfile_serialization=False)
-    os.truncate(path, 9000)
-
-
-def big_endian(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes]:
-    return entry, b"big" if entry.filename.endswith("byteorder") else data
-
-
-def shortened(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes]:
-    return entry, data[:-4] if entry.filename.endswith("data/0") else data
-
-
-def without_data(entry: zipfile.ZipInfo, data: bytes) -> tuple[zipfile.ZipInfo, bytes] | None:
-    return None if entry.filename.endswith("data/0") else (entry, data)
+    return write
 
 
 def torchscript(path: Path) -> None:
@@ -177,20 +163,14 @@ def torchscript(path: Path) -> None:
             archive.writestr(f"model/{name}", b"")
 
 
-def tensors_of_ema(path: Path) -> None:
-    torch.save({"model": {"x": made(3)}, "ema": {"x": made(3)}}, path)
-
-
 REFUSED: dict[str, tuple[Write, str]] = {
-    "compressed": (rezipped(lambda *item: item, compression=zipfile.ZIP_DEFLATED), "is compressed or encrypted"),
-    "big-endian": (rezipped(big_endian), "was written on a big-endian machine"),
-    "storage too small": (rezipped(shortened), "tensor x is larger than its storage of 252 bytes"),
-    "storage missing": (rezipped(without_data), "is damaged, or not a file of torch.save (KeyError"),
-    "truncated": (cut, "is truncated or damaged"),
-    "truncated in a pickle, before torch 1.6": (
-        lambda path: cut_legacy(path) or os.truncate(path, 40), "is truncated or damaged",
-    ),
-    "truncated, before torch 1.6": (cut_legacy, "is truncated or damaged (got 9000 bytes, expected tensor x at"),
+    "compressed": (rezipped("", bytes, compression=zipfile.ZIP_DEFLATED), "is compressed or encrypted"),
+    "big-endian": (rezipped("byteorder", lambda _: b"big"), "was written on a big-endian machine"),
+    "storage too small": (rezipped("data/0", lambda data: data[:-4]), "tensor x is larger than its storage of 252 "),
+    "storage missing": (rezipped("data/0", lambda _: None), "is damaged, or not a file of torch.save (KeyError"),
+    "truncated": (truncated(9000, is_zip=True), "is truncated or damaged"),
+    "truncated in a pickle, before torch 1.6": (truncated(40), "is truncated or damaged"),
+    "truncated, before torch 1.6": (truncated(9000), "is truncated or damaged (got 9000 bytes, expected tensor x at"),
     "TorchScript": (torchscript, "is a TorchScript archive"),
     "zip of something else": (
         lambda path: zipfile.ZipFile(path, "w").writestr("a.txt", "text"), "is not a zip archive of torch.save",
@@ -205,7 +185,9 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "tensor": (saves(made(3)), "holds a Tensor (expected a dict of tensors)"),
     "no tensors": (saves({"epoch": 3}), "does not hold one state dict (got entries epoch, expected"),
     "two state dicts": (saves({"model": {"x": made(3)}, "module": {"x": made(3)}}), "does not hold one state dict"),
-    "state dict and average": (tensors_of_ema, "entry 'ema' holds tensors, but is not one (got dict)"),
+    "state dict and average": (
+        saves({"model": {"x": made(3)}, "ema": {"x": made(3)}}), "entry 'ema' holds tensors, but is not one (got dict)",
+    ),
     "conjugated": (saves({"x": made(3, dtype=torch.complex64).conj()}), "(got a conjugated or negated view)"),
     "on the meta device": (saves({"x": torch.ones(2, device="meta")}), "not a plain dense tensor (got another kind"),
     "sparse": (saves({"x": torch.eye(3).to_sparse()}), "tensor x is not a plain dense tensor (got torch.sparse_coo)"),
