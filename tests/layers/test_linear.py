@@ -5,6 +5,7 @@ largest in float64 and 1e-6 in float32, as partial sums round differently.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -64,72 +65,54 @@ def run(layer, x, grad):
     return y.detach(), x.grad
 
 
-def check_column(axis, dtype, bias, gather, parts):
-    unsharded, x, grad = (
-        unsharded_layer(dtype, bias=bias),
-        fixed((2, BATCH, IN), dtype),
-        fixed((2, BATCH, OUT), dtype, seed=5),
-    )
-    layer = ColumnParallelLinear(IN, OUT, bias, gather_output=gather, split_sizes=parts, dtype=dtype, group=axis)
-    mine = columns_of(axis, parts or (OUT,))
+FULL = slice(None)
+
+
+def check_layer(axis, kind, dtype, bias, parts, option):
+    """Check outputs, gradients and full tensors for each input of the layer that its option allows."""
+    is_column = kind is ColumnParallelLinear
+    unsharded, x = unsharded_layer(dtype, bias=bias), fixed((2, BATCH, IN), dtype)
+    grad = fixed((2, BATCH, OUT), dtype, seed=5)
+    options = {"gather_output" if is_column else "input_is_parallel": option}
+    layer = kind(IN, OUT, bias, split_sizes=parts, dtype=dtype, group=axis, **options)
+    mine = columns_of(axis, parts or (OUT if is_column else IN,))
+    of_weight, of_bias = (mine, mine) if is_column else ((FULL, mine), FULL)
     with torch.no_grad():
-        layer.weight.copy_(unsharded.weight[mine])
+        layer.weight.copy_(unsharded.weight[of_weight])
         if bias:
-            layer.bias.copy_(unsharded.bias[mine])
+            layer.bias.copy_(unsharded.bias[of_bias])
     expected, expected_x = run(unsharded, x, grad)
-    found, found_x = run(layer, x, grad if gather else grad[..., mine])
-    assert found.shape[-1] == (OUT if gather else OUT // axis.size)
-    assert_near(found, expected if gather else expected[..., mine], "output")
-    assert_near(found_x, expected_x, "input gradient")
-    assert_near(layer.weight.grad, unsharded.weight.grad[mine], "weight gradient")
+    accepted = {None: (FULL, mine), True: (mine,), False: (FULL,)}[option] if not is_column else (FULL,)
+    outputs = mine if is_column and not option else FULL
+    for inputs in accepted:
+        layer.zero_grad()
+        found, found_x = run(layer, x[..., inputs], grad[..., outputs])
+        assert found.shape == expected[..., outputs].shape
+        assert_near(found, expected[..., outputs], "output")
+        assert_near(found_x, expected_x[..., inputs], "input gradient")
+        assert_near(layer.weight.grad, unsharded.weight.grad[of_weight], "weight gradient")
+        if bias:
+            assert_near(layer.bias.grad, unsharded.bias.grad[of_bias], "bias gradient")
     assert torch.equal(layer.master_weight, unsharded.weight)
     if bias:
-        assert_near(layer.bias.grad, unsharded.bias.grad[mine], "bias gradient")
         assert torch.equal(layer.master_bias, unsharded.bias)
-
-
-@pytest.mark.parametrize("parts", [None, (8, 8, 24), (16, 12, 12)])
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_column(ranks, layout, gather, parts):
-    for dtype, bias in ((torch.float64, True), (torch.float32, False)):
-        ranks(layout, check_column, dtype, bias, gather, parts)
-
-
-def check_row(axis, dtype, bias, is_parallel, parts):
-    unsharded, x, grad = (
-        unsharded_layer(dtype, bias=bias),
-        fixed((2, BATCH, IN), dtype),
-        fixed((2, BATCH, OUT), dtype, seed=5),
-    )
-    layer = RowParallelLinear(IN, OUT, bias, input_is_parallel=is_parallel, split_sizes=parts, dtype=dtype, group=axis)
-    mine = columns_of(axis, parts or (IN,))
-    with torch.no_grad():
-        layer.weight.copy_(unsharded.weight[:, mine])
-        if bias:
-            layer.bias.copy_(unsharded.bias)
-    expected, expected_x = run(unsharded, x, grad)
-    splits = [False, True] if is_parallel is None else [is_parallel]
-    for split in splits:
-        layer.zero_grad()
-        found, found_x = run(layer, x[..., mine] if split else x, grad)
-        assert_near(found, expected, "output")
-        assert_near(found_x, expected_x[..., mine] if split else expected_x, "input gradient")
-        assert_near(layer.weight.grad, unsharded.weight.grad[:, mine], "weight gradient")
-        if bias:
-            assert_near(layer.bias.grad, unsharded.bias.grad, "bias gradient")
-    assert torch.equal(layer.master_weight, unsharded.weight)
-    for wrong in {1, IN, IN // axis.size} - {IN // axis.size if split else IN for split in splits}:
+    for wrong in {1, IN, len(mine)} - {x[..., inputs].shape[-1] for inputs in accepted}:
         with pytest.raises(ValueError, match=r"has \d+ features \(expected"):
             layer(fixed((BATCH, wrong), dtype))
 
 
-@pytest.mark.parametrize("parts", [None, (8, 16)])
-@pytest.mark.parametrize("is_parallel", [None, True, False])
+#: A class, the parts of its sharded dim, and its option ``gather_output`` or ``input_is_parallel``.
+KINDS = [
+    *itertools.product([ColumnParallelLinear], [None, (8, 8, 24), (16, 12, 12)], [False, True]),
+    *itertools.product([RowParallelLinear], [None, (8, 16)], [None, True, False]),
+]
+
+
+@pytest.mark.parametrize(("kind", "parts", "option"), KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_row(ranks, layout, is_parallel, parts):
+def test_layers(ranks, layout, kind, parts, option):
     for dtype, bias in ((torch.float64, True), (torch.float32, False)):
-        ranks(layout, check_row, dtype, bias, is_parallel, parts)
+        ranks(layout, check_layer, kind, dtype, bias, parts, option)
 
 
 @on_ranks("four")
