@@ -18,6 +18,7 @@ import torch
 import shardconv
 from tests.engines.vllm.small import MODELS, write
 from tests.support.compressed import write_compressed
+from tests.support.damage import flip
 from tests.support.s3_server import serve_s3
 
 #: Models for which the CPU build of vLLM has kernels.
@@ -25,6 +26,27 @@ RUNNABLE = (
     "llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "gpt_neox", "falcon", "mixtral", "qwen3_moe",
     "gpt_oss", "olmo2",
 )  # fmt: skip
+#: Models that vLLM's layout supports.
+WITH_LAYOUT = ("llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
+#: Models for the tests of pipeline stages: a tied head, experts, and attention with windows.
+IN_STAGES = ("llama", "llama, tied", "qwen3_moe", "gemma3_text")
+#: Way to load a model to the options of its split, None for the source itself, and vLLM's load format, of which
+#: sharded_state needs no plugin.
+WAYS = {
+    "split": ({"engine": "vllm"}, "shardconv"),
+    "layout": ({"layout": "vllm"}, "sharded_state"),
+    "source": (None, "shardconv"),
+    "stages": ({"pp": 2, "engine": "vllm"}, "shardconv"),
+    "layout in stages": ({"pp": 2, "layout": "vllm"}, "sharded_state"),
+}
+#: Model, way, and numbers of ranks and stages of the engine; 4 ranks replicate 2 KV heads.
+GENERATED = [
+    *((name, "split", 2, 1) for name in RUNNABLE),
+    *((name, "layout", 2, 1) for name in WITH_LAYOUT),
+    *((name, "source", 2, 1) for name in ("llama", "mixtral")),
+    ("llama", "split", 4, 1),
+    *((name, way, 2, 2) for name in IN_STAGES for way in ("stages", "split", "source", "layout in stages")),
+]
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -57,52 +79,13 @@ def default(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_tokens(name, default, tmp_path):
-    source, expected = default(name, 2)
-    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    assert generated(tmp_path / "split", "shardconv", 2) == expected
-
-
-#: Models that vLLM's layout supports.
-WITH_LAYOUT = ("llama", "llama, tied", "qwen2", "qwen3", "gemma3_text", "phi3", "mixtral", "qwen3_moe")
-
-
-@pytest.mark.parametrize("name", WITH_LAYOUT)
-def test_layout(name, default, tmp_path):
-    """vLLM without the plugin, by its load format."""
-    source, expected = default(name, 2)
-    shardconv.split(source, tmp_path / "split", tp=2, layout="vllm")
-    assert generated(tmp_path / "split", "sharded_state", 2) == expected
-
-
-#: Models for the tests of pipeline stages: a tied head, experts, and attention with windows.
-IN_STAGES = ("llama", "llama, tied", "qwen3_moe", "gemma3_text")
-#: Checkpoint to its options and the load format.
-STAGED = {
-    "stages": ({"pp": 2, "engine": "vllm"}, "shardconv"),
-    "no stages": ({"engine": "vllm"}, "shardconv"),
-    "source": (None, "shardconv"),
-    "layout": ({"pp": 2, "layout": "vllm"}, "sharded_state"),
-}
-
-
-@pytest.mark.parametrize("kind", STAGED)
-@pytest.mark.parametrize("name", IN_STAGES)
-def test_tokens_in_pipeline_stages(name, kind, default, tmp_path):
-    source, expected = default(name, 2, 2)
-    options, load_format = STAGED[kind]
+@pytest.mark.parametrize(("name", "way", "tp", "pp"), GENERATED)
+def test_tokens(name, way, tp, pp, default, tmp_path):
+    source, expected = default(name, tp, pp)
+    options, load_format = WAYS[way]
     if options is not None:
-        shardconv.split(source, tmp_path / "split", tp=2, **options)
-    assert generated(source if options is None else tmp_path / "split", load_format, 2, pp=2) == expected
-
-
-def test_other_stages_are_refused(default, tmp_path):
-    source, _ = default("llama", 2, 2)
-    shardconv.split(source, tmp_path / "split", tp=2, engine="vllm")
-    shardconv.reshard(tmp_path / "split", tmp_path / "staged", tp=2, pp=2)
-    found = refusal(tmp_path / "staged", 2)
-    assert "is split for other pipeline stages (got 1,1 layers, expected all of the engine)" in found
+        shardconv.split(source, tmp_path / "split", tp=tp, **options)
+    assert generated(source if options is None else tmp_path / "split", load_format, tp, pp=pp) == expected
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +116,6 @@ def test_each_worker_streams_its_own_rank_file(from_s3):
     assert rank_files < num_sent <= 1.02 * rank_files + 2 * others + 10_000  # lists of files; others are copied twice
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_source_that_is_not_split(name, default):
-    source, expected = default(name, 2)
-    assert generated(source, "shardconv", 2) == expected
-
-
 #: Schemes of compressed-tensors for which the CPU build has kernels; all but the first need AVX-512.
 QUANTIZED = ("W8A8", "W4A16", "FP8_DYNAMIC")
 
@@ -167,13 +144,6 @@ def test_model_of_the_hub(default, tmp_path):
     assert generated("org/small", "shardconv", 2, HF_HOME=str(tmp_path)) == expected
 
 
-def test_replicated_kv_heads(default, tmp_path):
-    """2 KV heads on 4 ranks."""
-    source, expected = default("llama", 4)
-    shardconv.split(source, tmp_path / "split", tp=4, engine="vllm")
-    assert generated(tmp_path / "split", "shardconv", 4) == expected
-
-
 @pytest.fixture(scope="module")
 def split(default, tmp_path_factory):
     source = write("llama", tmp_path_factory.mktemp("llama"))
@@ -195,10 +165,7 @@ def test_wrong_tensor_parallel_size(split):
 
 def test_damaged_rank_file(split, tmp_path):
     folder = shutil.copytree(split, tmp_path / "damaged")
-    path = folder / "rank-1-of-2.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(folder / "rank-1-of-2.safetensors")
     assert "rank-1-of-2.safetensors: the bytes of" in refusal(folder, 2)
 
 
