@@ -34,7 +34,10 @@ OPTIONS = {
     "--beta": ("plan", "tensor/test_link.py::test_measured_link_is_used_for_costs"),
     "--chat": ("run", "runtime/test_run.py::test_chat_template"),
     "--check": ("run", "runtime/test_run.py::test_check_against_an_incomplete_checkpoint"),
-    "--check-model": ("plan split pad", "proof/test_model_check.py::test_check_model_excludes_cost"),
+    "--check-model": (
+        "plan split pad",
+        "proof/test_model_check.py::test_matching_checkpoint_is_reported",
+    ),
     "--checksums": ("split reshard", "checkpoint/test_damage.py::test_checkpoint_without_checksums_is_not_verified"),
     "--component": (
         "plan split run pad",

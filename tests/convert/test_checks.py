@@ -27,6 +27,7 @@ from shardconv.layers import (
 from shardconv.layers.functional import parallel_linear
 from tests.support.comparison import check_refused
 from tests.support.matrix import cases
+from tests.support.operation_checks import from_all
 from tests.support.ranks import on_ranks
 
 LAYOUTS = ["pairs", "four"]
@@ -200,10 +201,8 @@ def near(found, expected):
 
 
 def gathered(shard, size, axis):
-    """Gather a full tensor from shards of dim 0 with padding at the end, by torch alone."""
-    shards = [torch.empty_like(shard) for _ in range(axis.size)]
-    torch.distributed.all_gather(shards, shard.contiguous(), group=axis.group)
-    full = torch.cat(shards)
+    """Gather a full tensor from shards of dim 0 with padding at the end."""
+    full = torch.cat(from_all(axis, shard))
     assert not full[size:].any()  # the gradient of padding is zero
     return full[:size]
 

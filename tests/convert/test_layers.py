@@ -275,6 +275,14 @@ def test_stored_modules(axis, tmp_path):
         torch.load(f"{tmp_path}/{axis.ranks}-{(axis.rank + 1) % axis.size}", weights_only=False)
 
 
+def converted_net(axis):
+    model = net()
+    convert_parallel_embedding(model, 0, group=axis)
+    for name, dim in (("up", -1), ("down", 0)):
+        convert_parallel_linear(nn.ModuleList([model.inner[name]]), dim, group=axis)
+    return model
+
+
 def storage(tensor):
     return tensor.untyped_storage().data_ptr()
 
@@ -283,10 +291,7 @@ def storage(tensor):
 @on_ranks()
 def test_state_dict_ties(axis, tmp_path):
     """Check that tied names share storage as in the unsharded state dict: in memory, saved and loaded."""
-    unsharded, model = net(), net()
-    convert_parallel_embedding(model, 0, group=axis)
-    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
-    convert_parallel_linear(nn.ModuleList([model.inner["down"]]), 0, group=axis)
+    unsharded, model = net(), converted_net(axis)
     state, expected = gather_state_dict(model), unsharded.state_dict()
     for first, second in itertools.combinations(expected, 2):
         is_tied = storage(expected[first]) == storage(expected[second])
@@ -310,9 +315,7 @@ def test_state_dict_ties(axis, tmp_path):
 @pytest.mark.parametrize("layout", ["pairs", "four"])
 @on_ranks()
 def test_state_dict(axis):
-    unsharded, model = net(), net()
-    convert_parallel_embedding(model, 0, group=axis)
-    convert_parallel_linear(nn.ModuleList([model.inner["up"]]), -1, group=axis)
+    unsharded, model = net(), converted_net(axis)
     other = {name: torch.randn_like(tensor) if tensor.is_floating_point() else tensor + 1
              for name, tensor in unsharded.state_dict().items()}  # fmt: skip
     other |= {"head.weight": other["embedding.weight"], "again.weight": other["inner.up.weight"]}

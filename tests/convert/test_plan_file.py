@@ -191,14 +191,6 @@ def test_module_without_a_config_is_converted_by_a_plan_file(axis, path, name):
     check_gradients(before, after, axis)
 
 
-@on_ranks("pair", plan=UNITS + RULES)
-def test_forward_that_divides_by_the_number_of_all_heads_is_refused(axis, path):
-    """Check that the error has the override to add."""
-    message = rf"num_heads = 8, which is right for all 32 features and not for .*{re.escape(MODULES.splitlines()[1])}"
-    with pytest.raises(shardconv.PlanError, match=message):
-        shardconv.convert_model(Net(), rules=path, group=axis)
-
-
 def test_numbers_of_units_are_not_compared_on_one_rank(tmp_path):
     (tmp_path / "net.toml").write_text(UNITS + RULES)
     shardconv.convert_model(Net(), rules=tmp_path / "net.toml", group=Axis("tensor", 0, 1, (0,), None))

@@ -15,7 +15,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from transformers.activations import ACT2CLS
@@ -28,6 +27,7 @@ from shardconv.distributed import Axis
 from shardconv.layers import ColumnParallelLinear, ParallelLinear
 from tests.support.comparison import check_refused
 from tests.support.matrix import each_once
+from tests.support.operation_checks import from_all
 from tests.support.ranks import on_ranks
 
 CLASSES = {name: kind for name, kind in vars(nn).items() if inspect.isclass(kind) and issubclass(kind, nn.Module)}
@@ -94,13 +94,6 @@ def number(*shape):
 
 def ids(*shape, most=16):
     return torch.randint(most, shape)
-
-
-def gathered(local, axis):
-    """All ranks' shards of the last dim, by torch alone."""
-    shards = [torch.empty_like(local) for _ in range(axis.size)]
-    dist.all_gather(shards, local.contiguous(), group=axis.group)
-    return torch.cat(shards, -1)
 
 
 def near(found, expected):
@@ -198,16 +191,6 @@ def test_own_classes_behind_a_column_parallel_layer(axis):
             convert_parallel_linear(nn.Sequential(nn.Linear(4, 8), layer), -1, group=axis)
     with pytest.raises(ValueError, match=r"^the layer: this AdaptiveLogSoftmaxWithLoss .* parallel head shards them "):
         convert_parallel_linear(nn.AdaptiveLogSoftmaxWithLoss(8, 17, [5]), -1, group=axis)
-
-
-@on_ranks("pair")
-def test_adaptive_softmax_with_full_outputs_of_its_layers(axis):
-    torch.manual_seed(0)
-    before = nn.AdaptiveLogSoftmaxWithLoss(8, 17, [5]).double()
-    x = torch.randn(4, 8, dtype=torch.float64)
-    for dim, options in ((0, {}), (-1, {"gather_output": True})):
-        after = convert_parallel_linear(copy.deepcopy(before), dim, group=axis, **options)
-        near(after.log_prob(x), before.log_prob(x))
 
 
 @pytest.mark.parametrize("name", ACT2CLS)
@@ -358,7 +341,7 @@ def compare(axis, before, after, inputs, mode, style, group):
     for one, other, weight in zip(found, expected, weights, strict=True):
         is_local = one.shape != other.shape and one.shape[-1] * axis.size == other.shape[-1]
         assert not (is_local and style.endswith("gather_output"))
-        near(gathered(one.detach(), axis) if is_local else one, other)
+        near(torch.cat(from_all(axis, one.detach()), -1) if is_local else one, other)
         own.append((one * (weight.chunk(axis.size, -1)[axis.rank] if is_local else weight)).sum())
     if mode != "grad":
         return

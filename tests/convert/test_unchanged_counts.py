@@ -91,9 +91,6 @@ class Heads:
             return x.unflatten(-1, (self.num_heads, -1))
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def flag(self, x):
-        return x.unflatten(-1, (self.num_heads, -1)) if self.fused else x.unflatten(-1, (-1, self.head_dim))
-
     def flags(self, x):
         if (self.pretraining_tp > 1 and x.ndim > 2) or self.fused:
             return x.unflatten(-1, (self.num_heads, -1))
@@ -611,7 +608,7 @@ def test_counts_that_only_make_it_run_are_refused(axis, name, counts, is_same):
 
 
 RIGHT = (
-    "sizes", "computed", "parts", "condition", "Recursive", "flag", "flags", "Checkpointed", "OfWeight", "Experts",
+    "sizes", "computed", "parts", "condition", "Recursive", "flags", "Checkpointed", "OfWeight", "Experts",
     "Looping", "Gated", "of_tokens", "pairs", "type_of_weight",
 )  # fmt: skip
 WRONG = (

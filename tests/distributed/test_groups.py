@@ -209,11 +209,6 @@ def test_groups_of_one_process_have_one_rank(one_process):
             init_parallel(**wrong)
 
 
-def test_current_groups_without_init_are_an_error():
-    with pytest.raises(RuntimeError, match=r"call shardconv\.init_parallel"):
-        shardconv.distributed.current_groups()
-
-
 X, WEIGHT, IDS = torch.ones(4, 8), torch.ones(8, 8), torch.arange(4)
 #: Calls that use the current tensor axis without ``group=``.
 WAYS = {

@@ -9,7 +9,6 @@ from shardconv.distributed import (
     reduce_from_tp,
     scatter_to_tp,
 )
-from tests.support.matrix import MATRIX
 from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
 
 LAYOUTS = ["pairs", "strided", "four"]
@@ -31,22 +30,3 @@ def test_scatter_and_gather(ranks, layout, dim):
 def test_operations_of_one_process_are_the_identity(operation):
     x = torch.randn(3, 4, requires_grad=True)
     assert operation(x) is x
-
-
-def check_compiled(axis):
-    def block(x):
-        y = reduce_from_tp(torch.relu(copy_to_tp(x, group=axis) * (axis.rank + 1)), group=axis)
-        return gather_from_tp(scatter_to_tp(y, group=axis).sin(), group=axis)
-
-    x = torch.randn(3, 8, dtype=torch.float64)
-    eager, compiled = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, found = block(eager), torch.compile(block, fullgraph=True, backend="aot_eager")(compiled)
-    expected.sum().backward()
-    found.sum().backward()
-    assert torch.equal(expected, found)  # the same kernels in the same order
-    assert torch.equal(eager.grad, compiled.grad)
-
-
-@MATRIX
-def test_operations_are_compiled(ranks):
-    ranks("strided", check_compiled)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardconv.distributed import gather_from_tp, reduce_from_tp, shared_memory
 from tests.support.matrix import cases
-from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather
+from tests.support.operation_checks import check_copy, check_reduce, check_scatter_and_gather, from_all
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="requires memfd_create (Linux)")
 LAYOUTS = ["pairs", "strided", "four"]
@@ -36,13 +36,6 @@ def shared(axis):
     return axis
 
 
-def gathered(axis, message):
-    """All-gather with torch."""
-    chunks = [torch.empty_like(message) for _ in range(axis.size)]
-    dist.all_gather(chunks, message, group=axis.group)
-    return torch.stack(chunks)
-
-
 def check_messages(axis):
     axis = shared(axis)
     generator = torch.Generator().manual_seed(axis.ranks[axis.rank])
@@ -50,7 +43,7 @@ def check_messages(axis):
         for dtype in DTYPES:
             shape = ((), (0,), (3,), (2, 0, 5), (1, 1, 64), (7, 33), (5, 4, 3))[number % 7]
             message = (torch.randn(shape, generator=generator) * 50).to(dtype)
-            expected = gathered(axis, message)
+            expected = torch.stack(from_all(axis, message))
             if axis.rank == number % axis.size:
                 time.sleep(0.004 * (number % 5 == 0))  # longer than the others poll
             assert torch.equal(axis.channel.all_gather(message), expected)
@@ -76,11 +69,11 @@ def check_reductions(axis):
     """Check that sums in half precision are rounded once, and bitwise equal on all ranks."""
     for message in (torch.randn(1, 1, 96).bfloat16(), torch.randint(-9, 9, (4, 4))):
         mine = message * (axis.ranks[axis.rank] + 1)
-        inputs = gathered(axis, mine)
+        inputs = torch.stack(from_all(axis, mine))
         total = reduce_from_tp(mine, group=shared(axis))
         assert total.dtype == mine.dtype
         assert torch.equal(total, inputs.double().sum(0).to(mine.dtype))
-        assert len({tuple(each.tolist()) for each in gathered(axis, total).flatten(1).double()}) == 1
+        assert len({tuple(each.tolist()) for each in torch.stack(from_all(axis, total)).flatten(1).double()}) == 1
         for op, expected in ((dist.ReduceOp.MAX, inputs.amax(0)), (dist.ReduceOp.MIN, inputs.amin(0))):
             assert torch.equal(reduce_from_tp(mine, op=op, group=shared(axis)), expected)
 
@@ -92,7 +85,7 @@ def check_long(axis):
     for size in (longest, longest + 1):
         message = torch.arange(size, dtype=torch.float32) + axis.ranks[axis.rank]
         assert axis.channel.fits(message) == (size == longest)
-        assert torch.equal(gather_from_tp(message, 0, group=axis), gathered(axis, message).flatten())
+        assert torch.equal(gather_from_tp(message, 0, group=axis), torch.cat(from_all(axis, message)))
 
 
 def check_calls_differ(axis):

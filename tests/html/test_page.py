@@ -38,14 +38,6 @@ def test_policy_allows_the_script_and_style_of_the_page_only():
     }  # fmt: skip
 
 
-def test_page_names_no_other_resource():
-    found = Parsed(write_page(plan_report([tensor_report("a")])))
-    linked = [(tag, name) for tag, attributes in found.tags for name in attributes if name in {"src", "href"}]
-    assert linked == [("a", "href")]
-    urls = re.findall(r"https?://[^'\"\s]+", "".join(text for _, text in found.texts))
-    assert urls == ["http://www.w3.org/2000/svg"]
-
-
 def test_page_begins_with_the_mark():
     """By which --overwrite knows a page."""
     assert write_page(plan_report([tensor_report("a")])).startswith(MARK)

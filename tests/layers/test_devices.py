@@ -7,43 +7,23 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everywhere
 from torch import nn
 
 import shardconv
-from shardconv.convert import convert_parallel_embedding, convert_parallel_linear, gather_state_dict
-from shardconv.layers import ColumnParallelLinear, ParallelDropout, ParallelEmbedding, RowParallelLinear
+from shardconv.layers import ParallelDropout, ParallelEmbedding
 from shardconv.layers.dropout import check_seeds, share_seeds
 from shardconv.layers.loss import parallel_cross_entropy
 from tests.support.adapters import write_adapter
 from tests.support.disguised import NAME, disguised
 from tests.support.models import MODELS
+from tests.support.operation_checks import from_all
 
 #: Chosen here, as :func:`disguised` adds an accelerator to the ranks.
 DEVICE = str(torch.accelerator.current_accelerator(check_available=True) or NAME)
 
 #: Rounding errors of sums over ranks in float64.
 NEAR = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def check_pair(axis):
-    torch.manual_seed(1)
-    column = ColumnParallelLinear(16, 32, dtype=torch.float64, device=DEVICE, group=axis)
-    row = RowParallelLinear(32, 16, dtype=torch.float64, device=DEVICE, group=axis)
-    torch.manual_seed(1)
-    first = nn.Linear(16, 32, dtype=torch.float64, device=DEVICE)
-    second = nn.Linear(32, 16, dtype=torch.float64, device=DEVICE)
-    assert torch.equal(column.master_weight, first.weight)
-    assert torch.equal(row.master_weight, second.weight)
-    x = torch.randn(5, 16, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    mine = x.detach().clone().requires_grad_()
-    expected, found = second(F.gelu(first(x))), row(F.gelu(column(mine)))
-    torch.testing.assert_close(found, expected, **NEAR)
-    expected.square().sum().backward()
-    found.square().sum().backward()
-    torch.testing.assert_close(mine.grad, x.grad, **NEAR)
-    torch.testing.assert_close(row.weight.grad, second.weight.grad.chunk(axis.size, 1)[axis.rank], **NEAR)
 
 
 def check_embedding_and_loss(axis):
@@ -65,42 +45,23 @@ def check_embedding_and_loss(axis):
     torch.testing.assert_close(mine.grad, logits.grad.chunk(axis.size, 1)[axis.rank], **NEAR)
 
 
-def check_conversion_and_dropout(axis):
-    unsharded = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).double().to(DEVICE)
-    expected = unsharded(torch.arange(20, device=DEVICE))
-    state = {name: tensor.clone() for name, tensor in unsharded.state_dict().items()}
-    convert_parallel_embedding(unsharded, 0, group=axis)
-    convert_parallel_linear(nn.ModuleList([unsharded[1]]), -1, group=axis)
-    convert_parallel_linear(nn.ModuleList([unsharded[3]]), 0, group=axis)
-    torch.testing.assert_close(unsharded(torch.arange(20, device=DEVICE)), expected, **NEAR)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in gather_state_dict(unsharded).items())
-    dropout = ParallelDropout(0.5, input_is_parallel=True, group=axis)
-    assert set(dropout(torch.ones(64, 64, device=DEVICE)).unique().tolist()) == {0.0, 2.0}
-
-
 def check_dropout(axis):
     """Masks are the same for replicated tensors and differ for sharded ones, if random states of the device agree."""
     module, place = torch.get_device_module(DEVICE), torch.device(DEVICE)
     torch.manual_seed(3)
     torch.rand(axis.rank + 1, device=place)
-    assert len({bytes(state.tolist()) for state in everyones(axis, torch.get_rng_state())}) == 1
+    assert len({bytes(state.tolist()) for state in from_all(axis, torch.get_rng_state())}) == 1
     x = torch.ones(64, 64, device=place)
     with pytest.raises(RuntimeError, match="are seeded differently"):
         ParallelDropout(0.5, group=axis)(x)
     share_seeds(axis, place)
     check_seeds(axis, place)
-    assert len({bytes(state.tolist()) for state in everyones(axis, module.get_rng_state())}) == 1
+    assert len({bytes(state.tolist()) for state in from_all(axis, module.get_rng_state())}) == 1
     for is_parallel in (False, True):
         mask = ParallelDropout(0.5, input_is_parallel=is_parallel, group=axis)(x)
         assert set(mask.unique().tolist()) == {0.0, 2.0}
-        parts = everyones(axis, mask.cpu())
+        parts = from_all(axis, mask.cpu())
         assert torch.equal(parts[0], parts[1]) != is_parallel
-
-
-def everyones(axis, tensor):
-    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
-    dist.all_gather(parts, tensor, group=axis.group)
-    return parts
 
 
 def on_device(axis, name, *arguments):
@@ -111,7 +72,7 @@ def on_device(axis, name, *arguments):
 
 @pytest.mark.parametrize(
     "check",
-    [check_pair, check_embedding_and_loss, check_conversion_and_dropout, check_dropout],
+    [check_embedding_and_loss, check_dropout],
     ids=lambda f: f.__name__,
 )
 def test_layers(ranks, check):

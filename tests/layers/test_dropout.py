@@ -2,17 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from shardconv.layers import ParallelDropout
+from tests.support.operation_checks import from_all
 from tests.support.ranks import on_ranks
-
-
-def everyones(axis, tensor):
-    parts = [torch.empty_like(tensor) for _ in range(axis.size)]
-    dist.all_gather(parts, tensor.contiguous(), group=axis.group)
-    return parts
 
 
 @pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
@@ -23,12 +17,12 @@ def test_masks(axis):
         dropout = ParallelDropout(0.25, input_is_parallel=is_parallel, group=axis)
         torch.manual_seed(5)
         first, second = dropout(x), dropout(x)
-        parts = everyones(axis, first)
+        parts = from_all(axis, first)
         assert all(torch.equal(part, parts[0]) for part in parts[1:]) != is_parallel
         assert not torch.equal(first, second)
         assert torch.equal(first.unique(), torch.tensor([0, 4 / 3]))
         assert abs((first == 0).double().mean() - 0.25) < 0.035  # five standard deviations of 4096 draws
-        state = everyones(axis, torch.get_rng_state())
+        state = from_all(axis, torch.get_rng_state())
         assert all(torch.equal(part, state[0]) for part in state[1:])
         torch.manual_seed(5)
         assert torch.equal(dropout(x), first)
@@ -74,5 +68,5 @@ def test_compiled_dropout(axis):
     dropout(torch.ones(1))
     output = torch.compile(dropout, fullgraph=True, backend="aot_eager")(torch.ones(64, 64))
     assert set(output.unique().tolist()) == {0.0, 2.0}
-    parts = everyones(axis, output)
+    parts = from_all(axis, output)
     assert not torch.equal(parts[0], parts[1])

@@ -142,12 +142,13 @@ UNITS_OF = {
 }
 
 
-def model_rules_of(*modules: ModuleRule, **rules: str) -> ModelRules:
+def model_rules_of(*modules: ModuleRule, config: dict[str, int] | None = None, **rules: str) -> ModelRules:
     """The rules of a model whose module has these layers, each with a unit, and module overrides; with padding."""
-    made = tuple(Rule(f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
+    made = tuple(Rule(layer if "." in layer else f"block.{layer}", "colwise", unit) for layer, unit in rules.items())
     family = Family("made up", units=UNITS_OF, rules=made, modules=modules)
     used = {rule: frozenset({rule.pattern}) for rule in made}
-    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10}, pad=1, used=used)
+    fields = {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **(config or {})}
+    return ModelRules(family, fields, pad=1, used=used)
 
 
 def paddings(**rules: str) -> dict[str, UnitPadding]:
@@ -185,21 +186,14 @@ def test_units_of_overrides_are_padded_with_those_of_the_module(case, pattern):
     assert model_rules.units("number", 4) == model_rules.units("query", 4)
 
 
-def beside_heads(unit: str, **config: int) -> ModelRules:
-    """The rules of a model with query and KV heads, and a unit in another module; with padding."""
-    rules = (Rule("block.q", "colwise", "query"), Rule("block.k", "colwise", "kv"), Rule("table.bias", "colwise", unit))
-    family = Family("made up", units=UNITS_OF, rules=rules)
-    used = {rule: frozenset({rule.pattern}) for rule in rules}
-    return ModelRules(family, {"q_heads": 6, "kv_heads": 2, "size": 4, "width": 10, **config}, pad=1, used=used)
-
-
 def test_values_per_head_in_other_modules_are_padded_like_the_heads():
     """For example a bias with a column per query head, where each group of query heads is padded."""
-    model_rules = beside_heads("number")
+    number, width = ({"q": "query", "k": "kv", "table.bias": unit} for unit in ("number", "width"))
+    model_rules = model_rules_of(**number)
     assert model_rules.units("number", 4) == model_rules.units("query", 4)
-    assert beside_heads("width").units("width", 4).local_size(0) == 8
+    assert model_rules_of(**width).units("width", 4).local_size(0) == 8
     with pytest.raises(PlanError, match="its count equals the number of heads of other modules"):
-        beside_heads("width", width=2, kv_heads=2).units("width", 4)
+        model_rules_of(**width, config={"width": 2, "kv_heads": 2}).units("width", 4)
 
 
 def test_override_applies_to_one_module_of_a_rule():

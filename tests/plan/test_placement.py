@@ -60,26 +60,6 @@ def test_segments_are_sharded_one_by_one(sizes, tp):
         assert held(placement, rank) == list(np.concatenate([np.split(part, tp)[rank] for part in parts]))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
-def test_groups_with_more_ranks_than_groups(tp):
-    """Four groups of [4 query heads, k, v]: ranks of a group divide its queries and replicate its k and v."""
-    groups, queries, size = 4, 4, 3
-    placement = shard_dim(
-        0, [Unit(queries, size), Unit(1, size, replicate=True), Unit(1, size, replicate=True)], tp, groups=groups
-    )
-    full = np.arange(groups * (queries + 2) * size).reshape(groups, queries + 2, size)
-    q = full[:, :queries].reshape(groups * queries, size)
-    k, v = full[:, queries], full[:, queries + 1]
-    for rank in range(tp):
-        ours = np.array(held(placement, rank)).reshape(-1, size)
-        local_groups = max(groups // tp, 1)
-        grouped = ours.reshape(local_groups, -1, size)
-        kv = range(rank * groups // tp, rank * groups // tp + local_groups)
-        assert np.array_equal(grouped[:, :-2].reshape(-1, size), np.split(q, tp)[rank])
-        assert np.array_equal(grouped[:, -2], k[kv])
-        assert np.array_equal(grouped[:, -1], v[kv])
-
-
 @pytest.mark.parametrize(
     ("unit", "tp"), [(Unit(6), 4), (Unit(6, replicate=True), 4), (Unit(3, replicate=True), 8), (Unit(71, 64), 2)]
 )

@@ -117,7 +117,7 @@ def test_heads_of_a_tower_with_rules_of_the_user_are_not_those_of_the_other(conf
         ),
         *(
             (f'[units]\nu = {{ count = "{expression}" }}', "is not an expression")
-            for expression in ("a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b")
+            for expression in ("a.b()", "a[0].b", "(a + b).c", "1 .real", "a..b", "a ** b")
         ),
         (f'[units]\nu = {{ count = "{"+".join("1" * 5000)}" }}', "is not an expression, or too long"),
         *(

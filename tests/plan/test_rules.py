@@ -36,7 +36,6 @@ def test_plan_file_by_its_path(checkpoint, plan_file, monkeypatch, name):
     [
         ("mine.tml", PlanError, r"^mine\.tml: does not exist \(similar: mine\.toml\): correct the path$"),
         ("nowhere/my.tml", PlanError, r"^nowhere/my\.tml: does not exist: correct the path$"),  # not a model of the Hub
-        ("llama3.1", UsageError, r"family 'llama3\.1' is unknown \(similar: llama"),  # not a plan file
         (MlpPolicy, UsageError, "a policy matches modules by class"),
     ],
 )

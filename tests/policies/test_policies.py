@@ -14,7 +14,6 @@ from torch import nn
 from transformers.models.bert.modeling_bert import BertIntermediate, BertLayer, BertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
-from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
@@ -93,29 +92,6 @@ class GPT2Policy(changed(
         return {f"{module}.{name}": size // world_size for module in modules for name, size in sizes.items()}
 
 
-class OPTPolicy(Policy):
-    """Methods without staticmethod."""
-
-    def replace_arguments(self, config, world_size):
-        return {"self_attn.num_heads": config.num_attention_heads // world_size}
-
-    def attn_qkv(self):
-        return tuple(both(f"self_attn.{name}_proj") for name in "qkv")
-
-    def attn_out(self):
-        return [both("self_attn.out_proj")]
-
-    def mlp_in(self):
-        return [both("fc1", replace=ColumnParallelLinear)]
-
-    def mlp_out(self):
-        return [both("fc2")]
-
-    @staticmethod
-    def original_layer_class():
-        return OPTDecoderLayer
-
-
 class T5Policy(changed(
     Policy,
     original_layer_class=T5Block,
@@ -161,13 +137,12 @@ class Phi3Policy(changed(
     original_layer_class=Phi3DecoderLayer,
     attn_qkv=[Layer("self_attn.qkv_proj.weight", n_fused=3)],
     attn_out=[Layer("self_attn.o_proj.weight")],
-    mlp_in=[Layer("mlp.gate_up_proj.weight", n_fused=2)],
+    mlp_in=[Layer("mlp.gate_up_proj.weight", n_fused=2, replace=ColumnParallelLinear)],
     mlp_out=[Layer("mlp.down_proj.weight")],
 )):  # fmt: skip
-    """Fused weights stored (out, in); a module that reads its heads from the config."""
+    """Fused weights stored (out, in); a module that reads its heads from the config, and a method of an instance."""
 
-    @staticmethod
-    def replace_arguments(config, world_size):
+    def replace_arguments(self, config, world_size):
         heads = config.num_attention_heads // world_size
         return {"self_attn.config.num_attention_heads": heads, "self_attn.num_key_value_heads": heads}
 
@@ -188,7 +163,6 @@ CASES = {
     "bert-decoder": (Model("bert", {"is_decoder": True, "add_cross_attention": True}), BertPolicy),
     "gpt2": (MODELS["gpt2"], GPT2Policy),
     "gpt2-cross": (Model("gpt2", {"add_cross_attention": True}), GPT2Policy),
-    "opt": (Model("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}), OPTPolicy),
     "t5": (MODELS["t5"], T5Policy),
     "t5-gated": (MODELS["t5-gated"], T5Policy),
     "llama": (Model("llama", _HEADS), [LlamaAttentionPolicy, LlamaMlpPolicy]),
@@ -234,7 +208,7 @@ def check_placements(axis, before, after):
 
 
 #: By default, models of different structures: every second of all models on two ranks and the others on four.
-BY_DEFAULT = {"bert-decoder", "gpt2-cross", "llama", "opt", "phi3", "t5-gated"}
+BY_DEFAULT = {"bert-decoder", "gpt2-cross", "llama", "phi3", "t5-gated"}
 MODELS_ON_RANKS = cases(
     itertools.product(["pair", "four"], CASES),
     lambda layout, name: name in BY_DEFAULT and (layout == "pair") == ([*CASES].index(name) % 2 == 0),

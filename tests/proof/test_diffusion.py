@@ -119,38 +119,12 @@ def test_page_has_all_classes():
     assert not diffusion.unexplained(ROWS)
 
 
-def test_a_config_is_proven(tmp_path):
-    small_model("FluxTransformer2DModel").save_pretrained(tmp_path / "flux")
-    report = prove(tmp_path / "flux", tps=[2])
-    assert (report.model, report.family, report.is_proven) == ("FluxTransformer2DModel", "flux", True), report
-
-
 @MATRIX
 def test_padding_is_proven_with_the_heads_of_the_source(tmp_path):
     """Z-Image has 30 heads, which are padded for 4 ranks."""
     small_model("ZImageTransformer2DModel", heads=6).save_pretrained(tmp_path / "z-image")
     report = prove(tmp_path / "z-image", tps=[4], pad=True)
     assert (report.is_proven, report.skipped) == (True, ()), report
-
-
-def test_modules_keep_the_dtype_that_diffusers_gives_them(tmp_path):
-    """Embeddings of time stay in float32."""
-    model = small_model("WanTransformer3DModel")
-    model.save_pretrained(tmp_path / "wan")
-    expected = type(model).from_pretrained(tmp_path / "wan", torch_dtype=torch.bfloat16)
-    loaded = load(tmp_path / "wan", tp=1, device="cpu", dtype="bf16")
-    dtypes = {name: value.dtype for name, value in expected.state_dict().items()}
-    assert {name: value.dtype for name, value in loaded.state_dict().items()} == dtypes
-    assert {*dtypes.values()} == {torch.bfloat16, torch.float32}
-
-
-def test_wrong_rules_are_detected(tmp_path):
-    """A head count that is not overridden."""
-    small_model("SD3Transformer2DModel").save_pretrained(tmp_path / "sd3")
-    plan = tmp_path / "wrong.toml"
-    plan.write_text('[modules]\n"**.attn" = { attributes = { heads = "num_attention_heads" } }\n')
-    report = prove(tmp_path / "sd3", tps=[2], rules=plan)
-    assert not report.is_proven, report
 
 
 def test_tensors_of_another_model_are_refused():
@@ -344,9 +318,7 @@ def test_a_pipeline_is_proven_by_components(pipeline):
     assert [(name, one.model) for name, one in report.components.items()] == [
         ("text_encoder", "CLIPTextModel"), ("transformer", "FluxTransformer2DModel")
     ]  # fmt: skip
-    assert report.is_proven
-    (proof,) = report.components["transformer"].proofs
-    assert proof.has_passed
+    assert (report.is_proven, report.components["transformer"].family) == (True, "flux"), report
 
 
 def test_a_rank_holds_the_weights_of_all_components(pipeline, tmp_path):

@@ -213,11 +213,6 @@ def test_unknown_model_class_is_an_error(llama):
         check_model({}, {})
 
 
-def test_check_model_excludes_cost(llama):
-    result = call("plan", llama, "--cost", "--check-model")
-    assert (result.code, "--check-model does not apply to --cost" in result.err) == (2, True)
-
-
 def test_known_unused_names():
     names = {
         "mtp.fc.weight", "model.mtp.layers.0.norm.weight", "model.mtp_block.0.mlp.up_proj.weight",

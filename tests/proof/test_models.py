@@ -150,21 +150,14 @@ def verdict_on(ranks, folder, model_type, text):
     "model_type", sorted({model_type for model_type, _ in [*WRONG.values(), *WRONG_OVERRIDES.values()]})
 )
 def test_models_with_correct_rules_are_right(ranks, tmp_path, model_type):
-    """The types of the next two tests."""
+    """The types of the next test."""
     assert verdict_on(ranks, tmp_path, model_type, "") == "passed"
 
 
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("what", [*WRONG, *WRONG_OVERRIDES])
 def test_wrong_rules_are_detected(ranks, tmp_path, what):
     """The model can be split with them, but its outputs differ."""
-    model_type, rules = WRONG[what]
-    text = f"[units]\nelement = {{}}\n[rules]\n{rules}\n"
-    assert not verdict_on(ranks, tmp_path, model_type, text).startswith("passed")
-
-
-@pytest.mark.parametrize("what", WRONG_OVERRIDES)
-def test_wrong_overrides_are_detected(ranks, tmp_path, what):
-    model_type, overrides = WRONG_OVERRIDES[what]
-    units = "[units]\nreplicated = { count = 2, replicate = true }\n"
-    text = f"{units}[modules]\n{overrides}\n"
+    model_type, lines = (WRONG | WRONG_OVERRIDES)[what]
+    units = "[units]\nelement = {}\nreplicated = { count = 2, replicate = true }\n"
+    text = f"{units}[{'rules' if what in WRONG else 'modules'}]\n{lines}\n"
     assert not verdict_on(ranks, tmp_path, model_type, text).startswith("passed")

@@ -177,15 +177,6 @@ def test_small_model_has_enough_heads_for_tp(tp, heads, kv_heads):
     assert (model.config.n_head, model.config.n_embd) == (heads, heads * 32)
 
 
-@MATRIX
-def test_proof_at_a_large_tp():
-    result = run("plan", DEMO, "--prove", "--tp", "8", "-q", "--json")
-    assert result.code == 0, result.err
-    report = json.loads(result.out)
-    assert [(proof["tp"], proof["output"] < 1e-4) for proof in report["proofs"]] == [(8, True)]
-    assert (report["is_proven"], report["skipped"]) == (True, [])
-
-
 def test_message_blames_the_plan_file_only_with_one():
     blame = "If the plan file has numbers of the large model, write fields of its config instead."
     skipped = skipped_sizes("SRC", {3: "no"}, {7: "reason."}, has_plan_file=False)

@@ -11,7 +11,6 @@ from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.files.paths import open_path
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
-from tests.support.damage import flip
 from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
 from tests.support.s3_server import S3Server, serve_s3, upload
@@ -70,19 +69,6 @@ def check_no_room(axis, url, endpoint, num_bytes):
 def test_memory_is_checked_before_rank_files_are_fetched_into_it(ranks, split, s3):
     (num_bytes,) = {path.stat().st_size for path in split.glob("rank-*")}
     ranks("pair", check_no_room, "s3://bucket/split", s3.url, num_bytes)
-
-
-def check_damaged(axis, url, endpoint):
-    os.environ.update(connection(endpoint))
-    with pytest.raises(ShardconvError, match=f"{url}/rank-0-of-2.safetensors: .*differ from their checksum"):
-        shardconv.load(url, device="cpu", group=axis)
-
-
-def test_a_damaged_rank_file_at_a_url_is_found(ranks, split, s3, tmp_path):
-    damaged = shutil.copytree(split, tmp_path / "damaged")
-    flip(damaged / "rank-0-of-2.safetensors")
-    upload(damaged, "bucket", "damaged")
-    ranks("pair", check_damaged, "s3://bucket/damaged", s3.url)
 
 
 def check_one_fails(axis, endpoint):

@@ -15,7 +15,6 @@ import diffusers
 import shardconv
 from shardconv.hf.package import quiet
 from shardconv.runtime.pipeline_run import PipelineOptions, run_pipeline
-from shardconv.support.errors import PeerError, UsageError
 from tests.support.diffusion import latents, write_diffusion
 from tests.support.lora import FILES, save_by_diffusers, write_lora
 from tests.support.ranks import on_ranks
@@ -111,9 +110,3 @@ def test_runs_are_compared_with_the_adapter(axis, saved4):
 @pytest.fixture
 def saved4(made):
     return made("saved", 4)
-
-
-@on_ranks("pair")
-def test_an_adapter_that_no_component_has(axis, saved):
-    with pytest.raises((UsageError, PeerError), match="no component has an adapter x"):
-        shardconv.load(saved[2], device="cpu", group=axis, adapter="x")

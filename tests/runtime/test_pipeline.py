@@ -136,14 +136,6 @@ def fp16(source, tmp_path):
 
 
 @on_ranks("pair")
-def test_one_component(axis, source, split):
-    model = shardconv.load(split, component="transformer", device="cpu", group=axis)
-    alone = shardconv.load(split / "transformer", device="cpu", group=axis)
-    assert type(model) is type(alone)
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), alone.parameters(), strict=True))
-
-
-@on_ranks("pair")
 def test_components_have_the_dtype_that_is_stored_or_asked_for(axis, source, split):
     """VAEs, too, which diffusers would load in float32."""
     for dtype, options in ((torch.float32, {}), (torch.bfloat16, {"dtype": "bf16"})):
@@ -260,29 +252,28 @@ def test_damaged_pipelines(ranks, source, split, tmp_path, case):
     ranks("pair", check_refused, changed, message)
 
 
+#: A folder, options, and the error.
 OPTIONS = {
-    "component that is copied": ({"component": "vae"}, UsageError, "is not sharded .expected one of text_encoder, "),
-    "module of the caller": ({"model": torch.nn.Module}, UsageError, "is for one component"),
-    "another tp": ({"tp": 4}, UsageError, "flux-tp2: is split for 2 ranks .* shardconv reshard .*flux-tp2 --tp 4"),
-    "another number of processes": ({}, WorldSizeError, "flux-tp2: is for 2 ranks, and there is 1 process"),
-}
+    "component that is copied": (
+        "flux-tp2", {"component": "vae"}, UsageError, "is not sharded .expected one of text_encoder, ",
+    ),
+    "module of the caller": ("flux-tp2", {"model": torch.nn.Module}, UsageError, "is for one component"),
+    "another tp": (
+        "flux-tp2", {"tp": 4}, UsageError, "flux-tp2: is split for 2 ranks .* shardconv reshard .*flux-tp2 --tp 4",
+    ),
+    "another number of processes": ("flux-tp2", {}, WorldSizeError, "flux-tp2: is for 2 ranks, and there is 1 process"),
+    "component of a model": (
+        "flux-tp2/transformer", {"component": "transformer"}, UsageError, "only applies to pipelines",
+    ),
+    "source without tp": ("flux", {}, SplitCheckpointError, "is not a split pipeline: make one with .* or load it"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_refused_options(made, case):
-    options, error, message = OPTIONS[case]
+def test_refused_options(source, split, case):
+    folder, options, error, message = OPTIONS[case]
     with pytest.raises(error, match=message):
-        shardconv.load(made("flux", 2)[1], device="cpu", **options)
-
-
-def test_a_component_of_a_model_is_refused(made):
-    with pytest.raises(UsageError, match="only applies to pipelines"):
-        shardconv.load(made("flux", 2)[1] / "transformer", component="transformer")
-
-
-def test_a_pipeline_that_is_not_split(made):
-    with pytest.raises(SplitCheckpointError, match=r"is not a split pipeline: make one with .* or load it without"):
-        shardconv.load(made("flux", 2)[0])
+        shardconv.load(source.parent / folder, device="cpu", **options)
 
 
 # --- run ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.hf.package import quiet
 from shardconv.runtime.pipeline_run import PipelineOptions, run_pipeline
-from shardconv.support.errors import PeerError, PlanError, RunError
+from shardconv.support.errors import PeerError, RunError
 from tests.support.checkpoints import contents
 from tests.support.diffusion import latents, write_diffusion
 from tests.support.ranks import on_ranks
@@ -27,8 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Quanto.* is deprecated:FutureW
 SETTINGS = {
     "quanto": lambda: diffusers.QuantoConfig(weights_dtype="int8"),
     "bitsandbytes": lambda: diffusers.BitsAndBytesConfig(load_in_8bit=True),
-    "bitsandbytes nf4": lambda: diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-    "quanto int4": lambda: diffusers.QuantoConfig(weights_dtype="int4"),
 }
 
 
@@ -42,10 +40,10 @@ def quantized(source, tmp_path, monkeypatch):
     """Write a pipeline with a quantized transformer; diffusers would ask for a GPU, and bitsandbytes does not."""
 
     def write(kind):
-        if kind.startswith("quanto"):
+        if kind == "quanto":
             pytest.importorskip("optimum.quanto")
-        for quantizer in (bnb_quantizer.BnB8BitDiffusersQuantizer, bnb_quantizer.BnB4BitDiffusersQuantizer):
-            monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+        quantizer = bnb_quantizer.BnB8BitDiffusersQuantizer
+        monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
         folder = shutil.copytree(source, tmp_path / kind)
         shutil.rmtree(folder / "transformer")
         with quiet():
@@ -83,7 +81,7 @@ def check_latents(axis, folder, split, expected):
         shardconv.load(split, device="cpu", group=axis)
 
 
-@pytest.mark.parametrize("kind", ["quanto", "bitsandbytes"])
+@pytest.mark.parametrize("kind", SETTINGS)
 def test_latents_of_a_quantized_transformer(ranks, quantized, tmp_path, kind):
     """The text encoders are not quantized."""
     folder = quantized(kind)
@@ -91,12 +89,6 @@ def test_latents_of_a_quantized_transformer(ranks, quantized, tmp_path, kind):
     shardconv.merge(tmp_path / "split", tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(folder)
     ranks("pair", check_latents, folder, tmp_path / "split", expected_latents(folder))
-
-
-@pytest.mark.parametrize("kind", ["bitsandbytes nf4", "quanto int4"])
-def test_bytes_that_hold_values_of_several_shards_are_refused(quantized, tmp_path, kind):
-    with pytest.raises(PlanError, match=r"component transformer .*is not supported.*split the unquantized"):
-        shardconv.split(quantized(kind), tmp_path / "split", tp=2)
 
 
 @on_ranks("four")

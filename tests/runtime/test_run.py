@@ -501,28 +501,13 @@ def test_split_without_a_config(tmp_path):
     assert "does not have a tokenizer" in call("run", tmp_path / "with", "--prompt", PROMPT, "--device", "cpu").err
 
 
-def test_rank_file_missing(split, tmp_path):
-    folder = shutil.copytree(split, tmp_path / "split")
-    (folder / "rank-1-of-2.safetensors").unlink()
-    message = f"{folder}/rank-1-of-2.safetensors: is missing: copy it to this host, or split the source again"
-    result = call("run", folder, "--prompt", PROMPT, "--device", "cpu", "--json")
-    assert (result.code, result.err) == (1, f"shardconv: {message}\n")
-    assert json.loads(result.out)["error"] == message
-
-
 # --- errors of ranks ------------------------------------------------------------------------------------------------
 
 
 def test_rank_file_with_other_bytes(split, tmp_path):
-    """Each rank checks its file, unless --no-verify is given; then a dtype may differ."""
+    """With --no-verify, it runs, in any dtype; test_load.py has the error without it."""
     folder = shutil.copytree(split, tmp_path / "split")
     flip(folder / "rank-1-of-2.safetensors")
-    result = run("run", folder, "--prompt", PROMPT, "--device", "cpu")
-    assert (result.code, result.out) == (1, "")
-    assert re.fullmatch(
-        r"shardconv: .*rank-1-of-2.safetensors: the bytes of .* differ from their checksum: copy it again, or .*\n",
-        result.err,
-    )
     options = ["--max-new-tokens", "4", "--no-verify", "--dtype", "bf16"]
     result = run("run", folder, "--prompt", PROMPT, "--device", "cpu", *options)
     assert (result.code, len(result.out) > 4) == (0, True), result.err

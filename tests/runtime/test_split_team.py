@@ -5,7 +5,6 @@ folders stand for hosts with a disk each.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -96,6 +95,19 @@ def test_shared_disk(source, expected, tmp_path, size):
     assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in expected)])
 
 
+def check_hosts(source: Path, home: Path, names: str) -> Result:
+    """Split by processes whose letters name their hosts, of which there are two; returns the result of the first."""
+    results = team(*([source, "--tp", 4, "-o", home / name / "out"] for name in names))
+    assert [result.code for result in results] == [0] * len(names), results
+    folders = [home / name / "out" for name in sorted({*names})]
+    for folder, ranks in zip(folders, ("0-1", "2-3"), strict=True):
+        shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
+        assert contents(folder) == contents(folder.with_name("alone"))
+    shardconv.merge(folders, home / "back")
+    assert contents(home / "back") == contents(source)
+    return results[0]
+
+
 def test_pipeline(tmp_path):
     """On a shared disk, and on two hosts with a disk each."""
     source = write_pipeline(tmp_path / "source")
@@ -103,14 +115,7 @@ def test_pipeline(tmp_path):
     results = team(*[[source, "--tp", 4, "-o", tmp_path / "out", "--json"]] * 2)
     assert [result.code for result in results] == [0, 0], results
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
-    folders = [tmp_path / name / "out" for name in "ab"]
-    results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
-    assert [result.code for result in results] == [0, 0], results
-    for folder, ranks in zip(folders, ("0-1", "2-3"), strict=True):
-        shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
-        assert contents(folder) == contents(folder.with_name("alone"))
-    shardconv.merge(folders, tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(source)
+    check_hosts(source, tmp_path, "ab")
 
 
 def test_pipelines_that_differ(tmp_path):
@@ -120,17 +125,9 @@ def test_pipelines_that_differ(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_disk_of_each_host(source, expected, tmp_path):
+def test_disk_of_each_host(source, tmp_path):
     """Two hosts with two processes each: each host has its ranks, whose files only differ in the identity."""
-    folders = [tmp_path / name / "out" for name in "aabb"]
-    results = team(*([source, "--tp", 4, "-o", folder] for folder in folders))
-    assert [result.code for result in results] == [0] * 4, results
-    assert "2 rank files (ranks 0, 1 of 4)" in results[0].out
-    for folder, ranks in zip(folders[::2], ("0-1", "2-3"), strict=True):
-        shardconv.split(source, folder.with_name("alone"), tp=4, ranks=ranks)
-        assert contents(folder) == contents(folder.with_name("alone"))
-    shardconv.merge(folders[::2], tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(source)
+    assert "2 rank files (ranks 0, 1 of 4)" in check_hosts(source, tmp_path, "aabb").out
 
 
 @pytest.mark.parametrize(
@@ -159,23 +156,17 @@ def test_under_torchrun(source, expected, tmp_path):
     assert contents(tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("command", ["merge", pytest.param("verify", marks=MATRIX)])
-def test_commands_of_one_process_are_refused_under_torchrun(source, tmp_path, command):
-    shardconv.split(source, tmp_path / "out", tp=2)
-    result = finish(on_one_node(3, "-m", "shardconv", command, tmp_path / "out"))
-    errors = re.findall(r"^shardconv: .*$", result.err, re.MULTILINE)
-    message = f"shardconv: {command} is not shared between processes (got 3, expected 1): start it without torchrun"
-    assert (result.code, result.out, errors) == (1, "", [message])
-    assert left(tmp_path) == sorted(["out", *(f"out/{name}" for name in contents(tmp_path / "out"))])
-
-
-@pytest.mark.parametrize("command", ["reshard", "pad", "unpad"])
-def test_other_commands_of_one_process_are_refused_in_the_first_of_several(command):
+@pytest.mark.parametrize("command", ["merge", "verify", "reshard", "pad", "unpad"])
+def test_commands_of_one_process_are_refused_in_the_first_of_several(command):
     options = {"reshard": ["--tp", "2"], "pad": ["--multiple-of", "tp=2"]}.get(command, [])
+    message = f"shardconv: {command} is not shared between processes (got 2, expected 1): start it without torchrun\n"
     environment = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
-    result = finish(start(command, "out", *options, env=environment))
-    assert result.code == 1
-    assert f"{command} is not shared between processes" in result.err
+    assert finish(start(command, "out", *options, env=environment)) == (1, "", message)
+
+
+def test_refused_command_has_one_message_under_torchrun():
+    result = finish(on_one_node(3, "-m", "shardconv", "merge", "out"))
+    assert (result.code, result.out, result.err.count("shardconv: ")) == (1, "", 1), result
 
 
 def test_variables_of_other_launchers_do_not_make_a_group(source, tmp_path):
@@ -190,13 +181,9 @@ def test_variables_of_other_launchers_do_not_make_a_group(source, tmp_path):
 
 @pytest.fixture
 def slow(tmp_path_factory) -> Path:
-    """A program that is the command on a slow disk; it writes its process id into its folder."""
+    """A program that is the command on a slow disk."""
     path = tmp_path_factory.mktemp("slow") / "slow.py"
-    here = repr(str(path.parent))
-    pid = (
-        f"import os\nfrom pathlib import Path\nPath({here}, 'pid' + os.environ['RANK']).write_text(f'{{os.getpid()}}')"
-    )
-    path.write_text(f"{pid}\n{SLOW}\nfrom shardconv.cli import main\nmain()\n")
+    path.write_text(f"{SLOW}\nfrom shardconv.cli import main\nmain()\n")
     return path
 
 
@@ -344,23 +331,6 @@ def test_killed_process(source, tmp_path, slow, process):
     assert not (tmp_path / "out").exists()
     assert call("split", source, "--tp", 4, "-o", tmp_path / "out").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_killed_process_under_torchrun(source, tmp_path, slow):
-    """The agent and the other process end; no process is left."""
-    agent = on_one_node(2, slow, "split", source, "--tp", "4", "-o", tmp_path / "out")
-    wait_until(lambda: copying(tmp_path))
-    workers = [int((slow.parent / f"pid{rank}").read_text()) for rank in range(2)]
-    os.kill(workers[1], signal.SIGKILL)
-    began = time.monotonic()
-    result = finish(agent)
-    assert time.monotonic() - began < PATIENCE
-    assert result.code == 1
-    assert "SIGKILL" in result.err
-    for pid in workers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    assert not (tmp_path / "out").exists()
 
 
 def test_error_of_a_slow_process_is_printed_under_torchrun(source, tmp_path):

@@ -13,6 +13,14 @@ def everyones(axis, shape, seed=1):
     return [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(axis.size)]
 
 
+def from_all(axis, tensor):
+    """The tensor of each rank of the axis, in order, by torch alone."""
+    tensor = tensor.contiguous()
+    found = [torch.empty_like(tensor) for _ in range(axis.size)]
+    dist.all_gather(found, tensor, group=axis.group)
+    return found
+
+
 def passed(function, value, grad):
     """Output and gradient of a function; checks that its arguments do not change."""
     argument = value.clone().requires_grad_()

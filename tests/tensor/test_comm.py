@@ -16,7 +16,7 @@ from tests.support.ranks import on_ranks
 LAYOUTS = ["pairs", "four"]
 
 
-def check(spec, mesh, tensors, collectives=None, **options):
+def check(spec, mesh, tensors, collectives):
     """Check a communication of this rank.
 
     Args:
@@ -24,12 +24,11 @@ def check(spec, mesh, tensors, collectives=None, **options):
         mesh: its mesh.
         tensors: the local tensor, the gradient of the output, the expected output, and the expected gradient.
         collectives: the expected ones of forward and backward.
-        options: of ``apply``.
     """
     local, grad, expected, expected_grad = (one.contiguous() for one in tensors)
     argument, given = local.clone().requires_grad_(), grad.clone()
     with spied() as forward:
-        output = spec.apply(argument, mesh, **options)
+        output = spec.apply(argument, mesh)
     with spied() as backward:
         output.backward(given)
     assert output.is_contiguous()
@@ -37,7 +36,7 @@ def check(spec, mesh, tensors, collectives=None, **options):
     assert torch.equal(argument.grad, expected_grad), spec
     assert torch.equal(argument, local)
     assert torch.equal(given, grad)
-    assert collectives in (None, tuple([kind for kind, _ in seen] for seen in (forward, backward))), spec
+    assert collectives == tuple([kind for kind, _ in seen] for seen in (forward, backward)), spec
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -67,46 +66,17 @@ def test_every_kind(axis):
     check(CommSpec("shard_to_partial", 0, gather_dims=0), mesh, (rows, full, placed, full.chunk(n)[r]), ([], []))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks()
-def test_uneven(axis):
-    """Check sizes as of torch.chunk; with 5 over 4 ranks, the last one is empty."""
-    mesh, n, r = mesh_of(axis, 1), axis.size, axis.rank
-    full, other = numbers((5, 7), 1), numbers((5, 7), 2)
-
-    def block(x, dim):
-        chunks = x.chunk(n, dim)
-        return chunks[r] if r < len(chunks) else x.narrow(dim, 0, 0)
-
-    spec = CommSpec("all_gather", 0, gather_dims=0)
-    check(spec, mesh, (block(full, 0), other, full, block(other, 0)), shape=(5, 7))
-    spec = CommSpec("all_to_all", 0, gather_dims=0, shard_dims=1)
-    check(spec, mesh, (block(full, 0), block(other, 1), block(full, 1), block(other, 0)), shape=(5, 7))
-    check(CommSpec("reduce_scatter", 0, shard_dims=0), mesh, (full, block(other, 0), n * block(full, 0), other))
-    check(CommSpec("chunk", 0, shard_dims=1), mesh, (full, block(other, 1), block(full, 1), other))
-
-
 @on_ranks("four")
 def test_several_axes(axis):
-    """Check MIXGATHER_FWD_SPLIT_BWD and others over both axes at once; the first axis is the outermost."""
-    mesh = mesh_of(axis, 2)
+    """Check that the first axis is the outermost; test_redistribute.py has each kind over several axes."""
+    mesh, full = mesh_of(axis, 2), numbers((4, 8), 1)
     row, column = mesh.get_coordinate()
-    full, other = numbers((4, 8), 1), numbers((4, 8), 2)
-    (tile, other_tile) = (x.chunk(2, 0)[row].chunk(2, 1)[column] for x in (full, other))
-    (stripe, other_stripe) = (x.chunk(4, 1)[2 * row + column] for x in (full, other))
-    spec = CommSpec("all_gather", ("data", "tensor"), gather_dims=(0, 1))
-    check(spec, mesh, (tile, other, full, other_tile), (["all_gather"], []))
-    check(CommSpec("all_gather", (0, 1), gather_dims=(1, 1)), mesh, (stripe, other, full, other_stripe))
-    spec = CommSpec("all_to_all", (0, 1), gather_dims=(0, 1), shard_dims=(1, 1))
-    check(spec, mesh, (tile, other_stripe, stripe, other_tile), (["all_to_all"], ["all_to_all"]))
-    check(CommSpec("reduce_scatter", (0, 1), shard_dims=(1, 1)), mesh, (full, other_stripe, 4 * stripe, other))
-    check(CommSpec("all_reduce", (0, 1)), mesh, (full, other, 4 * full, other))
+    tile, stripe = full.chunk(2, 0)[row].chunk(2, 1)[column], full.chunk(4, 1)[2 * row + column]
+    for dims, block in (((0, 1), tile), ((1, 1), stripe)):
+        gather = CommSpec("all_gather", ("data", "tensor"), gather_dims=dims)
+        assert torch.equal(gather.apply(block.contiguous(), mesh), full)
     turned = CommSpec("chunk", ("tensor", "data"), shard_dims=(1, 1)).apply(full, mesh)
     assert torch.equal(turned, full.chunk(4, 1)[2 * column + row])
-    with spied() as seen:  # one axis only
-        only = CommSpec("all_gather", "tensor", gather_dims=1).apply(tile.contiguous(), mesh)
-    assert torch.equal(only, full.chunk(2, 0)[row])
-    assert seen == [("all_gather", only.nbytes)]
 
 
 @on_ranks("four")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import xxhash
 
 from tools.composition import SCALE, Numbering, compose, describe, edit_of, numbers_of, pattern
 from tools.vllm_names import record_all
@@ -134,35 +133,6 @@ def test_crash_loses_only_the_current_checkpoint(tmp_path):
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "data" / "vllm" / "0.32.json").read_text())
 LOADED = [name for name, line in FIXTURE.items() if line.get("status") == "loaded"]
-
-
-def full_tensors(name):
-    return dict(Numbering(FIXTURE[name]["sources"]).tensors())
-
-
-def digest(value):
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value, "<f4").tobytes())
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_fixture_has_heads_of_each_rank(tp):
-    tensors = full_tensors("llama")
-    q, k, v = (tensors[f"model.layers.1.self_attn.{one}_proj.weight"] for one in "qkv")
-    dtype, ranks = FIXTURE["llama"]["tensors"]["model.layers.1.self_attn.qkv_proj.weight"]
-    rows, expected = 256 // tp, []
-    for rank in range(tp):
-        head = rank * 2 // tp * 32  # two KV heads of size 32: at tp 4, two ranks hold each
-        expected.append(np.concatenate([q[rank * rows :][:rows], k[head : head + 32], v[head : head + 32]]))
-    assert dtype == "bfloat16"
-    assert ranks[str(tp)] == [list(expected[0].shape), *map(digest, expected)]
-
-
-def test_fixture_pads_the_vocabulary():
-    tensor = full_tensors("llama-tied")["model.embed_tokens.weight"]
-    padded = np.concatenate([tensor, np.zeros((24, tensor.shape[1]), np.float32)])
-    _, ranks = FIXTURE["llama-tied"]["tensors"]["lm_head.weight"]  # tied: vLLM keeps the first name
-    assert ranks["2"] == [[512, 64], digest(padded[:512]), digest(padded[512:])]
-    assert "model.embed_tokens.weight" not in FIXTURE["llama-tied"]["tensors"]
 
 
 @pytest.mark.parametrize("name", LOADED)
