@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
+from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.plan.padded_config import ConfigChange
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddingReport
 
@@ -15,18 +16,28 @@ R = TypeVar("R")
 _Of = Mapping[str, Any]
 
 
-def combine(reports: Mapping[str, R], **given: object) -> R:
-    """The report on a pipeline; ``given`` are the fields that do not follow from those on its components."""
+def combine(reports: Mapping[str, R], pipeline: Pipeline, **given: object) -> R:
+    """The report on a pipeline.
+
+    Args:
+        reports: component to the report on it.
+        pipeline: the pipeline, which has its components and the files that are left out beside them.
+        given: the fields that do not follow from the reports.
+    """
     first: Any = next(iter(reports.values()))
+    given |= {"components": pipeline.components, "copied": pipeline.copied}
     names = [field.name for field in fields(first) if field.name not in given]
-    combined: R = replace(first, **{name: _combine_field(name, reports) for name in names}, **given)
+    combined: R = replace(first, **{name: _combine_field(name, reports, pipeline) for name in names}, **given)
     return combined
 
 
-def _combine_field(name: str, reports: _Of) -> object:
+def _combine_field(name: str, reports: _Of, pipeline: Pipeline) -> object:
     if name in _OF_REPORTS:
         return _OF_REPORTS[name](reports)
-    return _OF_VALUES.get(name, _same)({one: getattr(report, name) for one, report in reports.items()})
+    values = {one: getattr(report, name) for one, report in reports.items()}
+    if name == "left_out":
+        return {**_path_keys(values), **pipeline.left_out}
+    return _OF_VALUES.get(name, _same)(values)
 
 
 # --- from the values of a field -------------------------------------------------------------------------------------
@@ -86,7 +97,6 @@ _FIELDS: dict[Callable[[_Of], object], Iterable[str]] = {
     _totals_per_rank: ("rank_bytes",),
     _texts: ("assumed", "derived", "notes", "differences"),
     _paths: ("adapters", "files", "other_weights"),
-    _path_keys: ("left_out",),
     _union: ("checked", "quantized_blocks"),
     _joined: ("family", "quantization"),
     _every: ("is_identical", "is_compared", "has_checksums"),

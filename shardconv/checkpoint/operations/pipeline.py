@@ -229,10 +229,7 @@ def report_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     is_split = is_split_pipeline(paths[0])
     pipeline = (open_split_folders if is_split else open_source_pipeline)(paths, options)
     reports = call_on_each(operation, pipeline, options)
-    return combine(
-        reports, source=str(paths[0]), components=pipeline.components, copied=pipeline.copied,
-        left_out={**_left_out(reports), **pipeline.left_out},
-    )  # fmt: skip
+    return combine(reports, pipeline, source=str(paths[0]))
 
 
 def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Options) -> R:
@@ -253,12 +250,10 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     damages = [text for path, manifest in manifests.items() for text in _damages(manifest, path, len(paths))]
     ranks = {rank for manifest in manifests.values() for rank in manifest.ranks}
     other = [] if source is None else _other_files(pipeline, source)
-    left_out = {} if source is None else source.left_out
     report: Any = combine(
-        reports, paths=tuple(map(str, paths)), against=None if source is None else str(source.first), tp=pipeline.tp,
-        layout=next(iter(reports.values())).layout, ranks=tuple(sorted(ranks)),
-        seconds=time.perf_counter() - began, components=pipeline.components, copied=pipeline.copied,
-        left_out={**_left_out(reports), **left_out},
+        reports, pipeline if source is None else replace(pipeline, left_out=source.left_out),
+        paths=tuple(map(str, paths)), against=None if source is None else str(source.first), tp=pipeline.tp,
+        layout=next(iter(reports.values())).layout, ranks=tuple(sorted(ranks)), seconds=time.perf_counter() - began,
     )  # fmt: skip
     verified: R = replace(
         report,
@@ -296,10 +291,6 @@ def _other_files(pipeline: SplitPipeline, source: Pipeline) -> list[str]:
     checksums, expected = {name: checksum_file(path) for name, path in source.files.items()}, pipeline.expected or {}
     names = sorted(checksums.keys() | expected.keys())
     return [f"{name}: differs from {source.first}" for name in names if checksums.get(name) != expected.get(name)]
-
-
-def _left_out(reports: Mapping[str, Any]) -> dict[str, str]:
-    return {f"{one}/{name}": why for one, report in reports.items() for name, why in report.left_out.items()}
 
 
 def call_on_each(operation: Callable[..., R], pipeline: Pipeline, options: Options) -> dict[str, R]:
@@ -398,8 +389,7 @@ class _Run:
             return self._write(writer, reports)
 
         outcome = writer.run(pipeline.paths, write, began=began)
-        left_out = {"left_out": {**_left_out(reports), **pipeline.left_out}} if hasattr(first, "left_out") else {}
-        return combine(reports, **outcome, **left_out, components=pipeline.components, copied=pipeline.copied)
+        return combine(reports, pipeline, **outcome)
 
     def _plan(self, name: str) -> WriteReport:
         """The report of a dry run of a component, which checks what does not require reading the data."""
