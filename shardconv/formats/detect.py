@@ -23,7 +23,7 @@ _SCALE = re.compile(r"(?P<attention>.*attn[^.]*\.)(?P<of>[kv])_(?:scale|zero_poi
 _OTHER_SETTINGS = f"pass {option(config='FILE')} with the quantization_config of this checkpoint"
 
 
-def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> dict[str, TensorSpec]:
+def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> Mapping[str, TensorSpec]:
     """Add their grids to the tensors of quantized layers.
 
     Args:
@@ -35,7 +35,7 @@ def with_grids(tensors: Mapping[str, TensorSpec], config: Mapping[str, object] |
     """
     table = (config or {}).get(SETTINGS_KEY)
     if table is None:
-        return dict(tensors)
+        return tensors
     if not isinstance(table, Mapping):
         raise PlanError(
             f"quantization_config is {table!r:.60} (expected a table): pass {option(config='FILE')} with it"

@@ -4,7 +4,7 @@ Plain data that is compared by its JSON form and stored in the manifest, where e
 """
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, NamedTuple, Self
 
 from msgspec import Meta, field
@@ -29,6 +29,12 @@ class TensorSpec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     grid: Grid | None = None
+
+
+@lru_cache(maxsize=4096)
+def plain_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """A tensor without a grid. Equal ones are one object, as models have many tensors of a few shapes."""
+    return TensorSpec(dtype, shape)
 
 
 def logical_tensors(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

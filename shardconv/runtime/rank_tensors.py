@@ -166,7 +166,7 @@ class Dequantizer:
         return found
 
 
-def require_quantized(manifest: Manifest, folder: AnyPath) -> dict[str, TensorSpec]:
+def require_quantized(manifest: Manifest, folder: AnyPath) -> Mapping[str, TensorSpec]:
     """The source tensors of a split checkpoint, some of which belong to quantized layers.
 
     Raises:

@@ -158,8 +158,8 @@ def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> list[S
 
 def _held(stripe: Stripe, tensors: Sequence[Shards]) -> Iterator[Span]:
     for span in stripe:
-        for start, stop in tensors[span.tensor].geometry.held(span.start, span.stop):
-            yield Span(span.tensor, start, stop)
+        for held in tensors[span.tensor].geometry.held(span.start, span.stop):
+            yield span if held == span[1:] else Span(span.tensor, *held)
 
 
 def spread(count: int, threads: int) -> Iterator[int]:

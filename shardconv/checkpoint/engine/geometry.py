@@ -208,6 +208,7 @@ def geometry(
     return Geometry(num_bytes, width, tuple(shards), columns)
 
 
+@lru_cache(maxsize=4096)
 def unsharded(num_bytes: int) -> Geometry:
     """The geometry of a full tensor in one file."""
     return Geometry(num_bytes, num_bytes, (_full_rows(num_bytes, 0),))

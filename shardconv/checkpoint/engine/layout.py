@@ -55,9 +55,11 @@ class Layout:
 
     @property
     def prefixes(self) -> list[bytes]:
-        """The bytes of each file before its shards."""
+        """The bytes of each file before its shards; equal ones are one object."""
         first = dict(zip(range(0, len(self.headers), self.files_per_rank), self.constants, strict=False))
-        return [header.prefix + first.get(number, b"") for number, header in enumerate(self.headers)]
+        parts = [(header.prefix, first.get(number, b"")) for number, header in enumerate(self.headers)]
+        joined = {(prefix, constants): prefix + constants for prefix, constants in parts}
+        return [joined[part] for part in parts]
 
     @property
     def file_bytes(self) -> list[int]:
@@ -121,6 +123,11 @@ def lay_out_ranks(
     file_of = {name: at for rank in files for at, file in enumerate(files[rank]) for name in file.positions}
     chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
     held_in = {stages: _held(stages, chosen, plan.tp) for stages in {one.stages for one in plan.distinct}}
+    numbers_of = {
+        (stages, file): [at * count + file for at in held]
+        for stages, (held, _) in held_in.items()
+        for file in range(count)
+    }
 
     # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
     has_full_values = layout.has_offsets or layout.engine is not None
@@ -137,7 +144,7 @@ def lay_out_ranks(
         found = [files[first_equal[chosen[at]]][file_of[name]].positions[name] for at in held]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
-        numbers = [at * count + file_of[name] for at in held]
+        numbers = numbers_of[planned.stages, file_of[name]]
         return Shards(geometry(placements[name], spec.dtype, spec.shape, tp_ranks), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
@@ -341,21 +348,14 @@ def _divide(
     return groups
 
 
-def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan | None = None) -> Layout:
+def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec]) -> Layout:
     """Lay out the files of an unsharded checkpoint.
 
     Args:
         headers: of each source file.
         tensors: name to dtype and shape of the tensors, in order.
-        plan: their placements, if the source is not yet known to have the values that follow from their grids.
     """
-    return _lay_out_files_of(
-        headers,
-        {
-            name: (unsharded(num_bytes(spec.dtype, spec.shape)), None if plan is None else edits_of(name, spec, plan))
-            for name, spec in tensors.items()
-        },
-    )
+    return _lay_out_files_of(headers, {name: unsharded(num_bytes(*spec[:2])) for name, spec in tensors.items()})
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
@@ -375,21 +375,17 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
 
     return _lay_out_files_of(
         [padded(header) for header in headers],
-        {name: (geometry(plan.placement(name), spec.dtype, spec.shape), None) for name, spec in tensors.items()},
+        {name: geometry(plan.placement(name), spec.dtype, spec.shape) for name, spec in tensors.items()},
         files_per_rank=len(headers),
     )
 
 
-def _lay_out_files_of(
-    headers: Sequence[Header], tensors: Mapping[str, tuple[Geometry, Edits | None]], *, files_per_rank: int = 1
-) -> Layout:
+def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, Geometry], *, files_per_rank: int = 1) -> Layout:
     """The layout of files with one shard of each tensor."""
     positions = {
-        name: (number, header.data_offset + info.start)
-        for number, header in enumerate(headers)
+        name: (file, (header.data_offset + info.start,))
+        for file, header in zip(zip(range(len(headers))), headers, strict=True)
         for name, info in header.tensors.items()
     }
-    shards = (
-        Shards(one, (positions[name][0],), (positions[name][1],), edits) for name, (one, edits) in tensors.items()
-    )
+    shards = (Shards(one, *positions[name]) for name, one in tensors.items())
     return Layout(tuple(headers), tuple(shards), files_per_rank=files_per_rank)

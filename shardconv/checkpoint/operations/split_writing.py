@@ -1,6 +1,6 @@
 """Write a split checkpoint: the files of its ranks, auxiliary files, adapters, and the manifest at the end."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -122,7 +122,7 @@ def write_ranks(
     own = manifest.with_ranks(team.own_ranks(manifest.ranks))
     rows: list[tuple[str, ...]] = []
 
-    def identify(own_rows: Checksums) -> Sequence[bytes]:
+    def identify(own_rows: Checksums) -> Iterator[bytes]:
         rows.extend(team.gather(own_rows))
         return own.prefixes_with(tuple(rows))
 

@@ -27,7 +27,7 @@ from shardconv.files.output_files import LocalOutputFiles
 from shardconv.support.errors import UsageError, option
 
 #: Maps checksums to the first bytes of each file, before its shards.
-Identify = Callable[[Checksums], Sequence[bytes]]
+Identify = Callable[[Checksums], Iterable[bytes]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,8 +122,7 @@ def _tensors(number: int, file: TensorFile) -> dict[str, RankFileTensor]:
                 f"{list(info.shape)}): save it again after .contiguous()"
             )
     return {
-        name: RankFileTensor(TensorSpec(info.dtype, info.shape), number, file.data_offset + info.start)
-        for name, info in file.tensors.items()
+        name: RankFileTensor(info.spec, number, file.data_offset + info.start) for name, info in file.tensors.items()
     }
 
 

@@ -103,8 +103,7 @@ class Source:
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of every tensor, in the order of the files and of their data."""
-        tensors = (item for file in self.files for item in file.header.tensors.items())
-        return {name: TensorSpec(info.dtype, info.shape) for name, info in tensors}
+        return {name: info.spec for file in self.files for name, info in file.header.tensors.items()}
 
     @property
     def name(self) -> str:

@@ -17,7 +17,6 @@ from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import parse_object
-from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 
 #: The reason why a merge does not restore the bytes of the files.
@@ -35,7 +34,7 @@ def header_of(file: TensorFile) -> Header:
         SourceError: if safetensors cannot store them.
     """
     by_offset = sorted(file.tensors.items(), key=lambda item: item[1].start)
-    specs = in_file_order({name: TensorSpec(info.dtype, info.shape) for name, info in by_offset})
+    specs = in_file_order({name: info.spec for name, info in by_offset})
     try:
         return build_header(((name, spec.dtype, spec.shape) for name, spec in specs.items()), _METADATA)
     except ValueError as error:

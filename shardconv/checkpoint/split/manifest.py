@@ -5,7 +5,7 @@ only rank has the padded tensors, in files with the names of the source files.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Self
 
@@ -16,16 +16,16 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Stripe, split_into_stripes
 from shardconv.checkpoint.engine.layout import (
     ADAPTERS,
+    IDENTITY_KEY,
     MANIFEST_NAME,
     PADDING_NAME,
     Layout,
     in_file_order,
     lay_out_padded,
     lay_out_ranks,
-    lay_out_source,
 )
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.containers.safetensors import Header
+from shardconv.files.containers.safetensors import Header, num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
@@ -183,7 +183,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     def source_tensors(self) -> dict[str, TensorSpec]:
         """Name to dtype and full shape of every tensor, in the source's order."""
         headers = (header for _, header in self.source_files)
-        return {name: TensorSpec(info.dtype, info.shape) for header in headers for name, info in header.tensors.items()}
+        return {name: info.spec for header in headers for name, info in header.tensors.items()}
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -193,8 +193,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @cached_property
     def stripes(self) -> list[Stripe]:
         """The stripes of the full tensors."""
-        sizes = [shards.geometry.num_bytes for shards in self.source_layout.shards]
-        return split_into_stripes(sizes, self.stripe_bytes)
+        return split_into_stripes([num_bytes(*spec[:2]) for spec in self.tensors.values()], self.stripe_bytes)
 
     @cached_property
     def identity(self) -> str | None:
@@ -216,11 +215,6 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         return lay_out_ranks(
             self.tensors, self.plan, self.metadata, layout=self.layout, identity=self.identity, ranks=ranks
         )
-
-    @cached_property
-    def source_layout(self) -> Layout:
-        """The source files."""
-        return lay_out_source([header for _, header in self.source_files], self.tensors, self.plan)
 
     @property
     def files_per_rank(self) -> int:
@@ -266,9 +260,11 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         """The manifest of a folder with these ranks, not yet written."""
         return self if ranks == self.ranks else replace(self, ranks=ranks)
 
-    def prefixes_with(self, checksums: tuple[tuple[str, ...], ...]) -> list[bytes]:
-        """The bytes of each rank file before its shards, with the identity of all checksums of the folder."""
-        return replace(self, checksums=checksums).rank_layout.prefixes
+    def prefixes_with(self, checksums: tuple[tuple[str, ...], ...]) -> Iterator[bytes]:
+        """Yield the bytes of each rank file before its shards, with the identity of all checksums of the folder."""
+        pairs = (f'"{IDENTITY_KEY}":"{one.identity}"' for one in (self, replace(self, checksums=checksums)))
+        unknown, known = (pair.encode() for pair in pairs)
+        yield from (prefix.replace(unknown, known, 1) for prefix in self.rank_layout.prefixes)
 
     def written(self, checksums: tuple[tuple[str, ...], ...] | None, auxiliary_files: Mapping[str, str]) -> Self:
         """The manifest after its files are written, with their checksums."""

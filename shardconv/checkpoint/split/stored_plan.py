@@ -1,6 +1,6 @@
 """The plan that is stored in a split checkpoint, as used by reshard, plan and run; installed families are not read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, SplitCheckpointError
 
 
-def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
+def quantized_tensors(manifest: Manifest) -> Mapping[str, TensorSpec]:
     """The source tensors with the grids that the manifest stores, or else with the grids of its config."""
     tensors, planned = manifest.source_tensors, manifest.plan.tensors
     if not any(one.grid for one in planned.values()):
@@ -25,7 +25,7 @@ def quantized_tensors(manifest: Manifest) -> dict[str, TensorSpec]:
     return {name: spec._replace(grid=planned[name].grid) for name, spec in tensors.items()}
 
 
-def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> dict[str, TensorSpec]:
+def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> Mapping[str, TensorSpec]:
     """The source tensors as a model has them: with ``dequantize``, weights instead of the tensors that store them."""
     tensors = quantized_tensors(manifest)
     return logical_tensors(tensors) if dequantize else tensors

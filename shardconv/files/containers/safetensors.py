@@ -19,6 +19,7 @@ from msgspec.json import Decoder
 from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.input_files import FileState, InputFile, open_input
 from shardconv.files.text_files import START_BYTES, text_problem
+from shardconv.plan.plan import TensorSpec, plain_spec
 from shardconv.support.errors import SourceError, UsageError
 from shardconv.support.structs import located
 
@@ -57,6 +58,11 @@ class TensorInfo(NamedTuple):
     strides: tuple[int, ...] | None = None
 
     @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape."""
+        return plain_spec(self.dtype, self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes from the first element to the end of the last one."""
         return self.stop - self.start
@@ -88,30 +94,36 @@ class Header:
     """A checked header.
 
     Attributes:
-        raw: the JSON text exactly as in the file, with its padding and without the length before it.
+        prefix: the bytes of the file before its data section: the length of the JSON text, and this text with its
+            padding.
         tensors: name to tensor, in the order of the data.
         metadata: the ``__metadata__`` strings of the file, or None.
     """
 
-    raw: bytes
+    prefix: bytes
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str] | None
 
-    __slots__ = ("metadata", "raw", "tensors")
+    __slots__ = ("metadata", "prefix", "tensors")
 
     def __init__(self, raw: bytes, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
-        self.raw, self.tensors, self.metadata = raw, tensors, metadata
+        self.prefix, self.tensors, self.metadata = _LENGTH.pack(len(raw)) + raw, tensors, metadata
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Header) and self.raw == other.raw
+        return isinstance(other, Header) and self.prefix == other.prefix
 
     def __hash__(self) -> int:
-        return hash(self.raw)
+        return hash(self.prefix)
+
+    @property
+    def raw(self) -> bytes:
+        """The JSON text exactly as in the file, with its padding."""
+        return self.prefix[_LENGTH.size :]
 
     @property
     def data_offset(self) -> int:
         """Offset of the data section in the file."""
-        return _LENGTH.size + len(self.raw)
+        return len(self.prefix)
 
     @property
     def data_bytes(self) -> int:
@@ -122,11 +134,6 @@ class Header:
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
         return self.data_offset + self.data_bytes
-
-    @property
-    def prefix(self) -> bytes:
-        """The bytes of the file before its data section: the length and the text of the header."""
-        return _LENGTH.pack(len(self.raw)) + self.raw
 
     def file(self, path: AnyPath) -> TensorFile:
         """The file with this header."""
@@ -243,7 +250,7 @@ class _Entry(Struct, forbid_unknown_fields=True):
                 f"tensor {name!r}: data_offsets do not match its size (got bytes {start} to {stop}, expected "
                 f"{num_bytes(dtype, shape)} bytes of {dtype} of shape {list(shape)})"
             )
-        return TensorInfo(dtype, shape, start, stop)
+        return TensorInfo(*plain_spec(dtype, shape)[:2], start, stop)
 
 
 _ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
@@ -354,7 +361,7 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + num_bytes(dtype, shape)
-        infos[name] = TensorInfo(dtype, shape, start, end)
+        infos[name] = TensorInfo(*plain_spec(dtype, shape)[:2], start, end)
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
     for name, info in infos.items():
         entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
