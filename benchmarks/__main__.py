@@ -358,17 +358,29 @@ def startup(_: Place) -> Iterator[Row]:
 
 
 def planning(place: Place) -> Iterator[Row]:
-    """A plan for a checkpoint with the names and shapes of DeepSeek-V3."""
+    """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16."""
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
-    tensors = models.deepseek_tensors()
-    gigabytes = models.write_parts(folder / "deepseek", tensors, models.DEEPSEEK_CONFIG, 163) / 1e9
-    usages = [run(shardconv("plan", folder / "deepseek", "--tp", "8")) for _ in range(ROUNDS)]
+    for name in ("fp8", "bf16"):
+        source, out = folder / name, folder / "out"
+        run((sys.executable, "-m", "benchmarks.models", source, "--deepseek", name))  # see write_llama
+        gigabytes = sum(file.stat().st_size for file in source.iterdir()) / 1e9
+        count = (source / "model.safetensors.index.json").read_text().count(': "model-')
+        what = f"{count:,} tensors in 163 files ({gigabytes:.0f} GB, sparse)"
+        dry = ("--dry-run", "-o", out)
+        commands = {
+            "plan": (shardconv("plan", source, "--tp", "8"), "3 or less", "400 or less"),
+            "split --tp 8": (shardconv("split", source, "--tp", "8", *dry), "(none)", "(none)"),
+        }
+        if name == "bf16":
+            command = shardconv("split", source, "--layout", "megatron", *dry)
+            commands["split --layout megatron"] = command, "(none)", "64 or less"
+        for operation, (command, seconds_goal, peak_goal) in commands.items():
+            usages = [run(command) for _ in range(ROUNDS)]
+            seconds = sorted(usage.seconds for usage in usages)[ROUNDS // 2]
+            peak = max(usage.peak_mb for usage in usages)
+            yield Row(f"{operation} of {what}, s", seconds_goal, f"{seconds:.2f}", "median of the runs")
+            yield Row(f"{operation} of {what}, MB", peak_goal, f"{peak:.0f}", "highest of the runs")
     remove(folder)
-    seconds = sorted(usage.seconds for usage in usages)[ROUNDS // 2]
-    peak = max(usage.peak_mb for usage in usages)
-    what = f"plan of {len(tensors):,} tensors in 163 files ({gigabytes:.0f} GB, sparse)"
-    yield Row(f"{what}, s", "3 or less", f"{seconds:.2f}", "median of the runs")
-    yield Row(f"{what}, MB", "400 or less", f"{peak:.0f}", "highest of the runs")
 
 
 def parallel_layers(place: Place) -> Iterator[Row]:

@@ -131,13 +131,14 @@ def llama_tensors(layers: int = 10, *, vocab: int = 128256) -> dict[str, tuple[s
     return {name: ("BF16", shape) for name, shape in tensors.items()}
 
 
-def deepseek_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """DeepSeek-V3's tensors: 61 layers and an MTP layer, 256 experts, fp8 blocks."""
+def deepseek_tensors(*, is_quantized: bool = True) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """DeepSeek-V3's tensors: 61 layers and an MTP layer, 256 experts, fp8 blocks, or else bf16."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("BF16", (129280, 7168))}
 
     def linear(name: str, out_features: int, in_features: int) -> None:
-        tensors[f"{name}.weight"] = ("F8_E4M3", (out_features, in_features))
-        tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-out_features // 128), -(-in_features // 128)))
+        tensors[f"{name}.weight"] = ("F8_E4M3" if is_quantized else "BF16", (out_features, in_features))
+        if is_quantized:
+            tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-out_features // 128), -(-in_features // 128)))
 
     def mlp(name: str, inner: int) -> None:
         linear(f"{name}.gate_proj", inner, 7168)
@@ -244,7 +245,15 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="no data on disk")
     parser.add_argument("--format", choices=QUANTIZED, help="write a folder in this format")
     parser.add_argument("--adapter", action="store_true", help="write a folder with an adapter of 1 GB")
+    parser.add_argument(
+        "--deepseek", choices=("fp8", "bf16"), help="write a sparse folder with the shapes of DeepSeek-V3"
+    )
     arguments = parser.parse_args()
+    if arguments.deepseek:
+        is_quantized = arguments.deepseek == "fp8"
+        config = DEEPSEEK_CONFIG if is_quantized else DEEPSEEK_CONFIG | {"quantization_config": None}
+        write_parts(arguments.path, deepseek_tensors(is_quantized=is_quantized), config, 163)
+        return
     if arguments.format:
         write_quantized(arguments.path, arguments.format)
         return

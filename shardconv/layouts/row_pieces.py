@@ -5,7 +5,7 @@ of one that is read.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import NamedTuple
 
 from shardconv.layouts.full_shapes import positive
@@ -19,7 +19,7 @@ from shardconv.layouts.relation import (
     members_of,
     parse_patterns,
 )
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import TensorSpec, plain_spec
 from shardconv.support.errors import PlanError
 
 
@@ -36,39 +36,70 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
+class _Segment(NamedTuple):
+    """Rows of a source tensor, by its position in the rule, without those of other experts."""
+
+    source: int
+    start: int
+    stop: int
+
+
 class RowTensor(NamedTuple):
     """A file tensor, and the rows of source tensors that it consists of.
 
     Attributes:
-        name: in the file.
-        also: further names in the file.
+        rule: its rule.
+        match: of its name.
         spec: dtype and shape, without padding.
-        pieces: the rows, in order; for each index of dim 0, if there is a dim of experts, and else for index 0.
-        has_experts: whether dim 0 is the expert dim.
-        is_interleaved: whether a segment is not contiguous in the rows.
-        is_padded: whether there may be rows behind these in a file.
+        segments: the rows of one expert, or of a tensor without experts, in order.
+        is_interleaved: whether a segment of the rule is not contiguous in the rows.
     """
 
-    name: str
-    also: tuple[str, ...]
+    rule: LayoutRule
+    match: Match
     spec: TensorSpec
-    pieces: tuple[tuple[Piece, ...], ...]
-    has_experts: bool
+    segments: tuple[_Segment, ...]
     is_interleaved: bool
-    is_padded: bool
+
+    @property
+    def name(self) -> str:
+        """The name in the file."""
+        return self.rule.target.name(self.match)
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Further names in the file."""
+        return tuple(pattern.name(self.match) for pattern in self.rule.also)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether dim 0 is the expert dim."""
+        return self.rule.has_experts
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether there may be rows behind these in a file."""
+        return self.rule.options.rows is not None
 
     @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row."""
         return self.spec.shape[self.has_experts + 1 :]
 
-    @property
+    def pieces(self) -> Iterator[list[Piece]]:
+        """Yield the rows, in order; for each index of dim 0, if it is the expert dim, and else once."""
+        step = 0 if self.rule.options.permuted is None else self.spec.shape[1]  # one source tensor has all experts
+        for expert in range(self.spec.shape[0] if self.has_experts else 1):
+            match, first = self.match._replace(expert=expert), expert * step
+            names = [source.name(match) for source in self.rule.sources]
+            yield [Piece(names[source], first + start, first + stop) for source, start, stop in self.segments]
+
     def sources(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of the source tensors."""
         rows: dict[str, int] = {}
-        for piece in (piece for pieces in self.pieces for piece in pieces):
+        for piece in chain.from_iterable(self.pieces()):
             rows[piece.source] = max(rows.get(piece.source, 0), piece.stop)
-        return {name: TensorSpec(self.spec.dtype, (count, *self.row_shape)) for name, count in rows.items()}
+        return {name: plain_spec(self.spec.dtype, (count, *self.row_shape)) for name, count in rows.items()}
 
 
 def row_tensors_of_sources(
@@ -94,11 +125,11 @@ def row_tensors_of_sources(
         except PlanError as error:
             raise PlanError(f"{error.message}: correct the config, or {names[0]}") from error
         found.append(tensor)
-        for name, spec in found[-1].sources.items():
+        for name, spec in tensor.sources().items():
             if spec != tensors[name]:
                 raise PlanError(
                     f"{name}: is {tensors[name].dtype} {list(tensors[name].shape)} (expected {spec.dtype} "
-                    f"{list(spec.shape)} as a part of {found[-1].name} by config.json): correct the config, or the "
+                    f"{list(spec.shape)} as a part of {tensor.name} by config.json): correct the config, or the "
                     f"tensor"
                 )
     return found
@@ -124,30 +155,19 @@ def row_tensor(
     Raises:
         PlanError: if the config contradicts the shape.
     """
-    name = rule.target.name(match)
     count, rows, *rest = shape
     full = (*([count] if rule.has_experts else []), rows, *rest)
     try:
-        pieces = [[*_pieces(rule, match._replace(expert=expert), rows, config)] for expert in range(count)]
+        segments = tuple(_segments(rule, rows, config))
+        is_interleaved = len(segments) > len(shares_of(rule, config))
     except PlanError as error:
-        raise PlanError(f"{name}: {error.message}") from error
-    is_interleaved = len(pieces[0]) > len(shares_of(rule, config))
-    also = tuple(pattern.name(match) for pattern in rule.also)
-    return RowTensor(
-        name,
-        also,
-        TensorSpec(dtype, full),
-        tuple(map(tuple, pieces)),
-        rule.has_experts,
-        is_interleaved,
-        rule.options.rows is not None,
-    )
+        raise PlanError(f"{rule.target.name(match)}: {error.message}") from error
+    return RowTensor(rule, match, TensorSpec(dtype, full), segments, is_interleaved)
 
 
-def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, object]) -> Iterator[Piece]:
-    """Yield the pieces of the rows of one expert, or of a tensor without experts."""
-    options, names = rule.options, [source.name(match) for source in rule.sources]
-    shares = shares_of(rule, config)
+def _segments(rule: LayoutRule, rows: int, config: Mapping[str, object]) -> Iterator[_Segment]:
+    """Yield the segments of the rows of one expert, or of a tensor without experts."""
+    options, count, shares = rule.options, len(rule.sources), shares_of(rule, config)
     unit, rest = divmod(rows, sum(shares))
     if rest:
         fields = " + ".join(options.shares) or "its members"
@@ -155,15 +175,14 @@ def _pieces(rule: LayoutRule, match: Match, rows: int, config: Mapping[str, obje
     if options.unit is not None and unit != positive(config, options.unit):
         raise PlanError(f"has {unit} rows per head (expected {config[options.unit]}, which is {options.unit})")
     sizes = [unit * share for share in shares]
-    first = 0 if options.permuted is None else match.expert * rows
-    starts = [0] * len(names) if len(names) > 1 else [*accumulate(sizes, initial=first)]
+    starts = [0] * count if count > 1 else [*accumulate(sizes, initial=0)]
     groups = 1 if options.groups is None else positive(config, options.groups)
     if wrong := next((size for size in sizes if size % groups), None):
         raise PlanError(f"has {wrong} rows in a segment (expected a multiple of {groups}, which is {options.groups})")
     for group in range(groups):
         for at, (start, size) in enumerate(zip(starts, sizes, strict=False)):
             step = size // groups
-            yield Piece(names[at % len(names)], start + group * step, start + (group + 1) * step)
+            yield _Segment(at % count, start + group * step, start + (group + 1) * step)
 
 
 def shares_of(rule: LayoutRule, config: Mapping[str, object]) -> list[int]:

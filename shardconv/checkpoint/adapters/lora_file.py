@@ -20,8 +20,8 @@ from msgspec import Meta
 
 from shardconv.checkpoint.adapters.adapter_settings import Adapter, parse_settings
 from shardconv.checkpoint.engine.layout import in_file_order
+from shardconv.checkpoint.sources.joined import JoinedRows, Rows
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.row_order import JoinedRows, Rows
 from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import read_values
 from shardconv.files.containers.safetensors import build_header, num_bytes

@@ -1,19 +1,20 @@
 """Write a source as files of another tool, without a manifest.
 
 Everything in the files is copied as a tensor: tensors of the other tool, stored in the source or computed from it, and
-the literal bytes between them, such as headers. So journal, resume and uploads work as for rank files.
+the literal bytes between them, such as headers; or each file is one tensor with ranges of others (``FileContents``). So
+journal, resume and uploads work as for rank files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
+from shardconv.checkpoint.sources.joined import FileContents, Literal
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.row_order import Literal
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transforms, open_tensors
 from shardconv.files.folder import AnyPath, permissions
@@ -48,6 +49,34 @@ class ForeignFiles:
     layers: Sequence[Transforms]
     texts: Mapping[str, str]
     others: Sequence[NewFile] = ()
+
+    @classmethod
+    def of_contents(
+        cls,
+        files: Mapping[str, FileContents],
+        others: Mapping[str, FileContents],
+        layers: Sequence[Transforms],
+        texts: Mapping[str, str],
+    ) -> Self:
+        """Files that are one tensor of bytes each.
+
+        Args:
+            files: name to contents of the files with tensors, one per rank.
+            others: name to contents of further files that are not texts.
+            layers: layers of transforms to the tensors of which ``files`` have ranges.
+            texts: name to contents of further files.
+        """
+        contents = {**files, **others}
+        sizes = {name: one.size for name, one in contents.items()}
+        new = [NewFile(name, size, {}) for name, size in sizes.items()]
+        return cls(
+            files=new[: len(files)],
+            shards={name: Shards(unsharded(size), (at,), (0,)) for at, (name, size) in enumerate(sizes.items())},
+            tensors={name: TensorSpec("U8", (size,)) for name, size in sizes.items()},
+            layers=[*layers, contents],
+            texts=texts,
+            others=new[len(files) :],
+        )
 
     @property
     def all_files(self) -> list[NewFile]:

@@ -5,31 +5,27 @@ whole chunks: each expert has its own, as have the gate and up projections.
 """
 
 import json
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine import arrays
-from shardconv.checkpoint.engine.copy import Shards
-from shardconv.checkpoint.engine.geometry import unsharded
-from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
+from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
+from shardconv.checkpoint.operations.megatron_arguments import common_state
 from shardconv.checkpoint.output.job import Job
-from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
+from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Literal, Rows, WithCopies
 from shardconv.checkpoint.sources.megatron_source import (
     COMMON_NAME,
     FOLDER,
     LATEST_NAME,
-    SIZES,
     check_unquantized,
     known_sizes,
 )
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
-from shardconv.checkpoint.sources.row_order import JoinedRows, Literal, Rows, WithCopies
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform
-from shardconv.files.containers.dcp import METADATA_NAME, Chunk, DcpFile, DcpTensor, metadata_pickle
+from shardconv.files.containers.dcp import METADATA_NAME, ChunkPosition, MetadataPickle, frame
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import MEGATRON
@@ -54,23 +50,6 @@ _METADATA = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
 }  # fmt: skip
-#: Further arguments of Megatron-LM with the value of a config field.
-_SETTINGS = {
-    "ffn_hidden_size": "intermediate_size", "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-}  # fmt: skip
-#: Arguments that are true if a layer has a tensor whose name ends with one of these.
-_BY_TENSOR = {
-    "add_bias_linear": ("linear_proj.bias",), "add_qkv_bias": ("linear_qkv.bias",),
-    "qk_layernorm": (".k_layernorm.weight", ".kv_layernorm.weight"),
-    "moe_router_enable_expert_bias": ("router.expert_bias",),
-    "moe_shared_expert_gate": ("shared_experts.gate_weight",),
-}  # fmt: skip
-_EXPERTS, _SHARED = "experts.experts.linear_fc1.weight", "shared_experts.linear_fc2.weight"
-#: Arguments for rotary embeddings to fields of the config.
-_ROTARY = {"rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor"}
-#: Version of the state dict in ``common.pt``.
-_CHECKPOINT_VERSION = 3.0
 
 
 class MegatronLayout(NamedTuple):
@@ -120,40 +99,11 @@ class MegatronLayout(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A part of a tensor that is a chunk of its own.
+    """A part of a tensor that is a chunk of its own: its offsets, its shape, and its rows; none for padding."""
 
-    Attributes:
-        name: a name that no source tensor has.
-        names: names of the tensor in the files.
-        shape: of the tensor.
-        offsets: of the box in the tensor.
-        spec: dtype and shape of the box.
-        pieces: its rows; none for padding.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    spec: TensorSpec
-    pieces: tuple[Piece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the box."""
-        return num_bytes(self.spec.dtype, self.spec.shape)
-
-    def transform(self) -> Transform:
-        """The transform from the source tensors."""
-        if not self.pieces:
-            return Literal()
-        unit = self.num_bytes // sum(piece.size for piece in self.pieces)
-        stops = [*accumulate(piece.size * unit for piece in self.pieces)]
-        parts = [
-            Rows(piece.source, stop - piece.size * unit, stop, piece.start * unit)
-            for piece, stop in zip(self.pieces, stops, strict=True)
-        ]
-        return JoinedRows(tuple(parts), unit)
+    sizes: tuple[int, ...]
+    pieces: Sequence[Piece]
 
 
 def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
@@ -166,22 +116,16 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
     tensors = row_tensors_of_sources(rules.rules, specs, config)
     _check_complete(source, rules, tensors, copies)
     _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
-    boxes = [*_boxes(tensors, config["num_hidden_layers"], options)]
-    files = [DcpFile(f"__{number}_0.distcp") for number in range(options.num_files)]
-    shards, found = _add_chunks(files, boxes)
-    states = dict.fromkeys(_extra_states(found, options), files[0].add_object([None]))
-    others = {
-        METADATA_NAME: b"".join(metadata_pickle(found, states)),
-        COMMON_NAME: TorchArchive.of_object(_common(rules, found, options)).data,
-        "metadata.json": json.dumps(_METADATA).encode(),
-    }
-    return ForeignFiles(
-        files=[NewFile(f"{FOLDER}/{file.name}", file.size, file.literals) for file in files],
-        shards=shards,
-        tensors={box.name: box.spec for box in boxes},
-        layers=[transforms, {box.name: _transform(box, copies) for box in boxes}],
-        texts={LATEST_NAME: FOLDER},
-        others=[NewFile(f"{FOLDER}/{name}", len(data), {0: data}) for name, data in others.items()],
+    if options.stacks_layers:
+        _check_stacked(tensors, config["num_hidden_layers"])
+    new = _NewFiles(options, config["num_hidden_layers"], specs)
+    for tensor in tensors:
+        new.add(tensor)
+    return ForeignFiles.of_contents(
+        new.chunks,
+        {f"{FOLDER}/{name}": contents for name, contents in new.others(rules).items()},
+        [transforms, _checked_copies(copies, specs)],
+        {LATEST_NAME: FOLDER},
     )
 
 
@@ -209,74 +153,83 @@ def _as_rows(
     return specs, transforms
 
 
-def _add_chunks(files: Sequence[DcpFile], boxes: Sequence[_Box]) -> tuple[dict[str, Shards], dict[str, DcpTensor]]:
-    """Add the boxes to the files, of about the same size; returns the positions of the data, and the tensors."""
-    total, done = sum(box.num_bytes for box in boxes), 0
-    shards: dict[str, Shards] = {}
-    found: dict[str, DcpTensor] = {}
-    for box in boxes:
-        number = min((done + box.num_bytes // 2) * len(files) // max(total, 1), len(files) - 1)
-        offset, position = files[number].add_tensor(box.spec)
-        done += box.num_bytes
-        shards[box.name] = Shards(unsharded(box.num_bytes), (number,), (offset,))
-        chunk = Chunk(box.offsets, box.spec.shape, position)
-        for name in box.names:
-            found.setdefault(name, DcpTensor(TensorSpec(box.spec.dtype, box.shape), [])).chunks.append(chunk)
-    return shards, found
+def _checked_copies(copies: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, WithCopies]:
+    """The tensors of which there are copies, which are compared with them."""
+    found: dict[str, WithCopies] = {}
+    for original in dict.fromkeys(one for one in copies.values() if one in specs):
+        spec, equal = specs[original], tuple(copy for copy, one in copies.items() if one == original)
+        rows = JoinedRows((Rows(original, 0, num_bytes(*spec[:2])),), num_bytes(spec.dtype, spec.shape[1:]))
+        found[original] = WithCopies(rows, original, equal)
+    return found
 
 
-def _transform(box: _Box, copies: Mapping[str, str]) -> Transform:
-    """The transform from the source tensors, which checks copies of them."""
-    for piece in box.pieces[:1]:
-        if equal := tuple(copy for copy, original in copies.items() if original == piece.source):
-            return WithCopies(box.transform(), piece.source, equal)
-    return box.transform()
+class _NewFiles:
+    """The files of a checkpoint, to which tensors are added one after the other.
 
+    Args:
+        options: of the layout.
+        num_layers: number of layers, without MTP layers.
+        sources: the source tensors, which have about as many bytes as the files.
 
-def _common(rules: ChosenRules, tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> dict[str, object]:
-    """The contents of ``common.pt``: what loaders read before they ask for tensors."""
-    content = {"non_homogeneous_layers": not options.stacks_layers, "singleton_local_shards": False}
-    common = {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0, "content_metadata": content}
-    arguments = _arguments(rules, tensors)
-    if options.vocabulary_multiple is not None:  # without it, Megatron-LM pads for its tensor parallel size
-        arguments["padded_vocab_size"] = tensors[EMBEDDING].spec.shape[0]
-    return {**common, "args": Namespace(**arguments)}
+    Attributes:
+        chunks: name to contents of the files with chunks.
+    """
 
+    def __init__(self, options: MegatronLayout, num_layers: int, sources: Mapping[str, TensorSpec]) -> None:
+        self._options, self._num_layers = options, num_layers
+        self._total, self._done = sum(num_bytes(*spec[:2]) for spec in sources.values()), 0
+        self._sources = {name: name for name in sources}  # names in pieces are further objects
+        self._names = [f"__{number}_0.distcp" for number in range(options.num_files)]
+        self.chunks = {f"{FOLDER}/{name}": FileContents() for name in self._names}
+        self._metadata = MetadataPickle()
+        self._specs: dict[str, TensorSpec] = {}
 
-def _arguments(rules: ChosenRules, tensors: Mapping[str, DcpTensor]) -> dict[str, object]:
-    """The arguments of Megatron-LM that follow from the config, the tensors and the kinds of modules."""
-    config, groups = known_sizes(rules.config), rules.groups
-    layers = range(config["num_hidden_layers"])
-    settings = SIZES | _SETTINGS | {name: field for group in groups for name, field in group.settings.items()}
-    found = {name: config[field] for name, field in settings.items() if field in config}
-    found |= {name: any(tensor.endswith(end) for tensor in tensors) for name, end in _BY_TENSOR.items()}
-    found |= {name: value for group in groups for name, value in group.args.items()}
-    experts = next((one.spec.shape for name, one in tensors.items() if name.endswith(_EXPERTS)), None)
-    if experts is not None:
-        names = [(f"decoder.layers.{layer}.mlp.{_EXPERTS}", f"decoder.layers.mlp.{_EXPERTS}") for layer in layers]
-        shared = (one.spec.shape[-1] for name, one in tensors.items() if name.endswith(_SHARED))
-        found |= {
-            "num_experts": experts[-3], "moe_layer_freq": [int(any(one in tensors for one in each)) for each in names],
-            "moe_shared_expert_intermediate_size": next(shared, None),
-        }  # fmt: skip
-    found["mtp_num_layers"] = len({name.split(".")[2] for name in tensors if name.startswith("mtp.layers.")}) or None
-    return found | _rotary(config) | {
-        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_optim": True, "no_save_rng": True,
-        "group_query_attention": config["num_key_value_heads"] != config["num_attention_heads"],
-        "untie_embeddings_and_output_weights": not config["tie_word_embeddings"],
-    }  # fmt: skip
+    def add(self, tensor: RowTensor) -> None:
+        """Add a tensor."""
+        target = _target(tensor, self._num_layers, self._options)
+        dtype, shape = tensor.spec[:2]
+        rows = shape[tensor.has_experts]
+        padded = self._options.padded(rows) if tensor.is_padded else rows
+        layers = (self._num_layers,) * len(target.layer)
+        spec = TensorSpec(dtype, (*layers, *shape[: tensor.has_experts], padded, *tensor.row_shape))
+        self._specs |= dict.fromkeys(target.names, spec)
+        for box in _boxes(tensor, target.layer, padded):
+            position = self._add(TensorSpec(dtype, box.sizes), box.pieces)
+            for name in target.names:
+                self._metadata.add_chunk(name, spec, box.offsets, box.sizes, position)
 
+    def _add(self, spec: TensorSpec, pieces: Sequence[Piece]) -> ChunkPosition:
+        """Add a chunk, such that all files have about the same size."""
+        size, around = num_bytes(*spec[:2]), frame(spec)
+        number = min((self._done + size // 2) * len(self._names) // max(self._total, 1), len(self._names) - 1)
+        self._done += size
+        name = self._names[number]
+        contents = self.chunks[f"{FOLDER}/{name}"]
+        position = ChunkPosition(name, contents.size, around.size)
+        contents.add(around.head, len(around.head))
+        unit = size // (sum(piece.size for piece in pieces) or 1)
+        for piece in pieces:
+            contents.add(self._sources[piece.source], piece.size * unit, piece.start * unit)
+        if not pieces:
+            contents.add(b"", size)
+        contents.add(around.tail, len(around.tail))
+        return position
 
-def _rotary(config: Mapping[str, object]) -> dict[str, object]:
-    """The arguments for rotary embeddings that the config states, unless they are scaled, or differ between layers."""
-    held = config.get("rope_parameters") or config.get("rope_scaling")
-    stated = held if isinstance(held, dict) else {}
-    is_plain = stated.get("rope_type", stated.get("type", "default")) == "default"
-    if not is_plain or any(isinstance(value, dict) for value in stated.values()):
-        return {}
-    fields = {**config, **stated}
-    found = {name: fields[field] for name, field in _ROTARY.items() if fields.get(field) is not None}
-    return {"position_embedding_type": "rope", **found}
+    def others(self, rules: ChosenRules) -> dict[str, FileContents]:
+        """Name to contents of the other files, after all tensors."""
+        name, states = self._names[0], TorchArchive.of_object([None]).data
+        contents = self.chunks[f"{FOLDER}/{name}"]
+        position = ChunkPosition(name, contents.size, len(states))
+        contents.add(states, len(states))
+        for key in _extra_states(self._specs, self._options):
+            self._metadata.add_object(key, position)
+        is_padded = self._options.vocabulary_multiple is not None
+        common = common_state(rules, self._specs, stacks_layers=self._options.stacks_layers, is_padded=is_padded)
+        return {
+            METADATA_NAME: FileContents.of_parts(self._metadata.parts()),
+            COMMON_NAME: FileContents.of_parts([TorchArchive.of_object(common).data]),
+            "metadata.json": FileContents.of_parts([json.dumps(_METADATA).encode()]),
+        }
 
 
 def _check_layers(rules: ChosenRules, names: Collection[str], num_layers: int) -> None:
@@ -304,9 +257,11 @@ def _check_complete(
     source: Source, rules: ChosenRules, tensors: Iterable[RowTensor], copies: Mapping[str, str]
 ) -> None:
     """Check that each tensor of the source is in the files, or is a copy of one that is."""
-    held = {name for tensor in tensors for name in tensor.sources}
-    held |= {copy for copy, original in copies.items() if source.specs.get(original) == source.specs[copy]}
-    if (name := next((name for name in source.specs if name not in held), None)) is not None:
+    equal = (copy for copy, original in copies.items() if source.specs.get(original) == source.specs[copy])
+    missing = dict.fromkeys(source.specs)
+    for held in chain(equal, chain.from_iterable(tensor.sources() for tensor in tensors)):
+        missing.pop(held, None)
+    if (name := next(iter(missing), None)) is not None:
         excluded = find_source(rules.others, name)
         fields = rules.fields_of(None if excluded is None else excluded.rule)
         remedy = "correct the config, or " if fields else ""
@@ -331,56 +286,53 @@ def _target(tensor: RowTensor, num_layers: int, options: MegatronLayout) -> _Tar
     return _Target(tuple(name for one in all_names for name in names_in_files(one, num_layers)))
 
 
-def _boxes(tensors: Sequence[RowTensor], num_layers: int, options: MegatronLayout) -> Iterator[_Box]:
-    """Yield the chunks, in the order of the tensors."""
-    targets = [_target(tensor, num_layers, options) for tensor in tensors]
+def _check_stacked(tensors: Iterable[RowTensor], num_layers: int) -> None:
+    """Check that all layers have the same tensors."""
     stacked: dict[str, list[TensorSpec]] = {}
-    for tensor, target in zip(tensors, targets, strict=True):
-        if target.layer:
-            stacked.setdefault(target.names[0], []).append(tensor.spec)
+    for tensor in tensors:
+        if (found := split_layer(tensor.name, num_layers)) is not None:
+            stacked.setdefault(found[0], []).append(tensor.spec)
     for name, specs in stacked.items():
         if len(specs) != num_layers or len({*specs}) > 1:
             raise PlanError(
                 f"{name}: cannot be stacked, as not all {num_layers} layers have it with the same dtype and shape: "
                 f"remove {option(stacked_layers=True)}"
             )
-    for tensor, target in zip(tensors, targets, strict=True):
-        yield from _boxes_of(tensor, target, num_layers, options)
 
 
-def _boxes_of(tensor: RowTensor, target: _Target, num_layers: int, options: MegatronLayout) -> Iterator[_Box]:
-    """Yield the chunks of a tensor: one for each segment of each expert, unless segments are interleaved."""
-    dtype, shape = tensor.spec[:2]
-    rows = shape[tensor.has_experts]
-    padded = options.padded(rows) if tensor.is_padded else rows
-    full = (*[num_layers] * len(target.layer), *shape[: tensor.has_experts], padded, *tensor.row_shape)
+def _boxes(tensor: RowTensor, layer: tuple[int, ...], padded: int) -> Iterator[_Box]:
+    """Yield the chunks of a tensor: one for each segment of each expert, unless segments are interleaved.
 
-    def box(expert: int, start: int, stop: int, pieces: tuple[Piece, ...]) -> _Box:
-        outer = (*target.layer, *[expert] * tensor.has_experts)
-        sizes = (*[1] * len(outer), stop - start, *tensor.row_shape)
+    Args:
+        tensor: the tensor.
+        layer: its index among stacked layers, if they are stacked.
+        padded: the number of rows with padding.
+    """
+
+    def box(expert: int, start: int, stop: int, pieces: Sequence[Piece]) -> _Box:
+        outer = (*layer, *[expert] * tensor.has_experts)
         offsets = (*outer, start, *[0] * len(tensor.row_shape))
-        name = f"{target.names[0]}{list(offsets)}"
-        return _Box(name, target.names, full, offsets, TensorSpec(dtype, sizes), pieces)
+        return _Box(offsets, (*[1] * len(outer), stop - start, *tensor.row_shape), pieces)
 
-    for expert, pieces in enumerate(tensor.pieces):
+    for expert, pieces in enumerate(tensor.pieces()):
         at = 0
-        for group in [pieces] if tensor.is_interleaved else [(piece,) for piece in pieces]:
+        for group in [pieces] if tensor.is_interleaved else [[piece] for piece in pieces]:
             size = sum(piece.size for piece in group)
             yield box(expert, at, at + size, group)
             at += size
-    if padded > rows:
-        yield box(0, rows, padded, ())
+        if at < padded:
+            yield box(expert, at, padded, [])
 
 
-def _extra_states(tensors: Mapping[str, DcpTensor], options: MegatronLayout) -> Iterator[str]:
+def _extra_states(tensors: Mapping[str, TensorSpec], options: MegatronLayout) -> Iterator[str]:
     """Yield the keys of the extra states of modules, one of which a loader asks for with its specs: all are empty."""
     modules: dict[str, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         module = name.rpartition(".")[0]
         num_dims = ("decoder.layers." in name and options.stacks_layers) + (".experts.experts." in name)
-        modules[module] = tensor.spec.shape[:num_dims]
+        modules[module] = tensor.shape[:num_dims]
         if module.endswith(".linear_proj"):
-            modules[f"{module.removesuffix('.linear_proj')}.core_attention"] = tensor.spec.shape[:num_dims]
+            modules[f"{module.removesuffix('.linear_proj')}.core_attention"] = tensor.shape[:num_dims]
     for module, sizes in modules.items():
         for index in product(*map(range, sizes)) if sizes else [(0,)]:
             yield f"{module}._extra_state/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes or (1,)))}"

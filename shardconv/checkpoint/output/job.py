@@ -27,7 +27,7 @@ from shardconv.support.formatting import exact_size
 #: Everything that determines the bytes of the new files, by names for messages.
 Job = dict[str, Any]
 
-#: Tensors whose values are sampled, as a file can change without another size or time.
+#: Minimum number of samples of values, as a file can change without another size or time.
 _NUM_SAMPLED = 64
 #: Distance between sampled tensors: a prime, so that all kinds are sampled.
 _STEP = 104_729
@@ -131,7 +131,7 @@ def _sample(reader: Reader) -> str:
     """The checksum of some values, whose problems are found when they are copied."""
     count = len(reader.tensors)
     numbers = sorted({number * _STEP % count for number in range(_NUM_SAMPLED)}) if count else []
-    return checksum_of_tensors(reader, numbers, StripeState(0))
+    return checksum_of_tensors(reader, numbers, StripeState(0), -(-_NUM_SAMPLED // max(len(numbers), 1)))
 
 
 def _digest(value: object) -> str:

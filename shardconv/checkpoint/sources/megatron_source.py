@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from shardconv.checkpoint.sources.dcp_files import (
     stored_tensors,
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
+from shardconv.checkpoint.sources.joined import JoinedRows, Rows, WithCopies
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
-from shardconv.checkpoint.sources.row_order import JoinedRows, Rows, WithCopies
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform, read_values
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
@@ -129,12 +130,12 @@ def read_megatron(
         raise SourceError(
             f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
         ) from error
-    found = {name: spec for tensor in held.tensors.values() for name, spec in tensor.sources.items()}
+    found = {name: spec for tensor in held.tensors.values() for name, spec in tensor.sources().items()}
     transforms: dict[str, Transform] = {
         source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
     }
     if head is not None:
-        (embedding,) = held.tensors[EMBEDDING].sources
+        (embedding,) = held.tensors[EMBEDDING].sources()
         transforms[embedding] = WithCopies(transforms[embedding], EMBEDDING, (HEAD,))
     stored = stored_tensors(folder.path, listed)
     for name in _check_constants(stored.with_layer(transforms), found, implied_tensors(rules, sizes)):
@@ -284,7 +285,7 @@ def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, JoinedRo
     """Yield the source tensors in a tensor, as rows of it."""
     unit, at = num_bytes(tensor.spec.dtype, tensor.row_shape), view.start
     parts: dict[str, list[Rows]] = {}
-    for piece in (piece for pieces in tensor.pieces for piece in pieces):
+    for piece in chain.from_iterable(tensor.pieces()):
         parts.setdefault(piece.source, []).append(Rows(view.stored, piece.start * unit, piece.stop * unit, at))
         at += piece.size * unit
     return ((name, JoinedRows(tuple(sorted(rows, key=lambda one: one.start)), unit)) for name, rows in parts.items())

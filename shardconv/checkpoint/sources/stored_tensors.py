@@ -281,10 +281,12 @@ def sample_checksum(source: "Source") -> str:
     return checksum
 
 
-def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState) -> str:
-    """Compute the checksum of the values in the middle of these tensors of a reader."""
+def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState, count: int = 1) -> str:
+    """Compute the checksum of the values in the middle of each of ``count`` parts of these tensors of a reader."""
     running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
-    spans = tuple(span for number in numbers for span in _middle(number, reader.tensors[number].geometry.num_bytes))
+    spans = tuple(
+        span for number in numbers for span in _middles(number, reader.tensors[number].geometry.num_bytes, count)
+    )
     reader.prefetch(spans)
     for span in spans:
         block = scratch.take("sample", span.stop - span.start)
@@ -293,11 +295,12 @@ def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeSta
     return running.hexdigest()
 
 
-def _middle(number: int, size: int) -> Iterator[Span]:
-    """Yield the sampled range of a tensor of ``size`` bytes, unless it is empty."""
-    start = max(size - _NUM_BYTES, 0) // 2 // _ALIGNMENT * _ALIGNMENT
-    if size:
-        yield Span(number, start, min(start + _NUM_BYTES, size))
+def _middles(number: int, size: int, count: int) -> Iterator[Span]:
+    """Yield the sampled ranges of a tensor of ``size`` bytes, unless it is empty."""
+    room = max(size - _NUM_BYTES, 0)
+    for start in dict.fromkeys(room * (2 * at + 1) // (2 * count) // _ALIGNMENT * _ALIGNMENT for at in range(count)):
+        if size:
+            yield Span(number, start, min(start + _NUM_BYTES, size))
 
 
 def _sampled(source: "Source") -> Iterator[int]:

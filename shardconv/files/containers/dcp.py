@@ -1,11 +1,10 @@
-"""New checkpoints of torch.distributed.checkpoint: the chunks in ``*.distcp`` files, and ``.metadata``.
+"""New checkpoints of torch.distributed.checkpoint: the bytes around chunks in ``*.distcp`` files, and ``.metadata``.
 
 A chunk is a file of torch.save inside of a file. ``.metadata`` is a pickle of classes of torch, which is written here
 as data, without torch.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -33,164 +32,169 @@ class ChunkPosition(NamedTuple):
     size: int
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor, and its position."""
+class Frame(NamedTuple):
+    """The bytes around the data of a chunk.
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    position: ChunkPosition
-
-
-class DcpTensor(NamedTuple):
-    """A tensor with its chunks."""
-
-    spec: TensorSpec
-    chunks: list[Chunk]
-
-
-class _Frame(NamedTuple):
-    """The bytes before and after the data of a chunk."""
+    Attributes:
+        head: before it.
+        tail: after it, with zeros up to the next chunk.
+        size: bytes of the chunk, without these zeros.
+    """
 
     head: bytes
     tail: bytes
+    size: int
 
 
 @cache
-def _frame(spec: TensorSpec) -> _Frame:
+def frame(spec: TensorSpec) -> Frame:
+    """The frame of a chunk of this dtype and shape."""
     archive = TorchArchive.of_tensor(spec)
-    start = archive.offsets[""]
+    start, size = archive.offsets[""], archive.file_bytes
     parts = sorted(archive.pieces.items())
     head, tail = (b"".join(data for at, data in parts if (at < start) is is_head) for is_head in (True, False))
-    assert (len(head), len(head) + num_bytes(*spec[:2]) + len(tail)) == (start, archive.file_bytes)
-    return _Frame(head, tail)
-
-
-@cache
-def _joined(first: bytes, second: bytes) -> bytes:
-    return first + second
-
-
-@dataclass
-class DcpFile:
-    """A file of chunks that is laid out, chunk after chunk.
-
-    Attributes:
-        name: its name.
-        size: bytes so far.
-        literals: offset to bytes of everything but the data of chunks; equal ones are one object.
-    """
-
-    name: str
-    size: int = 0
-    literals: dict[int, bytes] = field(default_factory=dict)
-    _literal: int = 0
-
-    def add_tensor(self, spec: TensorSpec) -> tuple[int, ChunkPosition]:
-        """Add a chunk of this dtype and shape; returns the offset of its data, and its position."""
-        frame, start = _frame(spec), self.size
-        self._add(frame.head)
-        data = self.size
-        self.size += num_bytes(spec.dtype, spec.shape)
-        self._literal = self.size
-        position = ChunkPosition(self.name, start, self.size + len(frame.tail) - start)
-        self._add(_joined(frame.tail, bytes(-position.size % _ALIGNMENT)))
-        return data, position
-
-    def add_object(self, value: object) -> ChunkPosition:
-        """Add an object of Python's own classes."""
-        start, data = self.size, TorchArchive.of_object(value).data
-        self._add(data)
-        return ChunkPosition(self.name, start, len(data))
-
-    def _add(self, data: bytes) -> None:
-        """Add literal bytes, to literal bytes that end here."""
-        self.literals[self._literal] = _joined(self.literals.get(self._literal, b""), data)
-        self.size += len(data)
+    assert (len(head), len(head) + num_bytes(*spec[:2]) + len(tail)) == (start, size)
+    return Frame(head, tail + bytes(-size % _ALIGNMENT), size)
 
 
 # --- the pickle of the metadata -------------------------------------------------------------------------------------
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-#: The names in the pickle: name to module, in the order of the numbers under which the unpickler remembers them.
+#: The classes and functions in the pickle, by name, and their modules.
 _MODULES = {
-    "Metadata": _METADATA, "TensorStorageMetadata": _METADATA, "ChunkStorageMetadata": _METADATA,
-    "BytesStorageMetadata": _METADATA, "TensorProperties": _METADATA, "MetadataIndex": _METADATA,
-    "StorageMeta": _METADATA, "_MEM_FORMAT_ENCODING": _METADATA,
+    **dict.fromkeys(
+        (
+            "Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        ),
+        _METADATA,
+    ),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem", "_get_layout": "torch.serialization", "Size": "torch",
 }  # fmt: skip
-_GET = {name: b"h" + bytes([number]) for number, name in enumerate(_MODULES)}
 _NONE, _FALSE, _EMPTY_DICT, _EMPTY_LIST = b"N", b"\x89", b"}", b"]"
 
 
-def metadata_pickle(tensors: Mapping[str, DcpTensor], objects: Mapping[str, ChunkPosition]) -> Iterator[bytes]:
-    """Yield the bytes of ``.metadata``.
+class _Entry(NamedTuple):
+    """A tensor: the number of its name in the memo, its dtype and shape, and the opcodes of its chunks."""
 
-    Args:
-        tensors: name to tensor.
-        objects: name to the position of each object.
+    number: int
+    spec: TensorSpec
+    chunks: bytearray
+
+
+class MetadataPickle:
+    """The pickle in ``.metadata``, to which tensors and objects are added.
+
+    What occurs often is pushed once, at the beginning, and then taken from the unpickler's memo by its number.
     """
-    yield b"\x80\x02"
-    for name, module in _MODULES.items():  # remembered, and removed from the stack
-        yield name_opcodes(module, name) + b"q" + _GET[name][1:] + b"0"
-    yield _GET["Metadata"] + b")\x81}(" + text_opcodes("state_dict_metadata") + b"}("
-    for name, tensor in tensors.items():
-        yield text_opcodes(name) + _tensor_metadata(tensor)
-    for name in objects:
-        yield text_opcodes(name) + _object("BytesStorageMetadata")
-    yield b"u" + text_opcodes("storage_data") + b"}("
-    for name, tensor in tensors.items():
-        for chunk in tensor.chunks:
-            yield _stored(name, _size(chunk.offsets), chunk.position)
-    for name, position in objects.items():
-        yield _stored(name, _NONE, position)
-    meta = _object("StorageMeta", checkpoint_id=_NONE, save_id=_NONE, load_id=_NONE, modules=_EMPTY_LIST)
-    yield b"u" + _items(planner_data=_EMPTY_DICT, storage_meta=meta) + b"ub."
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._known: dict[object, bytes] = {}
+        self._tensors: dict[str, _Entry] = {}
+        self._start, self._objects, self._stored = bytearray(b"\x80\x02"), bytearray(), bytearray()
+
+    def add_chunk(
+        self, name: str, spec: TensorSpec, offsets: tuple[int, ...], sizes: tuple[int, ...], position: ChunkPosition
+    ) -> None:
+        """Add a chunk of a tensor.
+
+        Args:
+            name: of the tensor.
+            spec: its dtype and shape.
+            offsets: of the chunk in the tensor.
+            sizes: its shape.
+            position: of its bytes.
+        """
+        if name not in self._tensors:
+            self._tensors[name] = _Entry(self._number(), spec, bytearray())
+        entry, offset = self._tensors[name], self._size(offsets)
+        entry.chunks.extend(self._object("ChunkStorageMetadata", offsets=offset, sizes=self._size(sizes)))
+        self._stored += self._index(entry.number, offset) + self._storage(position)
+
+    def add_object(self, name: str, position: ChunkPosition) -> None:
+        """Add an object, at a position that other objects may have, too."""
+        number, kind = self._number(), "BytesStorageMetadata object"
+        pushed = self._known.get(kind) or self._shared(kind, self._object("BytesStorageMetadata"))
+        stored = self._known.get(position) or self._shared(position, self._storage(position))
+        self._objects += _remembered(text_opcodes(name), number) + pushed
+        self._stored += self._index(number, _NONE) + stored
+
+    def parts(self) -> Iterator[bytes | bytearray]:
+        """Yield the bytes of the pickle."""
+        tensors = [(name, entry, self._tensor(entry)) for name, entry in self._tensors.items()]
+        meta = self._object("StorageMeta", checkpoint_id=_NONE, save_id=_NONE, load_id=_NONE, modules=_EMPTY_LIST)
+        start = self._name("Metadata") + b")\x81}(" + self._text("state_dict_metadata") + b"}("
+        between = b"u" + self._text("storage_data") + b"}("
+        end = b"u" + self._items(planner_data=_EMPTY_DICT, storage_meta=meta) + b"ub."
+        yield self._start
+        yield start
+        for name, entry, (before, after) in tensors:
+            yield _remembered(text_opcodes(name), entry.number) + before
+            yield entry.chunks
+            yield after
+        yield from (self._objects, between, self._stored, end)
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _shared(self, key: object, opcodes: bytes) -> bytes:
+        """The opcodes that push the same as these, from the memo; ``key`` is different for each."""
+        number = self._number()
+        self._start += _remembered(opcodes, number) + b"0"
+        self._known[key] = _memo_opcodes(b"hj", number)
+        return self._known[key]
+
+    def _name(self, name: str) -> bytes:
+        return self._known.get((name,)) or self._shared((name,), name_opcodes(_MODULES[name], name))
+
+    def _text(self, text: str) -> bytes:
+        return self._known.get(text) or self._shared(text, text_opcodes(text))
+
+    def _size(self, sizes: tuple[int, ...]) -> bytes:
+        return self._known.get(sizes) or self._shared(sizes, self._call("Size", numbers_opcodes(sizes)))
+
+    def _call(self, name: str, argument: bytes) -> bytes:
+        """The opcodes that push the result of a call."""
+        return self._name(name) + b"(" + argument + b"tR"
+
+    def _object(self, name: str, **attributes: bytes) -> bytes:
+        """The opcodes that push an object of a class, without a call of it."""
+        return self._name(name) + b")\x81}(" + self._items(**attributes) + b"ub"
+
+    def _items(self, **values: bytes) -> bytes:
+        return b"".join(self._text(name) + value for name, value in values.items())
+
+    def _index(self, number: int, offset: bytes) -> bytes:
+        """The index of a chunk or an object of the tensor or object whose name has this number."""
+        return self._object("MetadataIndex", fqn=_memo_opcodes(b"hj", number), offset=offset, index=_NONE)
+
+    def _storage(self, position: ChunkPosition) -> bytes:
+        file, start, size = self._text(position.file), number_opcodes(position.offset), number_opcodes(position.size)
+        return self._object("_StorageInfo", relative_path=file, offset=start, length=size)
+
+    def _tensor(self, entry: _Entry) -> tuple[bytes, bytes]:
+        """The opcodes before and after the chunks of a tensor."""
+        properties, size = self._properties(entry.spec.dtype), self._size(entry.spec.shape)
+        before, chunks = self._items(properties=properties, size=size), self._text("chunks")
+        return self._name("TensorStorageMetadata") + b")\x81}(" + before + chunks + b"](", b"eub"
+
+    def _properties(self, dtype: str) -> bytes:
+        """The properties of tensors: dtype, layout, whether it has a gradient, memory format, whether it is pinned."""
+        torch_dtype = next(name for name, (other, _) in DTYPES.items() if other == dtype)
+        layout = self._call("_get_layout", text_opcodes("torch.strided"))
+        memory = self._call("_MEM_FORMAT_ENCODING", number_opcodes(0))
+        state = b"(" + name_opcodes("torch", torch_dtype) + layout + _FALSE + memory + _FALSE + b"t"
+        return self._name("TensorProperties") + b")\x81" + state + b"b"
 
 
-def _tensor_metadata(tensor: DcpTensor) -> bytes:
-    chunks = (
-        _object("ChunkStorageMetadata", offsets=_size(chunk.offsets), sizes=_size(chunk.sizes))
-        for chunk in tensor.chunks
-    )
-    properties, listed = _properties(tensor.spec.dtype), _EMPTY_LIST + b"(" + b"".join(chunks) + b"e"
-    return _object("TensorStorageMetadata", properties=properties, size=_size(tensor.spec.shape), chunks=listed)
+def _memo_opcodes(codes: bytes, number: int) -> bytes:
+    """The opcodes for an object in the memo, of a code for numbers of one byte and one for larger numbers."""
+    is_small = number < 256
+    return codes[:1] + bytes([number]) if is_small else codes[1:] + number.to_bytes(4, "little")
 
 
-def _stored(name: str, offset: bytes, position: ChunkPosition) -> bytes:
-    """The item of a chunk or an object, with its position."""
-    index = _object("MetadataIndex", fqn=text_opcodes(name), offset=offset, index=_NONE)
-    file, start, size = position
-    return index + _object(
-        "_StorageInfo", relative_path=text_opcodes(file), offset=number_opcodes(start), length=number_opcodes(size)
-    )
-
-
-@cache
-def _properties(dtype: str) -> bytes:
-    """The properties of a tensor: its dtype, layout, whether it has a gradient, memory format, whether it is pinned."""
-    torch_dtype = next(name for name, (other, _) in DTYPES.items() if other == dtype)
-    layout, memory = (
-        _call("_get_layout", text_opcodes("torch.strided")),
-        _call("_MEM_FORMAT_ENCODING", number_opcodes(0)),
-    )
-    state = b"(" + name_opcodes("torch", torch_dtype) + layout + _FALSE + memory + _FALSE + b"t"
-    return _GET["TensorProperties"] + b")\x81" + state + b"b"
-
-
-@cache
-def _size(sizes: tuple[int, ...]) -> bytes:
-    return _call("Size", numbers_opcodes(sizes))
-
-
-def _call(name: str, argument: bytes) -> bytes:
-    """The opcodes that push the result of a call."""
-    return _GET[name] + b"(" + argument + b"tR"
-
-
-def _object(name: str, **attributes: bytes) -> bytes:
-    """The opcodes that push an object of a class, without a call of it."""
-    return _GET[name] + b")\x81}(" + _items(**attributes) + b"ub"
-
-
-def _items(**values: bytes) -> bytes:
-    return b"".join(text_opcodes(name) + value for name, value in values.items())
+def _remembered(opcodes: bytes, number: int) -> bytes:
+    """The opcodes that push an object, and remember it by a number."""
+    return opcodes + _memo_opcodes(b"qr", number)

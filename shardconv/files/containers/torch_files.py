@@ -330,7 +330,8 @@ def name_opcodes(module: str, name: str) -> bytes:
 
 def number_opcodes(number: int) -> bytes:
     """The opcodes that push a number from 0 on."""
-    return b"\x8a\x09" + number.to_bytes(9, "little")
+    size = number.bit_length() // 8 + 1  # with a sign bit
+    return b"\x8a" + bytes([size]) + number.to_bytes(size, "little")
 
 
 def numbers_opcodes(numbers: Sequence[int]) -> bytes:
