@@ -57,7 +57,7 @@ OPTIONS = {
     "--dry-run": ("split merge reshard pad unpad", "test_cli.py::test_dry_run_writes_nothing"),
     "--dtype": ("plan split run", "runtime/test_load.py::test_converted_checkpoint_is_loaded_in_its_dtype"),
     "--engine": ("verify", "engines/test_check.py::test_an_engine_that_is_not_installed_is_no_wrong_usage"),
-    "--experts": ("plan split run", "plan/test_experts.py::test_experts_are_distributed_over_ranks"),
+    "--ep": ("plan split reshard run", "plan/test_experts.py::test_ranks_have_whole_experts"),
     "--follow-links": (
         "plan split run verify pad",
         "checkpoint/test_destination.py::test_destination_that_contains_the_source",

@@ -137,7 +137,7 @@ SOURCE_OPTIONS = (
 
 # --- plan -----------------------------------------------------------------------------------------------------------
 
-_TP = "Tensor parallel size: the number of ranks."
+_TP = "Tensor parallel size: the number of ranks of a stage."
 TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N")
 SPLIT_TP = Option(
     PLAN, "--tp", f"{_TP} Of layout megatron, which does not depend on it, the number of files. [default: 1 for "
@@ -150,6 +150,11 @@ STAGE_OPTIONS = (
            "checkpoint]", type=COUNT, metavar="N"),
     Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: equal; as in vLLM, the "
            "remainder goes to the stages before the last]", metavar="L,L,...", default="", show_default=False),
+)  # fmt: skip
+EP = Option(
+    PLAN, "--ep", "Expert parallel size: number of ranks of a stage, a multiple of --tp, each with whole experts. "
+    "[default: 1, which shards each expert, or as in a split checkpoint]",
+    type=COUNT, metavar="N",
 )  # fmt: skip
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
 COMPONENT = Option(
@@ -182,11 +187,7 @@ PLAN_OPTIONS = (
         PLAN, "--replicate", "Replicate this tensor, or a pattern. Repeatable.", multiple=True, metavar="NAME",
     ),
     Option(PLAN, "--head-dim", "Elements per attention head, for SRC without a config.", type=COUNT, metavar="N"),
-    Option(
-        PLAN, "--experts", "Shard each expert over all ranks, or distribute whole experts over ranks. "
-        "[default: tensor]",
-        type=click.Choice(["tensor", "expert"]), default="tensor",
-    ),
+    EP,
     engine_option("shardconv run"),
     PAD,
     COMPONENT,

@@ -220,7 +220,7 @@ def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> 
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     if report.stored_tp is not None:
-        lines += _stored_lines(report, report.stored_tp * len(report.stored_stages or (0,)))
+        lines += _stored_lines(report, max(report.stored_tp, report.stored_ep) * len(report.stored_stages or (0,)))
     if report.engine is not None:
         lines.append(f"sharded at the boundaries of {report.engine} (--for {report.engine})")
     if report.num_quantized:
@@ -248,24 +248,27 @@ def _stored_lines(report: "PlanReport", num_ranks: int) -> Iterator[str]:
     """The ranks of a split checkpoint, and the command whose plan this is, if it is another one."""
     if len(report.ranks) < num_ranks:
         yield f"this folder has {name_ranks(report.ranks)} of {num_ranks}"
-    if (report.stored_tp, report.stored_stages) != (report.tp, report.stages):
+    if (report.stored_tp, report.stored_ep, report.stored_stages) != (report.tp, report.ep, report.stages):
         stages = f" --stages {','.join(map(str, report.stages))}" if report.stages else ""
         stages = " --pp 1" if report.stored_stages and not report.stages else stages
+        ep = f" --ep {report.ep}" if report.ep != report.stored_ep else ""
         yield (
             f"{report.source} has {counted(num_ranks, 'rank')}{stages_note(report.stored_stages)}: this is the plan of "
-            f"shardconv reshard {report.source} --tp {report.tp}{stages}"
+            f"shardconv reshard {report.source} --tp {report.tp}{ep}{stages}"
         )
 
 
 def _rank_lines(report: "PlanReport", tp: int) -> Iterator[str]:
     """The bytes per rank, for each pipeline stage, and stages that are more even."""
+    given, count = f"tp {tp}" + (f", ep {report.ep}" if report.ep > 1 else ""), max(tp, report.ep)
     if not report.stages:
-        yield f"tp {tp}: {sizes(report.rank_bytes)} per rank"
+        yield f"{given}: {sizes(report.rank_bytes)} per rank"
         return
-    yield f"tp {tp}{stages_note(report.stages)}:"
+    yield f"{given}{stages_note(report.stages)}:"
     for stage, layers in enumerate(report.stages):
-        of_stage, first = report.rank_bytes[stage * tp : (stage + 1) * tp], stage * tp
-        yield f"  stage {stage}, {name_ranks([*range(first, first + tp)])}: {layers} layers, {sizes(of_stage)} per rank"
+        ranks = range(stage * count, (stage + 1) * count)
+        of_stage = report.rank_bytes[ranks.start : ranks.stop]
+        yield f"  stage {stage}, {name_ranks(ranks)}: {layers} layers, {sizes(of_stage)} per rank"
     if report.even_stages != report.stages:
         yield (
             f"more even: --stages {','.join(map(str, report.even_stages))} (at most {size(report.even_bytes)} per rank "

@@ -9,6 +9,7 @@ from shardconv.commands.options import (
     CHECKSUMS,
     CONFIG,
     DIRS,
+    EP,
     FROM,
     MAX_FILE_SIZE,
     PAD,
@@ -41,6 +42,7 @@ from shardconv.support.formatting import counted
         FROM,
         TP,
         *STAGE_OPTIONS,
+        EP,
         engine_option("as in DIR, or the engine of --layout"),
         PAD,
         destination_option("DIR2", "Write this folder.", "NAME-tpN"),
@@ -62,10 +64,11 @@ def reshard(console: Console, src: tuple[SourcePath, ...], output: SourcePath | 
 
     with source_progress(console, "reshard") as progress:
         report = run(src, output, progress=progress, **options)
+    old_ranks = max(report.old_tp, report.old_ep) * report.old_pp
     show_written(
         console,
         report,
-        f"from {counted(report.old_tp * report.old_pp, 'rank')} to {num_ranks_of(report)}\n{rank_files(report)}",
+        f"from {counted(old_ranks, 'rank')} to {num_ranks_of(report)}\n{rank_files(report)}",
         options,
         num_bytes=report.num_bytes,
         lines=[*padding_notes(report.padding), *report.notes, *engine_note(report.layout)],

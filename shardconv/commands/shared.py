@@ -151,7 +151,7 @@ def rank_files(report: "SplitReport | ReshardReport") -> str:
 
 def num_ranks_of(report: "SplitReport | ReshardReport | RunReport") -> int:
     """The number of ranks of all pipeline stages."""
-    return report.tp * max(len(report.stages), 1)
+    return max(report.tp, report.ep) * max(len(report.stages), 1)
 
 
 def stages_note(num_layers: Sequence[int]) -> str:

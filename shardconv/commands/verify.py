@@ -120,7 +120,7 @@ def _is_sure(report: "VerifyReport") -> bool:
 
 
 def _head(report: "VerifyReport") -> list[str]:
-    count = report.tp * report.pp
+    count = max(report.tp, report.ep) * report.pp
     ranks = counted(count, "rank") if len(report.ranks) == count else f"{name_ranks(report.ranks)} of {count}"
     held = f"{ranks}, {report.num_tensors} tensors, {size(report.num_bytes)}"
     return [

@@ -117,7 +117,7 @@ def convert(
         problem = error
     compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
     check_same_on_all_ranks(compared, problem, axis, prepared.description)
-    shard_parameters([one.replacement for one in prepared.conversions], axis.rank)
+    shard_parameters([one.replacement for one in prepared.conversions])
     for conversion in prepared.conversions:
         conversion.apply()
     apply_overrides(module, prepared.overrides, axis)
@@ -175,7 +175,7 @@ class _Shards(NamedTuple):
     gradient: Tensor | None
 
 
-def shard_parameters(replacements: Sequence[ParallelModule], rank: int) -> None:
+def shard_parameters(replacements: Sequence[ParallelModule]) -> None:
     """Shard parameters in place, with their gradients; a parameter that several modules share is sharded once.
 
     All shards are made before the first parameter is changed, so that running out of memory changes nothing.
@@ -183,7 +183,7 @@ def shard_parameters(replacements: Sequence[ParallelModule], rank: int) -> None:
     made: dict[int, _Shards] = {}
     for layer in replacements:
         for name, placement in layer.own_shards():
-            parameter = getattr(layer, name)
+            parameter, rank = getattr(layer, name), layer.axis.rank
             if id(parameter) not in made:
                 gradient = None if parameter.grad is None else take_shard(parameter.grad, placement, rank).clone()
                 made[id(parameter)] = _Shards(parameter, take_shard(parameter.data, placement, rank).clone(), gradient)

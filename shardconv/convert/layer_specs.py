@@ -5,6 +5,7 @@ Owns which classes of modules are supported, and refuses others.
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
@@ -19,6 +20,7 @@ from shardconv.convert.multihead_attention import ParallelMultiheadAttention
 from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.overrides import Overrides
 from shardconv.distributed import Axis
+from shardconv.distributed.groups import ParallelGroups
 from shardconv.layers import ParallelEmbedding, ParallelLinear, VocabParallelClassifier
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.plan.placement import Placement
@@ -34,7 +36,11 @@ _LINEARS = ("Conv1D", "FalconLinear")
 
 
 def plan_conversions(
-    model: nn.Module, plan: Plan, layer_classes: Mapping[nn.Module, type[ParallelLinear]], axis: Axis
+    model: nn.Module,
+    plan: Plan,
+    layer_classes: Mapping[nn.Module, type[ParallelLinear]],
+    axis: Axis,
+    groups: ParallelGroups | None = None,
 ) -> list[Conversion]:
     """Choose the modules that become parallel, and their parallel classes.
 
@@ -43,13 +49,17 @@ def plan_conversions(
         plan: its plan.
         layer_classes: parallel classes of linear layers that replace the classes of the plan.
         axis: the ranks.
+        groups: the groups, whose data groups share experts; None if those of ``axis`` do.
     """
     conversions = []
     for name, module in model.named_modules():
         plans = _own_plans(name, module, plan)
         if (spec := _layer_spec(name, module, plans)) is not None:
             spec = spec._replace(kind=layer_classes.get(module, spec.kind))
-            conversions.append(_conversion(name, module, spec, plans, axis))
+            stage = axis
+            if groups is not None and any(planned.style == "expert" for planned in plans.values()):
+                stage, spec = groups.stage, spec._replace(options={**spec.options, "data": groups.data})
+            conversions.append(_conversion(name, module, spec, plans, stage))
     return conversions + _readers(model, {one.module: one.replacement for one in conversions}, plan, axis)
 
 
@@ -81,7 +91,15 @@ def _readers(
 
 def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan]:
     prefix = f"{name}." if name else ""
-    return {own: plan.tensors[prefix + own] for own in own_parameters(module) if prefix + own in plan.tensors}
+    plans = {own: plan.tensors[prefix + own] for own in own_parameters(module) if prefix + own in plan.tensors}
+    return {
+        own: planned if planned.style == "expert" else _in_group(planned, plan.tp) for own, planned in plans.items()
+    }
+
+
+def _in_group(planned: TensorPlan, tp: int) -> TensorPlan:
+    """The plan of a tensor in its data group, which has the first of equal shards."""
+    return replace(planned, placement=planned.placement.first(tp))
 
 
 def _placements(plans: Mapping[str, TensorPlan]) -> dict[str, Placement]:

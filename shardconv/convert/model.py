@@ -26,6 +26,7 @@ from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.distributed.groups import ParallelGroups, current_groups, has_groups
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
@@ -35,7 +36,7 @@ from shardconv.plan.rule_set import rules_for
 from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies.compiler import CompiledPolicies, as_policies, check_first_gradients, compile_policies
 from shardconv.policies.policy import Policy
-from shardconv.support.errors import ConfigError, PlanError, RunError, option
+from shardconv.support.errors import ConfigError, PlanError, RunError, UsageError, option
 
 #: torch's dtypes under the names of safetensors.
 DTYPE_NAMES = {
@@ -55,7 +56,7 @@ def convert_model(
     model: ModuleT,
     rules: Rules = AUTO,
     *,
-    experts: str = "tensor",
+    ep: int = 1,
     pad: bool = False,
     group: GroupLike = None,
 ) -> ModuleT:
@@ -74,7 +75,10 @@ def convert_model(
         rules: which rules to use, see :data:`~shardconv.plan.request.Rules`: "auto", a family name, a plan file, a
             Plan, or a class derived from :class:`~shardconv.Policy`, or several. Parameters that no policy names are
             replicated, and their first gradients are compared over the ranks.
-        experts: "tensor" to shard each expert over all ranks, "expert" for whole experts on each rank.
+        ep: expert parallel size: 1 to shard each expert; the tensor parallel size for whole experts on each rank; or a
+            multiple, the number of ranks of all data groups of :func:`~shardconv.init_parallel`. These then run each
+            forward and backward pass together, on any numbers of tokens, and gradients of experts are those of the sum
+            of their losses.
         pad: pad heads and widths that do not divide.
         group: see :func:`~shardconv.distributed.as_axis`.
 
@@ -85,7 +89,8 @@ def convert_model(
         PlanError: if no rules are known for the model, the tensor parallel size is unsupported, a policy does not fit
             the model, or the forward of a module of the caller divides local features by a number of the unsharded
             model, which no module override changes.
-        UsageError: if the family is unknown, or ``experts`` is "expert" and the model does not have experts.
+        UsageError: if the family is unknown, or ``ep`` is not 1 and the model does not have experts, or the groups have
+            other sizes.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
         TypeError: if ``rules`` has another type.
@@ -115,19 +120,37 @@ def convert_model(
     """
     config = config_fields(model)
     axis = as_axis(group)
-    request = _request(rules, axis.size, experts=experts, pad=pad)
+    request = _request(rules, axis.size, ep=ep, pad=pad)
     if not config and isinstance(request, PlanRequest) and request.plan_file is None:
         raise ValueError(
             f"{type(model).__name__} does not have a config with fields, which the rules of a family read: pass "
             f"rules=FILE with a plan file, or policies"
         )
     try:
-        convert_with_request(model, config, request, axis)
+        convert_with_request(model, config, request, axis, groups=_expert_groups(request, group))
     except ConfigError as error:
         remedy = "set it in the config of the model, or set it in [config] of a plan file"
         raise ConfigError(error.problem, remedy) from error
     extend_model_class(model, axis)
     return model
+
+
+def _expert_groups(request: Request, group: GroupLike) -> ParallelGroups | None:
+    """The current groups, if their data groups share experts.
+
+    Raises:
+        UsageError: if there are not as many ranks in their data groups.
+    """
+    tp, ep = as_axis(group).size, 1 if isinstance(request, tuple) else request.ep
+    if ep <= tp or ep % tp:
+        return None
+    groups = current_groups() if has_groups() and group is None else None
+    if groups is None or groups.tensor.size * groups.data.size != ep:
+        raise UsageError(
+            f"{option(ep=ep)} needs {ep} ranks in data groups of {tp}: call shardconv.init_parallel(tensor={tp}, "
+            f"data={ep // tp}), and pass no group"
+        )
+    return groups
 
 
 def config_fields(model: nn.Module) -> dict[str, object]:
@@ -139,7 +162,7 @@ def config_fields(model: nn.Module) -> dict[str, object]:
     return to_dict()
 
 
-def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
+def _request(rules: Rules, tp: int, *, ep: int, pad: bool) -> Request:
     """The request for the ``rules`` that a user passes.
 
     Raises:
@@ -148,9 +171,9 @@ def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
         ValueError: if other arguments change a plan or policies.
     """
     if isinstance(rules, str | Path):
-        return replace(request_of(rules), experts=experts, pad=int(pad))
-    if experts != "tensor":
-        raise ValueError(f"experts is {experts!r} with a plan or a policy: name the experts in it")
+        return replace(request_of(rules), ep=ep, pad=int(pad))
+    if ep != 1:
+        raise ValueError(f"ep is {ep!r} with a plan or a policy: make the plan with ep={ep!r}; policies shard experts")
     if pad:
         raise ValueError("pad is True with a plan or a policy: make the plan with pad=True; policies do not pad")
     if not isinstance(rules, Plan):
@@ -163,7 +186,13 @@ def _request(rules: Rules, tp: int, *, experts: str, pad: bool) -> Request:
 
 
 def convert_with_request(
-    model: ModuleT, config: Mapping[str, object], request: Request, axis: Axis, *, has_values: bool = True
+    model: ModuleT,
+    config: Mapping[str, object],
+    request: Request,
+    axis: Axis,
+    *,
+    groups: ParallelGroups | None = None,
+    has_values: bool = True,
 ) -> ModuleT:
     """Convert a model as :func:`convert_model`, by a plan, or by a plan that is made for it.
 
@@ -174,6 +203,7 @@ def convert_with_request(
         config: its config, from which a plan is made; not read if ``request`` is a plan.
         request: see :data:`Request`.
         axis: the ranks.
+        groups: the groups, whose data groups share experts; None if those of ``axis`` do.
         has_values: whether the model has its values already; if not, they are not compared over the ranks.
 
     Returns:
@@ -188,7 +218,7 @@ def convert_with_request(
     tensors.sort(
         key=lambda one: one[:2]
     )  # some models register buffers in the order of a set, which differs between processes
-    convert(model, partial(_prepare, model, config, request, axis), axis, tensors)
+    convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors)
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
         check_inputs(model, axis.size)
@@ -202,16 +232,24 @@ def sort_keys(value: object) -> object:
     return [sort_keys(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _prepare(model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis) -> Preparation:
+def _prepare(
+    model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis, groups: ParallelGroups | None
+) -> Preparation:
     """Plan the tensors of a model, and prepare its parallel modules and overrides; changes nothing."""
     state = model.state_dict()
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     planner, policies = _planner(model, specs, config, request, axis.size)
+    if (ep := planner.rules.ep) > axis.size and groups is None:
+        raise PlanError(
+            f"{option(ep=ep)} is for data groups that share experts, and there is one group of {axis.size} ranks: pass "
+            f"{option(ep=axis.size)}"
+        )
     plan = planner.plan(axis.size)
     _check_numbers(model, plan)
-    prepared = Preparation(plan_conversions(model, plan, {} if policies is None else policies.layer_classes, axis))
+    classes = {} if policies is None else policies.layer_classes
+    prepared = Preparation(plan_conversions(model, plan, classes, axis, groups))
     replacements = prepared.replacements()
     check_chains(model, replacements, axis.size, is_planned=True)
     overrides = [

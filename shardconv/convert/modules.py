@@ -5,7 +5,8 @@ Each extends the class of the module that is converted, so that the forward stay
 
 import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeGuard, Unpack
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, copy_to_tp, reduce_from_tp
+from shardconv.distributed.operations import GroupRows, gather_rows, sum_rows
 from shardconv.layers.column_row_linear import num_replicas
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Placement, intervals
@@ -83,10 +85,12 @@ class ShardedOptions(TypedDict, total=False):
     Attributes:
         placements: the placement of each parameter that is sharded.
         styles: the style in the plan of each parameter.
+        data: the ranks with the same tensor parallel rank in each data group, where these share the experts.
     """
 
     placements: Mapping[str, Placement]
     styles: Mapping[str, str]
+    data: Axis | None
 
 
 class Sharded(Substitutable, ParallelModule):
@@ -190,11 +194,16 @@ class AllReducedOutput(Sharded):
 
     def forward(self, *inputs: object, **options: object) -> object:
         """Run the module's own forward; all-reduce the floating-point tensors of its output."""
-        output = super().forward(*inputs, **options)
-        return tuple(map(self._summed, output)) if isinstance(output, tuple) else self._summed(output)
+        return self._summed(partial(reduce_from_tp, group=self.axis), inputs, options)
 
-    def _summed(self, value: object) -> object:
-        return reduce_from_tp(value, group=self.axis) if is_floating_point(value) else value
+    def _summed(
+        self, reduce: Callable[[Tensor], Tensor], inputs: Sequence[object], options: Mapping[str, object]
+    ) -> object:
+        """Run the module's own forward, and a function on the floating-point tensors of its output."""
+        output = super().forward(*inputs, **options)
+        values = output if isinstance(output, tuple) else (output,)
+        reduced = tuple(reduce(value) if is_floating_point(value) else value for value in values)
+        return reduced if isinstance(output, tuple) else reduced[0]
 
     @property
     def _always_used(self) -> bool:
@@ -210,16 +219,19 @@ class AllReducedOutput(Sharded):
 class ParallelExperts(AllReducedOutput):
     """Packed experts, each sharded over the ranks, or whole experts on each rank (expert parallel).
 
-    Inputs and outputs are replicated. Expert parallel, a rank computes the tokens of other ranks' experts by its first
-    expert with weight 0: that saves memory, not arithmetic.
+    Inputs and outputs are replicated in a data group. Expert parallel, a rank computes the tokens of all data groups,
+    those of other ranks' experts by its first expert with weight 0: that saves memory, not arithmetic. Gradients of
+    experts are those of the sum of the losses of all data groups.
 
     Attributes:
+        data: the ranks with the same tensor parallel rank in each data group; None for one group.
         num_cut_experts: experts from this number on return their input, which only the first rank adds. None where all
             experts have weights.
     """
 
     num_cut_experts: int | None = None
     num_experts: int
+    data: Axis | None = None
 
     def set_up(self, axis: Axis, **options: Unpack[ShardedOptions]) -> None:
         """See :class:`Sharded`; expert parallel, sets the local number of experts.
@@ -228,32 +240,38 @@ class ParallelExperts(AllReducedOutput):
             ValueError: if experts are not chosen by number, or not all tensors have as many experts.
         """
         super().set_up(axis, **options)
-        sizes = {placement.size for placement in self.placements.values() if placement.dim == 0}
-        if not sizes:
+        self.data = options.get("data")
+        whole = {placement for placement in self.placements.values() if placement.dim == 0}
+        if not whole:
             return
         names = inspect.signature(super(ParallelModule, self).forward).parameters  # of the module's own class
-        if len(sizes) > 1 or len(self.placements) != len(self._parameters) or len(names) < 3:
-            raise PlanError(
-                f"{self.name_in_model}: cannot keep whole experts on each rank: use {option(experts='tensor')}"
-            )
-        self.num_experts = sizes.pop() // self.axis.size
+        if len(whole) > 1 or len(self.placements) != len(self._parameters) or len(names) < 3:
+            raise PlanError(f"{self.name_in_model}: cannot keep whole experts on each rank: use {option(ep=1)}")
+        self.num_experts = whole.pop().local_size(self.axis.rank)
 
     def forward(self, *inputs: object, **options: object) -> object:
         """Run the module's own forward on hidden states, indices of experts and their weights."""
         indices = next((one for one in (*inputs, *options.values()) if _is_indices(one)), None)
-        entered = [self._enter(value, indices) for value in inputs]
-        return super().forward(*entered, **{name: self._enter(value, indices) for name, value in options.items()})
+        spread, reduce = partial(copy_to_tp, group=self.axis), partial(reduce_from_tp, group=self.axis)
+        if self.data is not None and indices is not None:
+            rows = GroupRows.of(self.axis, self.data, indices)
+            spread, reduce = partial(gather_rows, rows=rows), partial(sum_rows, rows=rows)
+            indices = spread(indices)
+        entered = [self._enter(value, indices, spread) for value in inputs]
+        named = {name: self._enter(value, indices, spread) for name, value in options.items()}
+        return self._summed(reduce, entered, named)
 
-    def _enter(self, value: object, indices: Tensor | None) -> object:
-        """Mask an input that has an element per token and expert; all-reduce the gradient of a floating-point one."""
+    def _enter(self, value: object, indices: Tensor | None, spread: Callable[[Tensor], Tensor]) -> object:
+        """Mask an input that has an element per token and expert, after ``spread`` where it is floating-point."""
         if not isinstance(value, Tensor):
             return value
         is_number = value.is_floating_point()
-        entered = copy_to_tp(value, group=self.axis) if is_number else value
-        if indices is None or value.shape != indices.shape:
+        entered = spread(value) if is_number or self.data is not None else value
+        if indices is None or entered.shape != indices.shape:
             return entered
-        if any(placement.dim == 0 for placement in self.placements.values()):
-            first = self.axis.rank * self.num_experts
+        whole = next((placement for placement in self.placements.values() if placement.dim == 0), None)
+        if whole is not None:
+            first = intervals(whole.ranks[self.axis.rank])[0].start
             is_elsewhere = (indices < first) | (indices >= first + self.num_experts)
             # 0 and not num_experts, which means "none" in transformers: its kernels then leave rows undefined
             return (entered if is_number else entered - first).masked_fill(is_elsewhere, 0)

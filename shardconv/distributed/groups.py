@@ -6,6 +6,7 @@ Holds the current groups, the only global state, and resolves ``group=`` argumen
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardconv.distributed.devices import device_types, message_device, supports_cpu
-from shardconv.distributed.new_groups import check_ranks, mesh_over, new_members_group, resolve_sizes
+from shardconv.distributed.new_groups import check_ranks, group_over, mesh_over, new_members_group, resolve_sizes
 from shardconv.distributed.shared_memory import SharedMemoryChannel
 
 _NAMES = ("pipeline", "data", "tensor")
@@ -103,7 +104,7 @@ class ParallelGroups:
 
     Attributes:
         tensor: ranks that hold the shards of the same tensors; adjacent in ``ranks``.
-        data: ranks that hold the same shards and process different data.
+        data: ranks that hold the same shards and process different data, one in each data group.
         pipeline: ranks that hold different layers.
         mesh: torch's mesh of shape (pipeline, data, tensor); None for a single process without ``torch.distributed``.
         ranks: global ranks of all processes, in the order of the mesh.
@@ -124,6 +125,13 @@ class ParallelGroups:
     def size(self) -> int:
         """Number of processes in the mesh."""
         return len(self.ranks)
+
+    @cached_property
+    def stage(self) -> Axis:
+        """The ranks of this pipeline stage, data group by data group. They have to access it first at the same time."""
+        if self.mesh is None or self.data.size == 1:
+            return self.tensor
+        return _group_axis("stage", group_over(self.mesh["data", "tensor"].mesh.flatten().tolist()))
 
 
 class _State:
@@ -180,9 +188,21 @@ def init_parallel(
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES)
     else:
         mesh = mesh_over(members, sizes, _NAMES, device_type)
-    axes = {name: _mesh_axis(mesh[name]) for name in _NAMES}
-    _current.groups = ParallelGroups(**axes, mesh=mesh, ranks=members)
+    _current.groups = _groups_of(mesh, members)
     return _current.groups
+
+
+def other_groups(*, tensor: int, data: int, pipeline: int, device_type: str) -> ParallelGroups:
+    """The current groups if they have these sizes, else new ones over all processes, which do not become current."""
+    found = _current.groups
+    if found is not None and (found.tensor.size, found.data.size, found.pipeline.size) == (tensor, data, pipeline):
+        return found
+    mesh = init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=_NAMES)
+    return _groups_of(mesh, tuple(range(dist.get_world_size())))
+
+
+def _groups_of(mesh: DeviceMesh, ranks: tuple[int, ...]) -> ParallelGroups:
+    return ParallelGroups(**{name: _mesh_axis(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=ranks)
 
 
 def current_groups() -> ParallelGroups:

@@ -6,11 +6,14 @@
 | reduce | all-reduce (sum) | identity |
 | scatter | local chunk | all-gather |
 | gather | all-gather | local chunk |
+| gather rows | all-gather over data groups | sum rows |
+| sum rows | all-reduce over data groups and their ranks, own rows | gather rows |
 
 The backward of each operation is another one of them, so gradients of any order work.
 
 Requirement: after a ``reduce`` or a ``gather``, every rank computes the same values and the same loss. If ranks
-computed different losses from a gathered tensor, the backward of gather would have to be a reduce-scatter.
+computed different losses from a gathered tensor, the backward of gather would have to be a reduce-scatter. Rows are of
+data groups, each with a loss of its own.
 
 No operation modifies its input. All of them can be traced by ``torch.compile``, and are the identity on an axis of one
 rank.
@@ -18,7 +21,7 @@ rank.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -160,6 +163,48 @@ def gather_from_tp(input: Tensor, dim: int = -1, *, group: GroupLike = None) -> 
     if axis.size == 1:
         return input
     return with_gradient(input, partial(_all_gather, axis=axis, dim=dim), partial(scatter_to_tp, dim=dim, group=axis))
+
+
+class GroupRows(NamedTuple):
+    """Rows of several data groups, each of which has the same rows on all its tensor parallel ranks.
+
+    Attributes:
+        stage: the ranks of all groups.
+        data: the ranks with the same tensor parallel rank in each group.
+        own: number of rows of this group.
+        most: number of rows of the group that has most.
+    """
+
+    stage: Axis
+    data: Axis
+    own: int
+    most: int
+
+    @classmethod
+    def of(cls, stage: Axis, data: Axis, rows: Tensor) -> "GroupRows":
+        """The rows of a tensor of each group, [n, *]. All ranks must call it."""
+        most = reduce_from_tp(torch.tensor([len(rows)], device=rows.device), op=dist.ReduceOp.MAX, group=data)
+        return cls(stage, data, len(rows), int(most))
+
+
+def gather_rows(input: Tensor, rows: GroupRows) -> Tensor:
+    """All-gather the rows of all data groups, [groups * most, *], with zeros after the rows of a group with fewer."""
+    return with_gradient(input, partial(_gather_rows, rows=rows), partial(sum_rows, rows=rows))
+
+
+def sum_rows(input: Tensor, rows: GroupRows) -> Tensor:
+    """Sum the rows of all groups, [groups * most, *], over all ranks, and return those of this group, [own, *]."""
+    return with_gradient(input, partial(_sum_rows, rows=rows), partial(gather_rows, rows=rows))
+
+
+def _gather_rows(input: Tensor, rows: GroupRows) -> Tensor:
+    padding = input.new_zeros(rows.most - rows.own, *input.shape[1:])
+    return _all_gather(torch.cat([input, padding]), rows.data, 0)
+
+
+def _sum_rows(input: Tensor, rows: GroupRows) -> Tensor:
+    total = _all_reduce(input, rows.stage, _SUM)
+    return total.narrow(0, rows.data.rank * rows.most, rows.own).contiguous()
 
 
 def _gather_in_memory(input: Tensor, axis: Axis, purpose: str) -> Tensor | None:

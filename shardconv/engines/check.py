@@ -111,8 +111,10 @@ def _rank_differences(folder: Path, manifest: Manifest, rank: int) -> Iterator[s
     tensors = manifest.rank_layout.tensors_of(manifest.ranks.index(rank))
     load_format = "auto" if manifest.layout.engine is None else "sharded_state"  # vLLM ties embeddings by it
     try:
-        num_layers = manifest.plan.num_layers
-        with one_rank(folder, tp=manifest.tp, num_layers=num_layers, rank=rank, load_format=load_format) as config:
+        plan = manifest.plan
+        with one_rank(
+            folder, tp=plan.tp, ep=plan.ep, num_layers=plan.num_layers, rank=rank, load_format=load_format
+        ) as config:
             model = _construct(config, folder)
             if manifest.layout.engine is None:
                 differences = [f"no tensor for {name}" for name in _missing(model, folder, manifest, rank)]
@@ -169,9 +171,10 @@ def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, T
 
 def _missing(model: EngineModel, folder: Path, manifest: Manifest, rank: int) -> list[str]:
     """Return the parameters that vLLM's loaders do not fill."""
-    tp, num_layers = manifest.tp, manifest.plan.num_layers
-    stages = EngineStages(num_layers, rank // tp) if num_layers else None
-    source = open_for_engine(folder, tp=tp, rank=rank % tp, engine="vllm", verify=False, stages=stages)
+    tp, ep, num_layers = manifest.tp, manifest.plan.ep, manifest.plan.num_layers
+    stage, in_stage = divmod(rank, manifest.plan.ranks_per_stage)
+    stages = EngineStages(num_layers, stage) if num_layers else None
+    source = open_for_engine(folder, tp=tp, ep=ep, rank=in_stage, engine="vllm", verify=False, stages=stages)
     loaded = model.load_weights(rank_weights(source, dry_run=True))
     if loaded is None:  # the model does not report the loaded names; the elements it used are on the rank
         return []
@@ -185,9 +188,9 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 @contextmanager
 def one_rank(
-    folder: Path, *, tp: int, rank: int, num_layers: tuple[int, ...] = (), **arguments: object
+    folder: Path, *, tp: int, rank: int, ep: int = 1, num_layers: tuple[int, ...] = (), **arguments: object
 ) -> Iterator["VllmConfig"]:
-    """Context manager in which vLLM takes this process for one rank of tensor parallel groups in pipeline stages.
+    """Context manager in which vLLM takes this process for one rank of data and tensor parallel groups in stages.
 
     The process group has one process; the sizes and ranks that vLLM reads from its groups are patched.
     Constructing a model and loading its weights work; collectives do not.
@@ -196,6 +199,7 @@ def one_rank(
         folder: folder with the config.json of the model.
         tp: tensor parallel size.
         rank: the rank of all stages, from 0.
+        ep: expert parallel size; 1 without expert parallelism.
         num_layers: number of layers of each stage; empty for one stage.
         arguments: further fields of vLLM's EngineArgs, such as ``dtype``.
 
@@ -205,7 +209,7 @@ def one_rank(
     partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, num_layers))} if num_layers else {}
     with (
         mock.patch.dict(os.environ, {**_ENVIRONMENT, **partition}),  # before vLLM is imported, which reads it
-        engines.vllm_process.one_rank(folder, tp, len(num_layers) or 1, rank, arguments) as config,
+        engines.vllm_process.one_rank(folder, tp, ep, len(num_layers) or 1, rank, arguments) as config,
     ):
         yield config
 

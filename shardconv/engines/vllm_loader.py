@@ -10,8 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from vllm.config import LoadConfig, ModelConfig
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.config import LoadConfig, ModelConfig, get_current_vllm_config
+from vllm.distributed import (
+    get_ep_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.distributed.utils import get_pp_indices
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
@@ -51,17 +56,20 @@ class ShardconvModelLoader(DefaultModelLoader):  # type: ignore[misc]
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield name and tensor of all weights: a rank tensor of the full shape where sharded, else the full tensor."""
-        tp, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        tp, ep, rank = get_tensor_model_parallel_world_size(), 1, get_tensor_model_parallel_rank()
+        if get_current_vllm_config().parallel_config.enable_expert_parallel and model_config.is_moe:
+            ep, rank = get_ep_group().world_size, get_ep_group().rank_in_group
         self.counter_before_loading_weights = time.perf_counter()
         stages = _stages(model_config)
         source = open_for_engine(
-            self._folder(model_config), tp=tp, rank=rank, engine="vllm", verify=self._verify, stages=stages
+            self._folder(model_config), tp=tp, ep=ep, rank=rank, engine="vllm", verify=self._verify, stages=stages
         )
         for assumption in source.reader.plan.assumed if rank == 0 else ():
             logger.warning("shardconv: assumed: %s", assumption)
         yield from rank_weights(source)
         stage = 0 if stages is None else stages.stage
-        logger.info("shardconv: rank %d of %d in stage %d read %d bytes", rank, tp, stage, source.reader.num_bytes_read)
+        of, read = max(tp, ep), source.reader.num_bytes_read
+        logger.info("shardconv: rank %d of %d in stage %d read %d bytes", rank, of, stage, read)
         for source in getattr(model, "secondary_weights", ()):
             yield from self._get_weights_iterator(source)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # torch's 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import expert_map_manager
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -20,12 +23,15 @@ from shardconv.engines.check import EngineModel
 
 
 @contextmanager
-def one_rank(folder: Path, tp: int, pp: int, rank: int, arguments: Mapping[str, object]) -> Iterator[VllmConfig]:
+def one_rank(
+    folder: Path, tp: int, ep: int, pp: int, rank: int, arguments: Mapping[str, object]
+) -> Iterator[VllmConfig]:
     """Initialize vLLM's groups for one process, with the sizes and ranks of larger groups patched in."""
-    stage, tp_rank = divmod(rank, tp)
+    stage, in_stage = divmod(rank, max(tp, ep))
+    data_rank, tp_rank = divmod(in_stage, tp)
     engine = EngineArgs(
         model=str(folder), tensor_parallel_size=tp, pipeline_parallel_size=pp, enforce_eager=True,
-        skip_tokenizer_init=True, distributed_executor_backend="mp", **arguments,
+        skip_tokenizer_init=True, distributed_executor_backend="mp", enable_expert_parallel=ep > 1, **arguments,
     )  # fmt: skip
     config = engine.create_engine_config()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -34,7 +40,11 @@ def one_rank(folder: Path, tp: int, pp: int, rank: int, arguments: Mapping[str, 
             parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
             parallel_state.initialize_model_parallel(1, backend="gloo")
             tensor, pipeline = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+            data, experts = parallel_state.get_dp_group(), parallel_state._EP or tensor  # noqa: SLF001 - None if dense
+            config.parallel_config.data_parallel_size = data_size = max(ep // tp, 1)
             with (
+                mock.patch.multiple(data, world_size=data_size, rank_in_group=data_rank),
+                mock.patch.multiple(experts, world_size=ep, rank_in_group=in_stage),
                 mock.patch.multiple(tensor, world_size=tp, rank_in_group=tp_rank),
                 mock.patch.multiple(pipeline, world_size=pp, rank_in_group=stage, rank=stage, ranks=[*range(pp)]),
             ):
@@ -46,9 +56,19 @@ def one_rank(folder: Path, tp: int, pp: int, rank: int, arguments: Mapping[str, 
 
 def construct(config: VllmConfig, device: str) -> EngineModel:
     """Construct the model that vLLM runs, before its weights are loaded."""
-    with set_default_torch_dtype(config.model_config.dtype), torch.device(device):
+    with (
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device(device),
+        mock.patch.object(expert_map_manager, "determine_expert_map", _determine_expert_map),
+    ):
         model: EngineModel = initialize_model(config)
     return model
+
+
+def _determine_expert_map(*arguments: Any, **options: Any) -> Any:
+    """Determine the experts of a rank on the CPU: vLLM reads the values also for models on the meta device."""
+    with torch.device("cpu"):
+        return determine_expert_map(*arguments, **options)
 
 
 def optional_parameters(model: EngineModel) -> set[str]:

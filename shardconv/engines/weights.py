@@ -23,13 +23,18 @@ from shardconv.runtime.ranks import check_config
 from shardconv.support.errors import PlanError, UsageError, WorldSizeError
 
 #: Remedies if an engine uses elements that are not on the rank: for a checkpoint that was split for another engine, for
-#: one that was split for this engine, and for a source. Commands are texts, as an engine shows options as arguments.
+#: one that was split for this engine, for a source, and for data groups. Commands are texts, as an engine shows options
+#: as arguments.
 _OTHER_ENGINE = (
-    "split the source again with shardconv split SRC --tp {sizes} --for {engine}, or run shardconv reshard {folder} "
-    "--tp {sizes} --for {engine}"
+    "split the source again with shardconv split SRC {sizes} --for {engine}, or run shardconv reshard {folder} {sizes} "
+    "--for {engine}"
 )
 _SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
 _SOURCE = "the engine shards it differently: load it with --load-format auto"
+_IN_DATA_GROUPS = (
+    "vLLM replicates shared experts if data groups have several ranks: split the source again with shardconv split SRC "
+    "{sizes} --for {engine} --replicate NAME"
+)
 
 
 class RankSource(NamedTuple):
@@ -57,40 +62,48 @@ class EngineStages(NamedTuple):
 
 
 def open_for_engine(
-    folder: Path, *, tp: int, rank: int, engine: str, verify: bool, stages: EngineStages | None = None
+    folder: Path, *, tp: int, rank: int, engine: str, verify: bool, stages: EngineStages | None = None, ep: int = 1
 ) -> RankSource:
     """Open a checkpoint for one rank.
 
     Args:
-        folder: a split checkpoint for ``tp`` ranks, or a source.
+        folder: a split checkpoint, or a source.
         tp: tensor parallel size of the engine.
         rank: the rank in its stage, from 0.
+        ep: expert parallel size of the engine; 1 if it shards each expert.
         engine: name of the engine whose boundaries the plan of a source follows.
         verify: check the rank file of a split checkpoint against its checksums while it is read.
         stages: the pipeline stages of the engine; None for one. Only tensors of the rank's stage are read, if the
             stages of the family are known.
 
     Raises:
-        WorldSizeError: if the checkpoint is split for another tensor parallel size, or for other stages.
+        WorldSizeError: if the checkpoint is split for another tensor or expert parallel size, or for other stages.
         ShardconvError: if the checkpoint is not supported.
     """
     is_source = not is_split(folder)
-    options: PlanOptions = {"engine": engine} if is_source else {}
+    options: PlanOptions = {"engine": engine, "ep": ep} if is_source else {}
     checkpoint = _open(folder, tp if is_source else None, stages, options)
     manifest, names = checkpoint.manifest, None
+    sizes = f"--tp {tp}" + (f" --ep {ep}" if (ep, manifest.plan.ep) != (1, 1) else "")
     if manifest.tp != tp:
         raise WorldSizeError(
             f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
-            f"start the engine with {manifest.tp}, or run shardconv reshard {folder} --tp {tp}"
+            f"start the engine with {manifest.tp}, or run shardconv reshard {folder} {sizes}"
+        )
+    if manifest.plan.ep != ep:
+        raise WorldSizeError(
+            f"{folder} is split for another expert parallel size (got {manifest.plan.ep}, expected {ep} of the "
+            f"engine): run shardconv reshard {folder} {sizes} --for {engine}"
         )
     num_layers = manifest.plan.num_layers
-    sizes = f"{tp} --stages {','.join(map(str, num_layers))}" if num_layers else str(tp)
     of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE
-    remedy = (_SOURCE if is_source else of_split).format(engine=engine, folder=folder, sizes=sizes)
+    of_split = _IN_DATA_GROUPS if ep > tp > 1 else _SOURCE if is_source else of_split
+    layers = f" --stages {','.join(map(str, num_layers))}" if num_layers else ""
+    remedy = of_split.format(engine=engine, folder=folder, sizes=f"{sizes}{layers}")
     if manifest.plan.stages is not None:
         _check_stages(folder, manifest, stages)
     if stages is not None:
-        rank += tp * (0 if manifest.plan.stages is None else stages.stage)
+        rank += manifest.plan.ranks_per_stage * (0 if manifest.plan.stages is None else stages.stage)
         names = _names_of(stages, manifest, engine)
         if missing := next((name for name in names or () if not manifest.plan.holds(rank, name)), None):
             raise PlanError(f"{folder}: stage {stages.stage} of {engine} needs {missing}, which is on others: {remedy}")
@@ -127,7 +140,7 @@ def _names_of(stages: EngineStages, manifest: Manifest, engine: str) -> frozense
         plan = planner.plan(manifest.tp, planner.stages(StageChoice(len(stages.num_layers), stages.num_layers)))
     except (PlanError, UsageError):  # unknown, or of a draft model with fewer layers than stages
         return None
-    return frozenset(name for name in plan.tensors if plan.holds(stages.stage * manifest.tp, name))
+    return frozenset(name for name in plan.tensors if plan.holds(stages.stage * plan.ranks_per_stage, name))
 
 
 def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple[str, Tensor]]:

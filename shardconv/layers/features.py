@@ -24,7 +24,9 @@ def mark_sharded_output(output: Tensor, placement: Placement) -> None:
         output: this rank's shard of the output, [*, local features].
         placement: placement of the output features; its dim is ignored.
     """
-    if placement.tp > 1 and not torch.compiler.is_compiling():  # a compiled graph does not keep attributes of tensors
+    if (
+        placement.num_ranks > 1 and not torch.compiler.is_compiling()
+    ):  # a compiled graph does not keep attributes of tensors
         setattr(output, _PLACEMENT, placement)
 
 

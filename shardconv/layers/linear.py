@@ -211,7 +211,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
             raise ValueError(f"split_sizes {list(sizes)} do not add up to {what} (got {sum(sizes)}, expected {size})")
         if placement is None:
             return even_placement(stored_dim, sizes, self.axis.size, pad=self._padding is not None, what=what)
-        if (placement.dim, placement.size, placement.tp) != (stored_dim, size, self.axis.size):
+        if (placement.dim, placement.size, placement.num_ranks) != (stored_dim, size, self.axis.size):
             raise ValueError(
                 f"the placement does not match (got {placement.describe()}, expected dim {stored_dim} of size "
                 f"{size} over {self.axis.size} ranks)"

@@ -239,7 +239,7 @@ def _check_placement(placement: Placement, width: int, num_classes: int | None) 
             f"num_classes is the size of one shard (got {num_classes}, expected {placement.size} of the column "
             f"parallel layer): pass num_classes={placement.size}, or gather_output=True to the layer"
         )
-    if placement.ranks != shard_dim(0, [Unit(placement.size, pad=True)], placement.tp).ranks:
+    if placement.ranks != shard_dim(0, [Unit(placement.size, pad=True)], placement.num_ranks).ranks:
         raise ValueError(
             f"the logits do not have consecutive classes on each rank (got {placement.describe()}): use a layer "
             f"without split_sizes and placement, or with gather_output=True"

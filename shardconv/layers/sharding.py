@@ -89,6 +89,8 @@ def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int |
     if placement.dim is None:
         return shard
     dim = placement.dim if dim is None else dim
+    if missing := placement.max_local_size - placement.local_size(axis.rank):
+        shard = torch.cat([shard, shard.new_zeros((*shard.shape[:dim], missing, *shard.shape[dim:][1:]))], dim)
     gathered = gather_from_tp(shard, dim, group=axis)
     runs = _runs(placement)
     if len(runs) == 1:
@@ -179,11 +181,14 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
 
 @lru_cache
 def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
-    """Return the slices (start, size) of the concatenated shards that form the full dim in its original order."""
+    """Return the slices (start, size) of the concatenated shards that form the full dim in its original order.
+
+    All shards have as many elements as the largest.
+    """
     located, start = [], 0
-    for rank in range(placement.tp):
+    for rank in range(placement.num_ranks):
         located += [(one.start, start + position, one.size) for one, position in local_intervals(placement, rank)]
-        start += placement.local_size(rank)
+        start += placement.max_local_size
     runs: list[tuple[int, int]] = []
     end = 0
     for start, at, size in sorted(located):

@@ -68,7 +68,7 @@ def full_tensor(options: RuleTable, shards: Sequence[tuple[int, ...]], config: M
     for dim, (size, field) in expected.items():
         if len(full.shape) <= dim or full.shape[dim] != size:
             raise PlanError(
-                f"the shards of {counted(full.placement.tp, 'rank')} form a tensor of shape {list(full.shape)} "
+                f"the shards of {counted(full.placement.num_ranks, 'rank')} form a tensor of shape {list(full.shape)} "
                 f"(expected {size} in dim {dim}, which is {field})"
             )
     return full

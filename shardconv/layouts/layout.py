@@ -157,16 +157,16 @@ class FileLayout(Data, frozen=True):
     padded_to: Mapping[str, Positive] = {}
     max_file_bytes: Positive | None = None
 
-    def rank_file(self, rank: int, tp: int, file: int = 0, count: int = 1, pp: int = 1) -> str:
-        """The name of one of the ``count`` files of one of the ``tp * pp`` ranks."""
+    def rank_file(self, rank: int, per_stage: int, file: int = 0, count: int = 1, pp: int = 1) -> str:
+        """The name of one of the ``count`` files of one of the ranks of ``pp`` stages."""
         name = (self.file_name_in_stage if pp > 1 else "") or self.file_name
         if count > 1 and "{file}" not in name:
             name = name.replace(".safetensors", "-file-{padded_file}-of-{count}.safetensors")
-        stage, tp_rank = divmod(rank, tp)
-        numbers = {"rank": (rank, tp * pp), "file": (file, count), "stage": (stage, pp), "tp_rank": (tp_rank, tp)}
+        (stage, tp_rank), ranks = divmod(rank, per_stage), per_stage * pp
+        numbers = {"rank": (rank, ranks), "file": (file, count), "stage": (stage, pp), "tp_rank": (tp_rank, per_stage)}
         for key, (number, of) in numbers.items():
             name = name.replace(f"{{padded_{key}}}", f"{number:0{len(str(of - 1))}}").replace(f"{{{key}}}", str(number))
-        return name.replace("{ranks}", str(tp * pp)).replace("{count}", str(count))
+        return name.replace("{ranks}", str(ranks)).replace("{count}", str(count))
 
     def file_tensors(self, names: Iterable[str]) -> list[FileTensor]:
         """The tensors of a rank file without the constants, in the order of their first members.

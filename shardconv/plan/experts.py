@@ -1,21 +1,23 @@
-"""Distribution of full experts over ranks, instead of sharding each expert.
+"""Expert parallelism: whole experts on each rank, instead of a shard of each expert.
 
-Finds the tensors of experts by their names, and places them. A rank has the same experts whether a checkpoint packs all
-experts in one tensor or has a tensor for each.
+With expert parallel size ``ep``, a stage has ``ep`` ranks, in ``ep / tp`` data groups. Each has consecutive experts,
+and of other tensors rank ``r`` has the shards of tensor parallel rank ``r % tp``. This is as in vLLM with
+``--enable-expert-parallel``, and as in Megatron with expert tensor parallel size 1.
+
+Finds the tensors of experts by their names. A rank has the same experts whether a checkpoint packs all experts in one
+tensor or has a tensor for each.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
-from shardconv.support.errors import UsageError, option
+from shardconv.plan.placement import IndivisibleError, Interval, Placement
 
 #: A tensor of any library.
 Tensor = TypeVar("Tensor")
-
-#: Each expert is sharded over all ranks (``tensor``), or full experts are distributed over ranks (``expert``).
-EXPERT_MODES = ("tensor", "expert")
 
 _SINGLE = re.compile(r"(?P<module>(?:.*\.)?experts)\.(?P<number>[0-9]{1,6})\.")
 _PACKED = re.compile(r"(?:.*\.)?experts\.[^.]+$")
@@ -34,42 +36,40 @@ class Expert(NamedTuple):
 
 
 def find_experts(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Expert]:
-    """Find the tensors of experts in a checkpoint.
-
-    Raises:
-        UsageError: if there are none.
-    """
+    """Find the tensors of experts in a checkpoint."""
     singles = {name: match for name in shapes if (match := _SINGLE.match(name))}
     counts: dict[str, int] = {}
     for match in singles.values():
         counts[match["module"]] = max(counts.get(match["module"], 0), int(match["number"]) + 1)
     experts = {name: Expert(int(match["number"]), counts[match["module"]]) for name, match in singles.items()}
-    experts |= {
+    return experts | {
         name: Expert(None, shape[0])
         for name, shape in shapes.items()
         if len(shape) > 1 and name not in singles and _PACKED.match(name)
     }
-    if not experts:
-        raise UsageError(
-            f"{option(experts='expert')}: the checkpoint does not have tensors of experts: remove the option"
-        )
-    return experts
 
 
-def place_expert(expert: Expert, shape: tuple[int, ...], tp: int) -> Placement:
-    """The placement of a tensor of experts.
+def place_expert(expert: Expert, shape: tuple[int, ...], tp: int, ep: int) -> Placement:
+    """The placement of a tensor of experts on the ``ep`` ranks of a stage.
+
+    The numbers of experts of two ranks differ by at most one, and the first ranks have more. vLLM:
+    ``determine_expert_map`` with the strategy ``linear``.
 
     Raises:
-        IndivisibleError: if ``tp`` does not divide the number of experts.
+        IndivisibleError: if ``ep`` is not a multiple of ``tp``, or there are fewer experts than ranks.
     """
-    if expert.number is None:
-        return shard_dim(0, [Unit(expert.total)], tp)
-    if expert.total % tp:
-        raise IndivisibleError(f"the number of experts, {expert.total}, is not a multiple of {tp}")
+    if ep % tp:
+        raise IndivisibleError(f"the expert parallel size, {ep}, is neither 1 nor a multiple of {tp}")
+    if ep > expert.total:
+        raise IndivisibleError(f"the expert parallel size, {ep}, is more than the number of experts, {expert.total}")
     if not shape:
-        return Placement.replicated(tp)
-    owner = expert.number // (expert.total // tp)
-    return Placement(0, shape[0], tuple((Interval(0, shape[0]),) if rank == owner else () for rank in range(tp)))
+        return Placement.replicated(ep)
+    per_rank, more = divmod(expert.total, ep)
+    firsts = [rank * per_rank + min(rank, more) for rank in range(ep + 1)]
+    if expert.number is None:
+        return Placement(0, expert.total, tuple((Interval(*bounds),) for bounds in pairwise(firsts)))
+    owner = bisect_right(firsts, expert.number) - 1
+    return Placement(0, shape[0], tuple((Interval(0, shape[0]),) if rank == owner else () for rank in range(ep)))
 
 
 def local_experts(tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], rank: int) -> dict[str, Tensor]:

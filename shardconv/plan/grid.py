@@ -110,7 +110,7 @@ class Grid(Data, frozen=True, cache_hash=True):
         if placement.is_padded:
             self._check_padding(placement)
         if placement.dim is None or not covering:
-            return Placement.replicated(placement.tp)
+            return Placement.replicated(placement.num_ranks)
         grid_dim = self.dims[covering[0]]
         size = stored[covering[0]]
         ranks = tuple(
@@ -130,7 +130,7 @@ class Grid(Data, frozen=True, cache_hash=True):
         if self.content == PLAIN or placement.dim is None:
             return None
         if self.content == SHAPE:
-            lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.tp)]
+            lost = [self.shape[placement.dim] - placement.local_size(rank) for rank in range(placement.num_ranks)]
             return tuple(tuple(one * (at == placement.dim) for at in range(len(self.shape))) for one in lost)
         if not self.group or self.dims[-1].dim != placement.dim:
             return None
@@ -192,11 +192,11 @@ class Grid(Data, frozen=True, cache_hash=True):
         if isinstance(entry, Padding):
             return Padding(entry.size // elements * entries)
         if entry.start % elements or (entry.stop % elements and entry.stop != placement.size):
-            axis = self.axes[placement.dim or 0]
-            if placement.tp * entry.size == placement.size and all(len(entries) == 1 for entries in placement.ranks):
+            axis, tp = self.axes[placement.dim or 0], placement.num_ranks
+            if tp * entry.size == placement.size and all(len(entries) == 1 for entries in placement.ranks):
                 raise IndivisibleError(
-                    f"{placement.size} / {placement.tp} = {entry.size} {axis} features per rank is not a multiple of "
-                    f"the {elements}-wide {grid_dim.kind}"
+                    f"{placement.size} / {tp} = {entry.size} {axis} features per rank is not a multiple of the "
+                    f"{elements}-wide {grid_dim.kind}"
                 )
             boundary = entry.start if entry.start % elements else entry.stop
             raise IndivisibleError(

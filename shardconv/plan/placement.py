@@ -66,7 +66,7 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
         return cls(None, 0, ((),) * tp)
 
     @property
-    def tp(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
 
@@ -88,11 +88,16 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
     @property
     def is_even(self) -> bool:
         """Whether all shards have the same shape."""
-        return len({self.local_size(rank) for rank in range(self.tp)}) == 1
+        return len({self.local_size(rank) for rank in range(self.num_ranks)}) == 1
 
     def local_size(self, rank: int) -> int:
         """Elements of a rank's shard along ``dim``, with padding; 0 if ``dim`` is None."""
         return sum(entry.size for entry in self.ranks[rank])
+
+    @property
+    def max_local_size(self) -> int:
+        """Elements of the largest shard along ``dim``; 0 if ``dim`` is None."""
+        return max(map(self.local_size, range(self.num_ranks)))
 
     def chunk(self, index: int, chunks: int) -> "Placement":
         """The placement of one of the tensors into which the full tensor is divided evenly along ``dim``.
@@ -112,6 +117,14 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
             for entries in self.ranks
         )
         return Placement(self.dim, size, tuple(ranks))
+
+    def repeated(self, times: int) -> "Placement":
+        """The placement on ``times`` as many ranks, of which rank ``r`` holds the shard of rank ``r % num_ranks``."""
+        return self if times == 1 else Placement(self.dim, self.size, self.ranks * times)
+
+    def first(self, num_ranks: int) -> "Placement":
+        """The placement on the first ranks alone."""
+        return self if num_ranks == self.num_ranks else Placement(self.dim, self.size, self.ranks[:num_ranks])
 
     def shard_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's shard of a tensor of shape ``shape``."""

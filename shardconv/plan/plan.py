@@ -79,7 +79,7 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
 
     Attributes:
         placement: the intervals of each rank.
-        style: the rule's style, or ``expert`` where experts are distributed over ranks.
+        style: the rule's style, or ``expert`` where ranks have whole experts.
         units: the units that are not split: one, or one for each segment; empty if any element may be a boundary.
         reason: the rule, and the config fields that it reads.
         grid: how the stored tensor covers its logical matrix, which the rule is for; None without quantization.
@@ -118,7 +118,8 @@ class Plan(Data, frozen=True, dict=True):
         rules: the rules and module overrides, which also give the plan for another tp and for the tensors of the model
             in memory.
         assumed: assumptions and conclusions that are not read from config or plan file, as sentences.
-        stages: the stages of pipeline parallelism; None for one. Placements are for the ranks of a stage.
+        stages: the stages of pipeline parallelism; None for one. Placements are for the ranks of a stage: ``tp``
+            of them, or as many as the expert parallel size if it is larger.
     """
 
     tp: int
@@ -145,8 +146,8 @@ class Plan(Data, frozen=True, dict=True):
         return cls(tp, family, tuple(number), index_of, rules, assumed, stages)
 
     def __post_init__(self) -> None:
-        if other := {tensor_plan.placement.tp for tensor_plan in self.distinct} - {self.tp}:
-            raise ValueError(f"placements are for {min(other)} ranks (expected {self.tp})")
+        if other := {tensor_plan.placement.num_ranks for tensor_plan in self.distinct} - {self.ranks_per_stage}:
+            raise ValueError(f"placements are for {min(other)} ranks (expected {self.ranks_per_stage})")
         if max(self.index_of.values(), default=-1) >= len(self.distinct):
             raise ValueError(f"a tensor has a placement that does not exist (got {len(self.distinct)} placements)")
         if any(stage >= self.pp for tensor_plan in self.distinct for stage in tensor_plan.stages):
@@ -172,14 +173,24 @@ class Plan(Data, frozen=True, dict=True):
         return () if self.stages is None else self.stages.num_layers
 
     @property
+    def ep(self) -> int:
+        """Expert parallel size; 1 if each expert is sharded."""
+        return self.rules.ep
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of a stage."""
+        return self.rules.ranks_per_stage(self.tp)
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks of all stages."""
-        return self.tp * self.pp
+        return self.ranks_per_stage * self.pp
 
     def holds(self, rank: int, name: str) -> bool:
         """Whether the stage of a rank holds a tensor."""
         stages = self.distinct[self.index_of[name]].stages
-        return not stages or rank // self.tp in stages
+        return not stages or rank // self.ranks_per_stage in stages
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlan]:

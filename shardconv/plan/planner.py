@@ -6,6 +6,7 @@ from copy import copy
 
 from msgspec.structs import replace
 
+from shardconv.plan.experts import find_experts
 from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
@@ -24,7 +25,7 @@ class Planner:
         rules: the rules.
         assumed: assumptions and conclusions of the rules that are not read from config or plan file, as sentences.
         where: the source of the tensors, for messages.
-        has_experts_option: whether the user can choose to distribute whole experts over ranks, for messages.
+        has_ep_option: whether the user can choose an expert parallel size, for messages.
 
     Attributes:
         rules: the rules.
@@ -33,8 +34,7 @@ class Planner:
 
     Raises:
         PlanError: if no rule matches a tensor, or a rule or a block of a plan file matches none.
-        UsageError: if a name or pattern to replicate matches no tensor, or experts are to be whole on a rank, and there
-            are none.
+        UsageError: if a name or pattern to replicate matches no tensor.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Planner:
         *,
         assumed: tuple[str, ...] = (),
         where: str = "this checkpoint",
-        has_experts_option: bool = False,
+        has_ep_option: bool = False,
     ) -> None:
         self.assumed = assumed
-        self._has_experts_option = has_experts_option and rules.experts == "tensor" and rules.engine is None
+        self._has_ep_option = has_ep_option and rules.ep == 1 and rules.engine is None
         self._with_padding: dict[int, Planner] = {}
         self._set_rules(rules, group_tensors(tensors, rules))
         _check_used(rules, frozenset(group.rule for group in self._sizes), where)
@@ -96,6 +96,11 @@ class Planner:
         is_adapter = any(group.spec.grid is not None and group.spec.grid.prefix for group in self._sizes)
         return StageFinder(self.rules).divide(chosen, names, is_adapter=is_adapter)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether ranks have whole experts."""
+        return any(group.expert is not None for group in self._sizes)
+
     def plan(self, tp: int, stages: Stages | None = None) -> Plan:
         """The plan for ``tp`` ranks, in each of ``stages``.
 
@@ -107,11 +112,10 @@ class Planner:
             raise UsageError(
                 f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
             )
-        if stages is not None and tp * stages.count > MAX_TP:
-            raise UsageError(
-                f"{option(tp=tp)} and {option(pp=stages.count)} have {tp * stages.count} ranks (expected at most "
-                f"{MAX_TP}): correct them"
-            )
+        ep, pp = self.rules.ep, 1 if stages is None else stages.count
+        if (num_ranks := self.rules.ranks_per_stage(tp) * pp) > MAX_TP:
+            given = f"{option(tp=tp)}{f', {option(ep=ep)}' * (ep > 1)} and {option(pp=pp)}"
+            raise UsageError(f"{given} have {num_ranks} ranks (expected at most {MAX_TP}): correct them")
         try:
             plans = {group: group.plan(tp) for group in self._sizes}
         except BlockedError as error:
@@ -149,13 +153,15 @@ class Planner:
             yield from group.padded_rules(tp)
 
     def supports_whole_experts(self, tp: int) -> bool:
-        """Whether the user may distribute whole experts over ranks, and ``tp`` is supported then, without padding."""
-        if not self._has_experts_option:
+        """Whether ``tp`` is supported without padding with as many expert parallel ranks, which the user may choose."""
+        if not self._has_ep_option:
             return False
         tensors = {name: group.spec for name, group in self.group_of.items()}
+        if not find_experts({name: spec.shape for name, spec in tensors.items()}):
+            return False
         try:
-            return Planner(tensors, replace(self.rules.with_padding(0), experts="expert")).blocked(tp) is None
-        except (PlanError, UsageError):  # without experts, or with rules for them in a plan file
+            return Planner(tensors, replace(self.rules.with_padding(0), ep=tp)).blocked(tp) is None
+        except PlanError:  # with rules for experts in a plan file
             return False
 
 

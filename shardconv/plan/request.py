@@ -12,7 +12,6 @@ from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
 from shardconv.plan.engines import SHARDCONV, engine_named
-from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import with_defaults
 from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, Family, fields_read, units_named
 from shardconv.plan.families.library_plans import library_family
@@ -40,7 +39,7 @@ class PlanRequest(Data, frozen=True):
         plan_file: name and text of a plan file, whose rules are tried before the family's.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
-        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        ep: expert parallel size: the number of ranks that share whole experts; 1 to shard each expert.
         engine: the engine whose boundaries the plan follows, one of :data:`~shardconv.plan.engines.ENGINES`; None for
             shardconv's own runtime.
         allow_unmatched_rules: whether rules of the user may match nothing, as on a small model that lacks some tensors.
@@ -51,14 +50,14 @@ class PlanRequest(Data, frozen=True):
     plan_file: tuple[str, str] | None = None
     replicate: tuple[str, ...] = ()
     head_dim: Annotated[int, Meta(ge=1)] | None = None
-    experts: str = "tensor"
+    ep: Annotated[int, Meta(ge=1)] = 1
     engine: str | None = None
     allow_unmatched_rules: bool = False
     pad: Multiple = 0
 
     def __post_init__(self) -> None:
-        if self.experts not in EXPERT_MODES:
-            raise PlanError(f"experts is {self.experts!r} (expected one of {', '.join(EXPERT_MODES)})")
+        if type(self.ep) is not int or self.ep < 1:
+            raise UsageError(f"{option('ep')} is wrong (got {self.ep!r:.40}, expected a positive integer): correct it")
         if engine_named(self.engine) is SHARDCONV:
             force_setattr(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:
@@ -143,14 +142,16 @@ def planner_for(
     check_pairs(tensors, by_names)
     _check_prefix(tensors, base)
     assumed = [*filter(None, [assumed_heads]), *_assumptions(config, base, user, request, by_names)]
-    rules = rules_for(family, config, experts=request.experts, uncertain=uncertain)
+    rules = rules_for(family, config, ep=request.ep, uncertain=uncertain)
     rules = rules.for_engine(engine_named(request.engine))
     rules = rules.with_optional_rules() if request.allow_unmatched_rules else rules
-    planner = Planner(tensors, rules, has_experts_option=True)
+    planner = Planner(tensors, rules, has_ep_option=True)
+    if request.ep > 1 and not planner.has_experts:
+        raise UsageError(f"{option(ep=request.ep)}: the checkpoint does not have tensors of experts: remove the option")
     if user is not None:
         replaced = [*_replaced_rules(planner, rules_for(base, config))]
         if blocks := _replaced_blocks(planner, replaced):
-            planner = Planner(tensors, rules.without_overrides(blocks), has_experts_option=True)
+            planner = Planner(tensors, rules.without_overrides(blocks), has_ep_option=True)
         changed = {name: (new.style, old.style) for name, new, old in replaced if new.style != old.style}
         if changed and not is_by_name:
             assumed.append(_replacements(user.name, changed))

@@ -12,7 +12,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
-from shardconv.plan.experts import EXPERT_MODES
 from shardconv.plan.families.config_fields import lookup, select_fields, with_defaults
 from shardconv.plan.families.family import (
     LIBRARIES,
@@ -42,7 +41,7 @@ class RuleSet(Data, frozen=True, eq=False):
     Attributes:
         family: name of the family whose rules are used.
         models: the rules of the model, followed by the rules of each submodel.
-        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        ep: expert parallel size; 1 if each expert is sharded as other layers are.
         uncertain: why the head size is assumed; "" if it is known. If it is assumed, boundaries
             have to be valid for smaller head sizes, too.
         vocab_multiple: the vocabulary is padded to a multiple of this before it is sharded.
@@ -52,15 +51,15 @@ class RuleSet(Data, frozen=True, eq=False):
 
     family: str
     models: Annotated[tuple[ModelRules, ...], Meta(min_length=1)]
-    experts: str = "tensor"
+    ep: Annotated[int, Meta(ge=1)] = 1
     uncertain: str = ""
     vocab_multiple: Annotated[int, Meta(ge=1, le=MAX_MULTIPLE)] = 1
     engine: str | None = None
     in_all_stages: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.experts not in EXPERT_MODES:
-            raise ValueError(f"experts is {self.experts!r:.60} (expected one of {', '.join(EXPERT_MODES)})")
+    def ranks_per_stage(self, tp: int) -> int:
+        """Number of ranks of a pipeline stage at tensor parallel size ``tp``."""
+        return max(tp, self.ep)
 
     @property
     def pad(self) -> int:
@@ -182,21 +181,19 @@ def _stored(model_rules: ModelRules) -> ModelRules:
 _MAX_DEPTH = 4
 
 
-def rules_for(
-    family: Family, config: Mapping[str, object] | None, *, experts: str = "tensor", uncertain: str = ""
-) -> RuleSet:
+def rules_for(family: Family, config: Mapping[str, object] | None, *, ep: int = 1, uncertain: str = "") -> RuleSet:
     """The rule set of a family and of the families of its submodels, for a config.
 
     Args:
         family: the family, over which the user's rules are already laid.
         config: the contents of config.json; None without a config.
-        experts: one of :data:`~shardconv.plan.experts.EXPERT_MODES`.
+        ep: expert parallel size.
         uncertain: see :class:`~shardconv.plan.rule_set.RuleSet`.
 
     Raises:
         PlanError: if submodels are nested too deep, or one that a plan file names does not have a config.
     """
-    return RuleSet(family.name, tuple(model_rules_of(family, config)), experts, uncertain)
+    return RuleSet(family.name, tuple(model_rules_of(family, config)), ep, uncertain)
 
 
 def model_rules_of(

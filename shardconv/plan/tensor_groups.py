@@ -70,7 +70,6 @@ def group_tensors(tensors: Mapping[str, TensorSpec], rules: RuleSet) -> TensorGr
 
     Raises:
         PlanError: if no rule matches a tensor.
-        UsageError: if experts are to be whole on a rank, and there are none.
     """
     grouping = _Grouping(tensors, rules)
     of_name: dict[str, TensorGroup] = {}
@@ -101,7 +100,7 @@ class _Grouping:
         self._tensors, self._rules = tensors, rules
         self._ruled, self._matcher = matcher_of(rules)
         self._staged = {id(rule) for rule, model_rules in self._ruled if model_rules.reads_stage(rule)}
-        is_whole = rules.experts == "expert"
+        is_whole = rules.ep > 1
         self._experts = find_experts({name: spec.shape for name, spec in tensors.items()}) if is_whole else {}
         reads_names = is_whole or self._staged or any(rule.beside for rule, _ in self._ruled)
         patterns = (pattern for model_rules in rules.models for pattern in model_rules.patterns())
@@ -142,8 +141,8 @@ def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
 def _check_expert(group: TensorGroup) -> None:
     if group.expert is not None and group.rule.by_user:
         raise PlanError(
-            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and {option(experts='expert')} distributes "
-            "full experts over ranks: remove one of the two"
+            f"{group.name}: rule {group.rule.pattern!r} shards this expert, and with {option(ep=group.rules.ep)} ranks "
+            "have whole experts: remove one of the two"
         )
 
 

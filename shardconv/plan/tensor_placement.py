@@ -77,7 +77,7 @@ class TensorGroup:
         spec: dtype, shape and grid.
         rows: rows of the weight of the layer ``beside`` of the rule; None without one.
         stage: the stage of the model, where the units of the rule differ by stage.
-        expert: the expert that it belongs to, if experts are distributed over ranks.
+        expert: the expert that it belongs to, if ranks have whole experts.
     """
 
     name: str
@@ -132,7 +132,7 @@ class TensorGroup:
         return self.model_rules.fields(self.stage, **{field: size for field, size in sizes.items() if size is not None})
 
     def plan(self, tp: int) -> TensorPlan:
-        """Placement, style and reason at ``tp`` ranks.
+        """Placement on the ranks of a stage, style and reason at tensor parallel size ``tp``.
 
         Raises:
             BlockedError: if the units cannot be divided over ``tp`` ranks.
@@ -147,7 +147,7 @@ class TensorGroup:
             )
         try:
             if self.expert is not None:
-                placement = place_expert(self.expert, self.spec.shape, tp)
+                placement = place_expert(self.expert, self.spec.shape, tp, self.rules.ep)
                 return TensorPlan(placement, "expert", (), Reason(rule.origin, rule.pattern), self.spec.grid)
             matrix_placement = self._place(tp)
             placement = matrix_placement if grid is None else grid.place(matrix_placement, self.spec.shape)
@@ -160,9 +160,11 @@ class TensorGroup:
             if self.rules.family != NAMES_FAMILY or self.rules.has_plan_file:
                 raise
             raise PlanError(f"{error.message}. No family is known for this model", f"pass {option('rules')}") from error
+        times = self.rules.ranks_per_stage(tp) // tp
         edits = None if grid is None else grid.edits(matrix_placement)
+        edits = None if edits is None else edits * times
         reason = Reason(rule.origin, rule.pattern, self._fields_read())
-        return TensorPlan(placement, rule.style, rule.units, reason, grid, edits)
+        return TensorPlan(placement.repeated(times), rule.style, rule.units, reason, grid, edits)
 
     def padded_rules(self, tp: int) -> Iterator[PaddedRule]:
         """The units that have padding at ``tp`` ranks."""

@@ -40,9 +40,9 @@ class PlacedTensors(NamedTuple):
         placement, shape = self.placement, self.spec.shape
         bits = self.number * _element_bits(self.spec.dtype)
         if placement.dim is None:
-            return [bits * prod(shape)] * placement.tp
+            return [bits * prod(shape)] * placement.num_ranks
         bits *= prod(shape[: placement.dim] + shape[placement.dim + 1 :])
-        return [bits * placement.local_size(rank) for rank in range(placement.tp)]
+        return [bits * placement.local_size(rank) for rank in range(placement.num_ranks)]
 
     @property
     def padding_bits(self) -> int:
@@ -210,8 +210,9 @@ def unsupported_tp(planner: "Planner", tp: int, error: BlockedError) -> PlanErro
     expected = f" (expected one of {ranges(sizes)})" if sizes else f", as is every size up to {CANDIDATE_TPS[-1]},"
     padded = None if rules.pad else padded_size(planner, tp)
     pad = f"{option(pad=True)} to pad with zeros ({padded.describe()})" if padded is not None else ""
-    experts = f"{option(experts='expert')} to distribute whole experts" if planner.supports_whole_experts(tp) else ""
-    remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", experts, pad]))
+    experts = f"{option(ep=tp)} for whole experts on each rank" if planner.supports_whole_experts(tp) else ""
+    other = f"another {option('ep')}" if rules.ep > 1 else ""
+    remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", other, experts, pad]))
     unsupported = f"{option(tp=tp)} is unsupported{expected} because of {error}"
     if error.is_unsure:
         return PlanError(f"{rules.uncertain}. With this assumption, {unsupported}", f"pass {option('head_dim')}")

@@ -55,10 +55,10 @@ def _difference(layer: _Weight, placement: Placement, planned: Mapping[str, Tens
     groups = max((size for spec in layer.values() for size in _group_counts(spec)), default=1)
     full = {name: _random(spec, shape, groups, generator) for name, spec in layer.items()}
     expected = dequantize([Stored(full[name], grid) for name, grid in grids.items()], shape, torch.float32)
-    for rank in range(placement.tp):
+    for rank in range(placement.num_ranks):
         shards = {name: Stored(_shard(tensor, planned[name], rank), grids[name]) for name, tensor in full.items()}
         if problem := _shard_difference(shards, take_shard(expected, placement, rank)):
-            return f"rank {rank} of {placement.tp} has {problem}"
+            return f"rank {rank} of {placement.num_ranks} has {problem}"
     return ""
 
 

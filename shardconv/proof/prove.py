@@ -215,9 +215,14 @@ def _plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[
     plans, reasons = {}, {}
     for tp in tps:
         try:
-            plans[tp] = planner.plan(tp)
+            plan = planner.plan(tp)
         except PlanError as error:
             reasons[tp] = error.with_options()
+        else:
+            if plan.ranks_per_stage == tp:
+                plans[tp] = plan
+            else:
+                reasons[tp] = f"a proof has one data group: pass --ep {tp}"
     return plans, reasons
 
 

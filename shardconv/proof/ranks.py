@@ -133,7 +133,7 @@ def sharded_fraction(specs: Mapping[str, TensorSpec], plan: Plan) -> float:
 
 def _is_sharded(placement: Placement) -> bool:
     """Whether no rank holds the full tensor."""
-    return placement.dim is not None and max(map(placement.local_size, range(placement.tp))) < placement.size
+    return placement.dim is not None and max(map(placement.local_size, range(placement.num_ranks))) < placement.size
 
 
 def prove_rank(folder: Path) -> None:

@@ -75,7 +75,7 @@ def load(
     Args:
         path: the split checkpoint; or with ``tp`` a source: a ``.safetensors`` file, an index file, or a folder; or the
             URL of one. Each rank plans a source as :func:`~shardconv.split` does.
-        tp: tensor parallel size, the number of ranks of a pipeline stage; required for a source.
+        tp: tensor parallel size; required for a source.
         pp: number of pipeline stages of a source, as in :func:`~shardconv.split`. Each rank has the layers of its
             stage; the model sends hidden states from stage to stage, and returns the logits on all ranks, without
             gradients.
@@ -235,7 +235,7 @@ class _Loading:
 
     def read_tensors(self, steps: _Steps, *, verify: bool) -> dict[str, Tensor]:
         """Verify the rank's file if asked, and return the tensors that the model has in memory."""
-        manifest, rank = self.checkpoint.manifest, self.ranks.tensor.rank
+        manifest, rank = self.checkpoint.manifest, self.ranks.all.rank % self.plan.ranks_per_stage
         self._check_room()
         tensors = read_tensors(self.checkpoint.reader(self.ranks.all.rank, verify=verify), steps.get("read"))
         if self.dequantizer is not None:
@@ -294,4 +294,5 @@ class _Loading:
         if self.ranks.pipeline is not None:
             keep_stage(model, self.plan, self.ranks.pipeline)
         config = self.checkpoint.manifest.config or {}
-        return convert_with_request(model, config, self.plan, self.ranks.tensor, has_values=False)
+        tensor, groups = self.ranks.tensor, self.ranks.groups
+        return convert_with_request(model, config, self.plan, tensor, groups=groups, has_values=False)

@@ -9,7 +9,6 @@ from importlib import metadata
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
 from shardconv.checkpoint.split.manifest import Manifest
@@ -17,7 +16,7 @@ from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
-from shardconv.distributed.groups import current_groups, has_groups, launched_size
+from shardconv.distributed.groups import ParallelGroups, has_groups, launched_size, other_groups
 from shardconv.files.folder import AnyPath
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
@@ -35,13 +34,15 @@ class Ranks:
 
     Attributes:
         all: the ranks of all pipeline stages.
-        tensor: the ranks of this stage, which hold the shards of the same tensors.
+        tensor: the ranks of this data group, which hold the shards of the same tensors.
         pipeline: the ranks with the same number in each stage; None for one stage.
+        groups: the groups, if several data groups share experts; None for one data group.
     """
 
     all: Axis
     tensor: Axis
     pipeline: Axis | None = None
+    groups: ParallelGroups | None = None
 
 
 def connect_ranks(
@@ -53,7 +54,7 @@ def connect_ranks(
         find: function that opens the checkpoint.
         device: device of this rank; None for the default.
         group: the ranks; None for the current tensor axis, else all processes, which are connected if they are not. Of
-            a checkpoint with pipeline stages, None: its ranks are all processes.
+            a checkpoint with pipeline stages or data groups, None: its ranks are all processes.
 
     Raises:
         WorldSizeError: if there are not as many processes as ranks, where a rank detects it.
@@ -69,15 +70,15 @@ def connect_ranks(
     opened, problem = attempt(open_here)
     if isinstance(problem, WorldSizeError) and not _has_others(group):
         raise problem
-    pp = opened[0][0].manifest.plan.pp if opened else 1
-    axis = _axis(group, pp, opened[0][2].type if opened else "cpu")
+    uses_all = bool(opened) and _uses_all(opened[0][0].manifest)
+    axis = _axis(group, uses_all, opened[0][2].type if opened else "cpu")
     run_on_all(axis, partial(_raise, problem))
     checkpoint, facts, found = opened[0]
     own = {f"versions of {package}": _version(package) for package in _PACKAGES}
     named = {"kinds of checkpoints": checkpoint.kind, "kinds of devices": found.type, **own}
     check_same(checkpoint.path, axis, facts, named)
     run_on_all(axis, partial(checkpoint.check_ranks, [axis.rank]))
-    ranks = Ranks(axis, axis) if pp == 1 else _ranks_of_stages(axis, checkpoint.manifest, found.type)
+    ranks = _ranks_of_groups(axis, checkpoint.manifest, found.type) if uses_all else Ranks(axis, axis)
     if found.type == "cpu":
         ranks = replace(ranks, tensor=ranks.tensor.with_shared_memory())
     return checkpoint, found, ranks
@@ -95,48 +96,53 @@ def _raise(problem: Exception | None) -> None:
         raise problem
 
 
-def _axis(group: GroupLike, pp: int, device_type: str) -> Axis:
-    """Return the axis of the ranks of ``pp`` stages; initialize torch.distributed if it is not."""
-    if _num_connected(group, pp) is None:
+def _uses_all(manifest: Manifest) -> bool:
+    """Whether a checkpoint has several pipeline stages or data groups, which together use all processes."""
+    return manifest.num_ranks > manifest.tp
+
+
+def _axis(group: GroupLike, uses_all: bool, device_type: str) -> Axis:
+    """Return the axis of all ranks of a checkpoint; initialize torch.distributed if it is not."""
+    if _num_connected(group, uses_all) is None:
         init_parallel(tensor=launched_size(), device_type=device_type)
-    return as_axis(group) if pp == 1 else as_axis(dist.group.WORLD)
+    return as_axis(dist.group.WORLD) if uses_all else as_axis(group)
 
 
-def _ranks_of_stages(axis: Axis, manifest: Manifest, device_type: str) -> Ranks:
-    """Return the axes of the ranks of several stages; the current ones if the caller made such."""
+def _ranks_of_groups(axis: Axis, manifest: Manifest, device_type: str) -> Ranks:
+    """Return the axes of the ranks of several stages or data groups; the current ones if the caller made such."""
     tp, pp = manifest.tp, manifest.plan.pp
-    if has_groups() and (current_groups().tensor.size, current_groups().pipeline.size) == (tp, pp):
-        return Ranks(axis, current_groups().tensor, current_groups().pipeline)
-    mesh = init_device_mesh(device_type, (pp, tp), mesh_dim_names=("pipeline", "tensor"))
-    return Ranks(axis, as_axis(mesh["tensor"]), as_axis(mesh["pipeline"]))
+    groups = other_groups(tensor=tp, data=manifest.plan.ranks_per_stage // tp, pipeline=pp, device_type=device_type)
+    pipeline, has_data = groups.pipeline if pp > 1 else None, groups.data.size > 1
+    return Ranks(axis, groups.tensor, pipeline, groups if has_data else None)
 
 
-def _num_connected(group: GroupLike, pp: int) -> int | None:
-    """Return the number of connected ranks, of the current tensor axis or of ``pp`` stages; None if there are none."""
-    if pp > 1 and dist.is_initialized():
+def _num_connected(group: GroupLike, uses_all: bool) -> int | None:
+    """Return the number of connected ranks, of the current tensor axis or of the world; None if there are none."""
+    if uses_all and dist.is_initialized():
         return dist.get_world_size()
     return as_axis(group).size if group is not None or has_groups() or dist.is_initialized() else None
 
 
 def _has_others(group: GroupLike) -> bool:
     """Whether there are other ranks to communicate with, which may have another checkpoint under the same path."""
-    return _num_connected(group, 1) is not None or "MASTER_ADDR" in os.environ
+    return _num_connected(group, uses_all=False) is not None or "MASTER_ADDR" in os.environ
 
 
 def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
     path, manifest = checkpoint.pipeline or checkpoint.path, checkpoint.manifest
-    if manifest.plan.pp > 1 and group is not None:
-        raise UsageError(f"{path}: has pipeline stages, which use all processes: remove the argument group")
-    size = _num_connected(group, manifest.plan.pp) or launched_size()
+    ep, pp, uses_all = manifest.plan.ep, manifest.plan.pp, _uses_all(manifest)
+    if uses_all and group is not None:
+        what = "pipeline stages" if pp > 1 else "data groups"
+        raise UsageError(f"{path}: has {what}, which use all processes: remove the argument group")
+    size = _num_connected(group, uses_all) or launched_size()
     if size != manifest.num_ranks:
         found = "is 1 process" if size == 1 else f"are {size} processes"
         if checkpoint.source is None:
-            other, command = "is", f"shardconv reshard {path} --tp {size}"
-            command = f"shardconv reshard {path} --tp {size} --pp 1" if manifest.plan.pp > 1 else command
-            remedy = f"make one for {size} by {command}"
+            more = f"{' --ep 1' * (ep > 1)}{' --pp 1' * (pp > 1)}"
+            other, remedy = "is", f"make one for {size} by shardconv reshard {path} --tp {size}{more}"
         else:
-            given = option(tp=size, pp=1) if manifest.plan.pp > 1 else option(tp=size)
-            other, remedy = "would be loaded", f"pass {given}"
+            given = [option(tp=size), *[option(ep=1)] * (ep > 1), *[option(pp=1)] * (pp > 1)]
+            other, remedy = "would be loaded", f"pass {' '.join(given)}"
         raise WorldSizeError(
             f"{path}: {other} for {manifest.num_ranks} ranks, and there {found}: start it by torchrun --nproc-per-node "
             f"{manifest.num_ranks}{f', or {remedy}' if _is_supported(manifest, size) else ''}"
@@ -145,7 +151,7 @@ def _check_size(checkpoint: Loadable, group: GroupLike) -> None:
 
 def _is_supported(manifest: Manifest, tp: int) -> bool:
     try:
-        stored_planner(manifest, manifest.request.engine, pad=0).plan(tp)
+        stored_planner(manifest, manifest.request.engine, ep=1, pad=0).plan(tp)
     except PlanError:
         return False
     return True

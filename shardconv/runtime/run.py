@@ -80,6 +80,7 @@ class RunReport:
     notes: tuple[str, ...]
     adapter: str | None = None
     stages: tuple[int, ...] = ()
+    ep: int = 1
 
     @property
     def has_continuations(self) -> bool:
@@ -178,6 +179,7 @@ def run_rank(
     return RunReport(
         path=str(path),
         tp=manifest.tp,
+        ep=manifest.plan.ep,
         stages=manifest.plan.num_layers,
         device=str(model.device),
         prompts=tuple(prompts),

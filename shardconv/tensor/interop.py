@@ -213,7 +213,7 @@ def num_chunks(placement: Placement) -> int | None:
 
     Replicas of a chunk have to be on adjacent ranks, the same number for each chunk.
     """
-    tp, size = placement.tp, placement.size
+    tp, size = placement.num_ranks, placement.size
     if placement.dim is None or tp == 1:
         return 1
     by_rank = [intervals(entries) for entries in placement.ranks]

@@ -878,7 +878,7 @@ CASES: Mapping[str, Case] = {
         refused(error("a multiple of", "--pad to pad with zeros")), base="odd",
     ),
     "experts whose width does not divide": Case(
-        refused(error("--experts expert to distribute whole experts, or --pad to pad with zeros"))
+        refused(error("--ep 4 for whole experts on each rank, or --pad to pad with zeros"))
         | {"plan --prove": na("the experts of the small model have another width, and the report says so")},
         base="narrow",
     ),
@@ -969,6 +969,19 @@ CASES: Mapping[str, Case] = {
         every(COMMANDS, na("only split has --ranks"))
         | {"split": error("--ranks has rank 99999999999 (expected ranks from 0 to 3, of 4 ranks)")},
         options=("--ranks", "0-99999999999"),
+    ),
+    # whole experts
+    "expert parallel size that is not a multiple of tp": Case(
+        refused(error("size, 3, is neither 1 nor a multiple of", "another --ep")), base="mixtral",
+        options=("--ep", "3"),
+    ),
+    "more expert parallel ranks than experts": Case(
+        refused(error("size, 8, is more than the number of experts, 4", "another --ep")), base="mixtral",
+        options=("--ep", "8"),
+    ),
+    "expert parallel size of a model without experts": Case(
+        refused(error("--ep 4: the checkpoint does not have tensors of experts: remove the option")),
+        options=("--ep", "4"),
     ),
     # pipeline stages
     "two stages": Case(moved(RIGHT, proof=NO_STAGES), pp=2),
@@ -1163,7 +1176,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 267, "error": 469, "warning": 10, "na": 944}
+COUNTS = {"right": 267, "error": 478, "warning": 10, "na": 965}
 
 
 def counts() -> Counter[str]:

@@ -217,11 +217,11 @@ def test_dequantized_models_compute_the_same(compressed, tmp_path, scheme, model
 
 @pytest.mark.parametrize("scheme", cases(["W4A16_ASYM", "NVFP4"], lambda scheme: scheme == "W4A16_ASYM"))
 def test_full_experts_on_each_rank(compressed, tmp_path, scheme):
-    """With ``--experts expert`` the stored shape of an expert stays that of the full matrix."""
+    """With ``--ep`` the stored shape of an expert stays that of the full matrix."""
     source, split = compressed(scheme, "qwen3_moe"), tmp_path / "split"
     expert = "model.layers.0.mlp.experts.1.down_proj.weight"
     full = dequantize(source, read(source))[expert]
-    check_run(source, split, experts="expert")
+    check_run(source, split, ep=2)
     found = [load_file(rank_file(split, rank, 2)) for rank in range(2)]
     held = [{name: one for name, one in tensors.items() if expert in name and one.numel()} for tensors in found]
     assert [len(tensors) > 0 for tensors in held] == [False, True]

@@ -203,7 +203,7 @@ REFUSED = {
     "a constant's name": (
         "llama", put(f"{LAYER}.self_attn.attn._q_scale", torch.ones(())), {"tp": 1}, r"_q_scale",
     ),
-    "experts distributed over ranks": ("mixtral", None, {"experts": "expert"}, "which experts changes"),
+    "whole experts": ("mixtral", None, {"ep": 2}, "which ep changes"),
     "a replicated tensor": ("llama", None, {"replicate": ("lm_head.weight",)}, "which replicate changes"),
     "another family": ("llama", None, {"rules": "llama"}, "which rules changes"),
     "an unknown layout": ("llama", None, {"layout": "sglang"}, "'sglang' is unknown .*native, dcp, vllm"),
@@ -238,7 +238,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_64(tmp_path, vocab, tp):
 
 
 @pytest.mark.parametrize(
-    "options", [{"experts": "expert"}, {"replicate": ("lm_head.weight",)}], ids=lambda options: next(iter(options))
+    "options", [{"ep": 2}, {"replicate": ("lm_head.weight",)}], ids=lambda options: next(iter(options))
 )
 def test_reshard_refuses_another_plan(source_of, tmp_path, options):
     shardconv.split(source_of("mixtral"), tmp_path / "native", tp=2, **options)

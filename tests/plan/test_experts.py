@@ -1,16 +1,21 @@
-"""Full experts distributed over ranks, on disk and in memory."""
+"""Whole experts on each rank, on disk and in memory."""
 
 import re
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.plan.experts import Expert, place_expert
 from shardconv.plan.request import PlanRequest
 from shardconv.support.errors import PlanError, UsageError
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import contents
 from tests.support.command import call
 from tests.support.matrix import cases
@@ -40,31 +45,90 @@ def made(tmp_path_factory):
     return make
 
 
+@given(st.integers(1, 70), st.integers(1, 70), st.data())
+def test_ranks_have_consecutive_experts(total, ep, data):
+    """As NumPy divides an array into sections that differ by at most one element."""
+    total = max(total, ep)
+    number = data.draw(st.integers(0, total - 1))
+    tp = data.draw(st.sampled_from([size for size in range(1, ep + 1) if ep % size == 0]))
+    sections = np.array_split(np.arange(total), ep)
+    packed = place_expert(Expert(None, total), (total, 3), tp, ep)
+    assert [packed.ranks[rank] for rank in range(ep)] == [((one[0], one[-1] + 1),) for one in sections]
+    single = place_expert(Expert(number, total), (5, 3), tp, ep)
+    assert [single.local_size(rank) for rank in range(ep)] == [5 * (number in one) for one in sections]
+
+
 @pytest.mark.parametrize("model_type", TYPES)
-def test_experts_are_distributed_over_ranks(made, ranks, model_type):
+def test_ranks_have_whole_experts(made, ranks, model_type):
     kind, folder = made(model_type)
-    shardconv.split(folder / "source", folder / "split", tp=2, experts="expert")
-    request = PlanRequest(experts="expert")
+    shardconv.split(folder / "source", folder / "split", tp=2, ep=2)
+    request = PlanRequest(ep=2)
     assert verdict(ranks, "pair", getattr(transformers, kind), folder / "source", folder / "split", request) == "passed"
     assert shardconv.verify(folder / "split", against=folder / "source").differences == ()
     shardconv.merge(folder / "split", folder / "back")
     assert contents(folder / "back") == contents(folder / "source")
 
 
-def test_rank_file_has_only_its_experts(made):
-    _, folder = made("mixtral")
-    shardconv.split(folder / "source", folder / "own", tp=2, experts="expert")
-    full = load_file(folder / "source" / "model.safetensors")
-    for rank in range(2):
-        own = load_file(folder / "own" / f"rank-{rank}-of-2.safetensors")
+#: The experts of each rank of a Mixtral with 6 experts, by tensor and expert parallel size.
+HELD = {
+    (2, 2): ({0, 1, 2}, {3, 4, 5}),
+    (1, 4): ({0, 1}, {2, 3}, {4}, {5}),
+    (2, 4): ({0, 1}, {2, 3}, {4}, {5}),
+    (1, 5): ({0, 1}, {2}, {3}, {4}, {5}),
+}
+
+
+@pytest.mark.parametrize(("tp", "ep"), HELD)
+def test_a_rank_file_has_its_experts_and_its_shards_of_other_tensors(mixtral, tmp_path, tp, ep):
+    shardconv.split(mixtral, tmp_path / "whole", tp=tp, ep=ep)
+    shardconv.split(mixtral, tmp_path / "sharded", tp=tp)
+    full = load_file(mixtral / "model.safetensors")
+    for rank, experts in enumerate(HELD[tp, ep]):
+        own = load_file(tmp_path / "whole" / f"rank-{rank}-of-{ep}.safetensors")
+        dense = load_file(tmp_path / "sharded" / f"rank-{rank % tp}-of-{tp}.safetensors")
         for name, tensor in own.items():
-            if ".experts." in name:
-                number = int(name.split(".experts.")[1].split(".")[0])
-                expected = full[name] if number // 3 == rank else full[name][:0]
-                assert torch.equal(tensor, expected), name
-    shardconv.reshard(folder / "own", folder / "resharded", tp=1)
-    shardconv.split(folder / "source", folder / "direct", tp=1, experts="expert")
-    assert contents(folder / "resharded") == contents(folder / "direct")
+            match = re.search(r"\.experts\.(\d)\.", name)
+            expected = dense[name] if match is None else full[name][: None if int(match[1]) in experts else 0]
+            assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("old", [{"tp": 2, "ep": 4}, {"tp": 1, "ep": 5, "pp": 2}, {"tp": 4}])
+@pytest.mark.parametrize("new", [{"tp": 2, "ep": 4, "pp": 2}, {"tp": 1, "ep": 3}, {"tp": 2, "ep": 1}])
+def test_reshards_and_merges(mixtral, tmp_path, old, new):
+    shardconv.split(mixtral, tmp_path / "old", **old)
+    shardconv.reshard(tmp_path / "old", tmp_path / "resharded", **{"pp": 1, **new})
+    shardconv.split(mixtral, tmp_path / "direct", **new)
+    assert contents(tmp_path / "resharded") == contents(tmp_path / "direct")
+    assert shardconv.verify(tmp_path / "resharded", against=mixtral).differences == ()
+    shardconv.merge(tmp_path / "resharded", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(mixtral)
+
+
+def test_a_reshard_keeps_the_expert_parallel_size(mixtral, tmp_path):
+    shardconv.split(mixtral, tmp_path / "old", tp=2, ep=4)
+    report = shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=1)
+    assert (report.tp, report.ep, len(report.rank_bytes)) == (1, 4, 4)
+    with pytest.raises(
+        PlanError, match=r"size, 4, is neither 1 nor a multiple of 3 .*: pass a supported size, or another ep"
+    ):
+        shardconv.reshard(tmp_path / "old", tmp_path / "three", tp=3)
+
+
+def test_some_ranks_are_resumed_and_joined(mixtral, tmp_path):
+    shardconv.split(mixtral, tmp_path / "all", tp=2, ep=4)
+    for ranks in ("0,3", "1-2"):
+        shardconv.split(mixtral, tmp_path / ranks, tp=2, ep=4, ranks=ranks)
+        shardconv.split(mixtral, tmp_path / ranks, tp=2, ep=4, ranks=ranks, overwrite=True, resume=True)
+    shardconv.merge([tmp_path / "0,3", tmp_path / "1-2"], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(mixtral)
+
+
+def test_adapters_of_other_layers(mixtral, tmp_path):
+    """An adapter without tensors of experts has as many ranks as its base model."""
+    write_adapter(tmp_path / "lora", mixtral, target_modules=["q_proj"])
+    shardconv.split(mixtral, tmp_path / "split", tp=2, ep=4, adapters=[tmp_path / "lora"])
+    shardconv.merge(tmp_path / "split" / "adapters" / "lora", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tmp_path / "lora")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +137,7 @@ def mixtral(made):
 
 
 def test_plan_shows_the_rank_of_each_expert(mixtral):
-    lines = call("plan", mixtral, "--experts", "expert", "--tp", 2, "--all").out.splitlines()
+    lines = call("plan", mixtral, "--ep", 2, "--tp", 2, "--all").out.splitlines()
     named = {match[1]: match[2] for line in lines if (match := EXPERT_ROW.search(line))}
     assert named == {"0": "0", "1": "0", "2": "0", "3": "1", "4": "1", "5": "1"}
 
@@ -81,29 +145,34 @@ def test_plan_shows_the_rank_of_each_expert(mixtral):
 @pytest.mark.parametrize(
     ("model_type", "options", "error", "message"),
     [
-        ("mixtral", {"tp": 4}, PlanError, "the number of experts, 6, is not a multiple of 4"),
-        ("mixtral", {"experts": "experts"}, PlanError, "expected one of tensor, expert"),
+        ("mixtral", {"ep": 7, "tp": 1}, PlanError, "size, 7, is more than the number of experts, 6"),
+        ("mixtral", {"tp": 4}, PlanError, r"tp=4 is unsupported .*: .*size, 2, is neither 1 nor a multiple of 4"),
+        ("mixtral", {"ep": 3}, PlanError, "size, 3, is neither 1 nor a multiple of 2"),
+        ("mixtral", {"ep": 0}, UsageError, r"ep is wrong \(got 0, expected a positive integer\)"),
+        ("mixtral", {"ep": "2"}, UsageError, "ep is wrong"),
+        ("mixtral", {"ep": 4096, "pp": 2}, UsageError, r"ep=4096 and pp=2 have 8192 ranks"),
         (
             "mixtral",
             {"replicate": ("**.experts.*.w2",)},
             PlanError,
-            'shards this expert, and experts="expert" distributes full experts',
+            "shards this expert, and with ep=2 ranks have whole experts",
         ),
-        ("llama", {}, UsageError, "the checkpoint does not have tensors of experts"),
+        ("mixtral", {"layout": "megatron"}, UsageError, "ep does not apply to layout megatron"),
+        ("llama", {}, UsageError, "ep=2: the checkpoint does not have tensors of experts"),
     ],
 )
-def test_distributions_that_are_not_possible_are_refused(made, model_type, options, error, message):
+def test_sizes_that_are_not_possible_are_refused(made, model_type, options, error, message):
     _, folder = made(model_type)
     with pytest.raises(error, match=message):
-        shardconv.make_plan(folder / "source", **{"tp": 2, "experts": "expert", **options})
+        shardconv.split(folder / "source", folder / "refused", **{"tp": 2, "ep": 2, **options})
 
 
 def check_refused(axis, model_type, message):
     model = small(model_class(CAUSAL, model_type))
     with pytest.raises(PlanError, match=message):
-        shardconv.convert_model(model, experts="expert", group=axis)
+        shardconv.convert_model(model, ep=2, group=axis)
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
-def test_experts_that_do_not_divide_are_refused(ranks, model_type):
+def test_modules_that_cannot_have_whole_experts_are_refused(ranks, model_type):
     ranks("pair", check_refused, model_type, "cannot keep whole experts on each rank")

@@ -574,13 +574,13 @@ def test_widths_are_padded_to_a_multiple_of_eight_on_each_rank(tmp_path):
 def test_whole_experts_are_a_remedy_for_narrow_experts(tmp_path):
     """Sizes that are supported without padding, and their origin: a split checkpoint has its plan."""
     source = Model("mixtral", {**GQA, **MOE, "intermediate_size": 90}).write(tmp_path / "source")
-    remedy = "--experts expert to distribute whole experts, or --pad to pad with zeros"
+    remedy = "--ep 4 for whole experts on each rank, or --pad to pad with zeros"
     assert f": pass a supported size, or {remedy}" in call("plan", source, "--tp", 4).err
-    assert shardconv.make_plan(source, tp=4, experts="expert").tp == 4
+    assert shardconv.make_plan(source, tp=4, ep=4).tp == 4
     shardconv.split(source, tmp_path / "split", tp=2)
     refused = call("reshard", tmp_path / "split", "--tp", 4, "-o", tmp_path / "four")
-    assert (refused.code, "--experts" in refused.err, "--pad to pad" in refused.err) == (1, False, True)
-    assert "--experts" not in call("plan", source, "--tp", 3).err  # 3 does not divide the heads, nor four experts
+    assert (refused.code, "--ep" in refused.err, "--pad to pad" in refused.err) == (1, False, True)
+    assert "--ep" not in call("plan", source, "--tp", 3).err  # 3 does not divide the heads
 
 
 def test_commands_report_padded_sizes_and_their_cost(one_layer, tmp_path):

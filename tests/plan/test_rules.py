@@ -93,7 +93,7 @@ def test_plan_of_another_checkpoint_is_refused(checkpoint):
         shardconv.make_plan(checkpoint("llama"), tp=2, rules=plan)
 
 
-@pytest.mark.parametrize("option", [{"pad": True}, {"replicate": "lm_head"}, {"experts": "expert"}, {"head_dim": 8}])
+@pytest.mark.parametrize("option", [{"pad": True}, {"replicate": "lm_head"}, {"ep": 2}, {"head_dim": 8}])
 def test_options_that_change_a_plan_are_refused(checkpoint, option):
     plan = shardconv.make_plan(checkpoint("llama"), tp=2)
     with pytest.raises(UsageError, match=f"{next(iter(option))} cannot change a plan") as raised:

@@ -438,7 +438,7 @@ WRONG_OPTIONS = {
     "--measure-link --all": (2, "--all does not apply to --measure-link"),
     "--list-families --tp 2": (2, "--tp does not apply to --list-families: remove one of the two"),
     "--list-families llama --pad": (2, "--pad does not apply to --list-families"),
-    "SRC --propose --experts expert": (2, "--experts does not apply to --propose"),
+    "SRC --propose --ep 2": (2, "--ep does not apply to --propose"),
     "SRC --propose --prove": (2, "--prove does not apply to --propose"),
     "SRC --prove --all": (2, "--all does not apply to --prove"),
     "SRC --all": (2, "--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N"),

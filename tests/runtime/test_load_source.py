@@ -65,12 +65,12 @@ def test_values_of_pytorch_files_equal_those_from_a_split(ranks, source, split, 
     ("layout", "name", "options"),
     cases(
         [
-            ("pair", "mixtral", {"experts": "expert"}),
+            ("pair", "mixtral", {"ep": 2}),
             ("pair", "llama", {"engine": "vllm"}),
             ("pair", "llama", {"replicate": ("lm_head.weight",), "ignore": ("nothing.*",)}),
             ("three", "llama", {"pad": True}),
         ],
-        lambda layout, name, options: options.keys() & {"experts", "pad"},
+        lambda layout, name, options: options.keys() & {"ep", "pad"},
     ),
 )
 def test_plan_options_have_the_effect_that_they_have_on_a_split(ranks, home, tmp_path, layout, name, options):

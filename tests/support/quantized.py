@@ -161,9 +161,9 @@ def loaded_values(split: Path, rank: int, dtype: torch.dtype) -> Tensors:
     return Dequantizer.of_rank(manifest, split, plan, rank, dtype).dequantize(tensors)
 
 
-def check_run(source: Path, out: Path, *, tp: int = 2, experts: str = "tensor", pad: bool = False) -> None:
+def check_run(source: Path, out: Path, *, tp: int = 2, ep: int = 1, pad: bool = False) -> None:
     """Split, run with dequantized weights, and compare with the unsharded model of the dequantized source."""
-    shardconv.split(source, out, tp=tp, experts=experts, pad=pad)
+    shardconv.split(source, out, tp=tp, ep=ep, pad=pad)
     options = ["--token-ids", "1 2 3 4", "--max-new-tokens", "2", "--device", "cpu", "--json"]
     result = run("run", out, "--dequantize", *options, "--check", source)
     assert result.code == 0, result.err

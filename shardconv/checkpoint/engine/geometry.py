@@ -188,7 +188,7 @@ def geometry(
         ValueError: if placement and shape do not fit, or an interval does not begin and end at a byte boundary.
     """
     num_bytes = _to_bytes(prod(shape) * DTYPE_BITS[dtype])
-    if ranks == tuple(range(placement.tp)):
+    if ranks == tuple(range(placement.num_ranks)):
         return geometry(placement, dtype, shape)
     chosen = placement.ranks if ranks is None else [placement.ranks[rank] for rank in ranks]
     if placement.dim is None or num_bytes == 0:

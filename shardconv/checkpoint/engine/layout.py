@@ -122,7 +122,7 @@ def lay_out_ranks(
     count = len(files[0])
     file_of = {name: at for rank in files for at, file in enumerate(files[rank]) for name in file.positions}
     chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
-    held_in = {stages: _held(stages, chosen, plan.tp) for stages in {one.stages for one in plan.distinct}}
+    held_in = {stages: _held(stages, chosen, plan.ranks_per_stage) for stages in {one.stages for one in plan.distinct}}
     numbers_of = {
         (stages, file): [at * count + file for at in held]
         for stages, (held, _) in held_in.items()
@@ -138,25 +138,27 @@ def lay_out_ranks(
             size = num_bytes(spec.dtype, spec.shape)
             return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
         planned = plan.tensors[name]
-        held, tp_ranks = held_in[planned.stages]
-        values = None if has_full_values or planned.edits is None else [planned.edits[rank] for rank in tp_ranks]
+        held, stage_ranks = held_in[planned.stages]
+        values = None if has_full_values or planned.edits is None else [planned.edits[rank] for rank in stage_ranks]
         edits = edits_of(name, spec, plan, values)
         found = [files[first_equal[chosen[at]]][file_of[name]].positions[name] for at in held]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
         numbers = numbers_of[planned.stages, file_of[name]]
-        return Shards(geometry(placements[name], spec.dtype, spec.shape, tp_ranks), numbers, offsets, edits, rows)
+        return Shards(geometry(placements[name], spec.dtype, spec.shape, stage_ranks), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
     headers = tuple(file.header for rank in chosen for file in files[first_equal[rank]])
-    constants = [b"".join(one.data for one in _constants_of(rank // plan.tp, plan, layout)) for rank in chosen]
+    constants = [
+        b"".join(one.data for one in _constants_of(rank // plan.ranks_per_stage, plan, layout)) for rank in chosen
+    ]
     return Layout(headers, shards, tuple(constants), count)
 
 
-def _held(stages: tuple[int, ...], ranks: Sequence[int], tp: int) -> tuple[list[int], tuple[int, ...]]:
+def _held(stages: tuple[int, ...], ranks: Sequence[int], per_stage: int) -> tuple[list[int], tuple[int, ...]]:
     """The indexes of the ``ranks`` whose stage is one of ``stages`` (all if empty), and their ranks in the stage."""
-    held = [at for at, rank in enumerate(ranks) if not stages or rank // tp in stages]
-    return held, tuple(ranks[at] % tp for at in held)
+    held = [at for at, rank in enumerate(ranks) if not stages or rank // per_stage in stages]
+    return held, tuple(ranks[at] % per_stage for at in held)
 
 
 def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bool) -> list[int]:
@@ -164,10 +166,10 @@ def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bo
 
     Ranks with equal shapes share headers, unless these store the offsets of the shards.
     """
-    distinct = tuple(dict.fromkeys(placements))
-    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(plan.tp)]
-    first = list(range(plan.tp)) if has_offsets else [sizes.index(size) for size in sizes]
-    return [stage * plan.tp + rank for stage in range(plan.pp) for rank in first]
+    distinct, per_stage = tuple(dict.fromkeys(placements)), plan.ranks_per_stage
+    sizes = [tuple(placement.local_size(rank) for placement in distinct) for rank in range(per_stage)]
+    first = list(range(per_stage)) if has_offsets else [sizes.index(size) for size in sizes]
+    return [stage * per_stage + rank for stage in range(plan.pp) for rank in first]
 
 
 def _named_in_stage(file_tensors: Iterable[FileTensor], stage: int, plan: Plan, stages: Stages) -> Iterator[FileTensor]:
@@ -233,7 +235,7 @@ def _lay_out_stage(
             with several stages.
     """
     lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
-    ranks = list(dict.fromkeys(first_equal[stage * plan.tp : (stage + 1) * plan.tp]))
+    ranks = list(dict.fromkeys(first_equal[stage * plan.ranks_per_stage : (stage + 1) * plan.ranks_per_stage]))
     held = layout.file_tensors([name for name in tensors if plan.holds(ranks[0], name)])
     one = held if plan.stages is None else list(_named_in_stage(held, stage, plan, plan.stages))
     first = _constants_of(stage, plan, layout)
@@ -246,7 +248,7 @@ def _lay_out_stage(
             "file of the layers of its stage"
         )
     groups = _divide(one, [file.header for (file,) in files.values()], layout)
-    if (count := len(groups) * plan.tp) > _MAX_FILES:
+    if (count := len(groups) * plan.ranks_per_stage) > _MAX_FILES:
         raise PlanError(
             f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
             f"at most {_MAX_FILES} files): pass a larger {option('max_file_size')}"
@@ -269,16 +271,16 @@ def _lay_out_rank(
     first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
     members = [name for tensor in file_tensors for name in tensor.members]
     placements = {name: plan.placement(name) for name in members}
-    tp_rank = rank % plan.tp
-    shapes = {name: placements[name].shard_shape(tensors[name].shape, tp_rank) for name in members}
+    in_stage = rank % plan.ranks_per_stage
+    shapes = {name: placements[name].shard_shape(tensors[name].shape, in_stage) for name in members}
     fused = (
         (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
         for tensor in file_tensors
     )
     of_rank = (
-        {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, tp_rank)}
+        {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, in_stage)}
         if layout.has_offsets
-        else rank_metadata(metadata, plan, tp_rank)
+        else rank_metadata(metadata, plan, in_stage)
     )
     header = build_header(chain(first, fused), {**metadata, **of_rank})
     positions = {

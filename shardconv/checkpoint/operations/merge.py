@@ -131,7 +131,7 @@ def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
 
 
 def _default_target(folder: AnyPath, manifest: Manifest) -> Path:
-    name = folder.resolve().name.removesuffix(size_suffix(manifest.tp, manifest.plan.pp)) + "-merged"
+    name = folder.resolve().name.removesuffix(size_suffix(manifest.tp, manifest.plan.ep, manifest.plan.pp)) + "-merged"
     return Path(name if manifest.is_folder else f"{name}.safetensors")
 
 

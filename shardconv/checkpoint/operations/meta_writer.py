@@ -154,7 +154,7 @@ def _archive(
 
 def _check_placement(name: str, placement: Placement, dims: tuple[int, ...]) -> None:
     """Check that ranks have one interval each, of the same size, along a dim of the layout."""
-    if placement.dim is None and (not dims or placement.tp == 1):
+    if placement.dim is None and (not dims or placement.num_ranks == 1):
         return
     is_simple = placement.dim in dims and placement.is_even and not placement.is_padded
     if not is_simple or any(len(intervals(entries)) != 1 for entries in placement.ranks):

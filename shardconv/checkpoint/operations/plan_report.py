@@ -68,7 +68,7 @@ class PlanReport:
     Attributes:
         source: the path.
         family: the model family whose rules were used.
-        tp: the tp size of the plan; None for a report on supported sizes only.
+        tp: the tensor parallel size of the plan; None for a report on supported sizes only.
         stages: number of layers of each pipeline stage of the plan; empty for one stage.
         num_tensors: number of tensors.
         num_bytes: bytes of all tensors.
@@ -86,7 +86,9 @@ class PlanReport:
         layout: of the rank files of a split checkpoint; native for a source.
         num_quantized: number of quantized weights.
         quantized_blocks: their groups, blocks and packed words, such as ``128-wide group``.
+        ep: the expert parallel size of the plan; 1 if each expert is sharded.
         stored_tp: tensor parallel size of a split checkpoint; None for a source.
+        stored_ep: its expert parallel size; 1 for a source.
         stored_stages: number of layers of each pipeline stage of a split checkpoint; empty for one stage.
         even_stages: number of layers of each stage that minimizes the bytes of the largest rank; empty for one stage.
         even_bytes: bytes of that rank.
@@ -115,7 +117,9 @@ class PlanReport:
     layout: str = NATIVE.name
     num_quantized: int = 0
     quantized_blocks: tuple[str, ...] = ()
+    ep: int = 1
     stored_tp: int | None = None
+    stored_ep: int = 1
     stored_stages: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     even_stages: tuple[int, ...] = ()
@@ -169,15 +173,17 @@ def _report_stored(
     folder: AnyPath, tp: int | None, pp: int | None, stages: str | Sequence[int], options: PlanOptions
 ) -> PlanReport:
     """Report the plan of a split checkpoint."""
-    pad = options.pop("pad", False)  # an option of reshard, too
+    pad, ep = options.pop("pad", False), options.pop("ep", None)  # options of reshard, too
     refuse_changes(folder, options)
     manifest = read_manifest(folder)
     is_adapter = ADAPTER_CONFIG in manifest.auxiliary_files
     if pad and is_adapter:
         raise UsageError(f"{folder}: is an adapter, for which {option(pad=True)} is not supported: remove it")
     plan = manifest.plan
-    planner, chosen = stored_planner(manifest, manifest.request.engine), chosen_stages(pp, stages, default=plan.stages)
-    if tp is not None and (tp != plan.tp or planner.stages(chosen) != plan.stages):
+    planner = stored_planner(manifest, manifest.request.engine, ep=ep)
+    chosen = chosen_stages(pp, stages, default=plan.stages)
+    tp = plan.tp if tp is None else tp
+    if (tp, planner.rules.ep, planner.stages(chosen)) != (plan.tp, plan.ep, plan.stages):
         planner = planner.padded(int(pad)) if tp != plan.tp else planner
         plan = planner.plan(tp, planner.stages(chosen))
     report = _report(folder, planner, quantized_tensors(manifest), plan, manifest.config, is_adapter=is_adapter)
@@ -185,6 +191,7 @@ def _report_stored(
         report,
         layout=manifest.layout.name,
         stored_tp=manifest.tp,
+        stored_ep=manifest.plan.ep,
         stored_stages=manifest.plan.num_layers,
         ranks=manifest.ranks,
         adapters=manifest.adapters,
@@ -210,6 +217,7 @@ def _report(
         source=str(path),
         family=planner.rules.family,
         tp=None if plan is None else plan.tp,
+        ep=planner.rules.ep,
         stages=() if plan is None else plan.num_layers,
         num_tensors=len(specs),
         num_bytes=total_bytes(specs.values()),
@@ -236,16 +244,16 @@ def _even_stages(
     """The stages whose largest rank has fewest bytes, and these bytes; the plan's own if it is not larger."""
     if plan.stages is None:
         return (), 0
-    finder, finest, tp = StageFinder(planner.rules), plan.stages.finest, plan.tp
-    of_layer = [[0] * tp for _ in range(finest.count)]
+    finder, finest, per_stage = StageFinder(planner.rules), plan.stages.finest, plan.ranks_per_stage
+    of_layer = [[0] * per_stage for _ in range(finest.count)]
     for tensor in tensors:
-        first = min(tensor.stages, default=0) * tp
+        first = min(tensor.stages, default=0) * per_stage
         matrix = planner.group_of[tensor.name].matrix_of(tensor.name)
         for layer in finder.stages_of(matrix, finest):  # tensors of all stages do not change their order
-            for rank, size in enumerate(tensor.shard_bytes[first : first + tp]):
+            for rank, size in enumerate(tensor.shard_bytes[first : first + per_stage]):
                 of_layer[layer][rank] += size
     even = even_stages([max(sizes) for sizes in of_layer], plan.pp)
-    on_all = rank_bytes([tensor for tensor in tensors if not tensor.stages], tp)
+    on_all = rank_bytes([tensor for tensor in tensors if not tensor.stages], per_stage)
     bounds = pairwise(accumulate(even, initial=0))
     stages = ([sum(sizes) for sizes in zip(*of_layer[start:stop], strict=True)] for start, stop in bounds)
     largest = max(size + shared for sizes in stages for size, shared in zip(sizes, on_all, strict=True))
@@ -281,7 +289,7 @@ def _describe(planned: TensorPlan) -> str:
 def _fields(spec: TensorSpec, planned: TensorPlan, plan: Plan) -> tuple[Any, ...]:
     """The fields of a report on a tensor after its name."""
     placement, held = planned.placement, planned.stages or tuple(range(plan.pp))
-    shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.tp))
+    shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.num_ranks))
     shard_bytes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
     return (
         spec.dtype, spec.shape, _describe(planned), planned.describe(), shapes,

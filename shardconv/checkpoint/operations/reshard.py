@@ -41,8 +41,8 @@ class ReshardReport(WriteReport):
     """Result of a reshard.
 
     Attributes:
-        old_tp: number of ranks of a pipeline stage of the old split checkpoint.
-        tp: number of ranks of a pipeline stage of the new one.
+        old_tp: tensor parallel size of the old split checkpoint; number of ranks of files of another tool.
+        tp: tensor parallel size of the new one.
         old_layout: layout of the old rank files.
         layout: layout of the new rank files.
         num_bytes: bytes of all tensors.
@@ -52,6 +52,8 @@ class ReshardReport(WriteReport):
         files_per_rank: number of files of each new rank.
         old_pp: number of pipeline stages of the old split checkpoint.
         stages: number of layers of each pipeline stage of the new one; empty for one stage.
+        old_ep: expert parallel size of the old split checkpoint; 1 if each expert is sharded.
+        ep: expert parallel size of the new one.
     """
 
     old_tp: int
@@ -65,6 +67,8 @@ class ReshardReport(WriteReport):
     files_per_rank: int = 1
     old_pp: int = 1
     stages: tuple[int, ...] = ()
+    old_ep: int = 1
+    ep: int = 1
 
 
 @on_pipelines(Written("reshard", open_split_folders, "{name}-tp{tp}", is_split=True, is_finished=is_right))
@@ -75,6 +79,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     tp: int,
     pp: int | None = None,
     stages: str | Sequence[int] | Stages = (),
+    ep: int | None = None,
     layout: str | None = None,
     engine: str | None = None,
     pad: bool = False,
@@ -94,9 +99,10 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
-        tp: the new number of ranks of a pipeline stage.
+        tp: the new tensor parallel size.
         pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; by default as in the split checkpoint. 1
             removes them.
+        ep: the new expert parallel size; by default as in the split checkpoint.
         layout: of the new rank files, as in :func:`~shardconv.split`; defaults to the option of the split checkpoint.
         engine: the engine whose boundaries to use, as in :func:`~shardconv.split`, or "shardconv". Defaults to the
             engine of ``layout`` or else of the split checkpoint; to shardconv for layout dcp, which does not support
@@ -130,9 +136,9 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         layout = layout or (source.layout if saved_for else None) or NATIVE.name
         engine = engine or (None if layout == DCP.name else saved_for)
         report = split(
-            source, given, tp=tp, pp=pp, stages=stages, layout=layout, max_file_size=max_file_size, engine=engine,
-            pad=pad, overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume, threads=threads,
-            progress=progress,
+            source, given, tp=tp, pp=pp, stages=stages, ep=ep, layout=layout, max_file_size=max_file_size,
+            engine=engine, pad=pad, overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume,
+            threads=threads, progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
     old = found.manifest
@@ -144,18 +150,19 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         )
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     chosen = chosen_stages(pp, stages, default=old.plan.stages)
-    name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.pp))
-    destination = given or Destination(Path(f"{name}{size_suffix(tp, chosen.count)}"))
+    name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.ep, old.plan.pp))
+    ep = old.plan.ep if ep is None else ep
+    destination = given or Destination(Path(f"{name}{size_suffix(tp, ep, chosen.count)}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(
-        old, tp, chosen, layout=layout, max_file_size=max_file_size, engine=engine, pad=int(pad),
+        old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=int(pad),
         checksums=is_identified,
     )  # fmt: skip
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), pad=int(pad), checksums=how.checksums)
+        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), ep, pad=int(pad), checksums=how.checksums)
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),
@@ -163,6 +170,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         tp=tp,
         old_pp=old.plan.pp,
         stages=new.plan.num_layers,
+        old_ep=old.plan.ep,
+        ep=ep,
         old_layout=old.layout.name,
         layout=new.layout.name,
         num_tensors=len(new.tensors),
@@ -181,6 +190,7 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
         old_tp=source.num_ranks,
         tp=report.tp,
         stages=report.stages,
+        ep=report.ep,
         old_layout=str(source.layout),
         layout=report.layout,
         num_bytes=report.source_bytes,
@@ -195,6 +205,7 @@ def _plan_reshard(
     old: Manifest,
     tp: int,
     chosen: StageChoice,
+    ep: int,
     *,
     layout: str | None = None,
     max_file_size: int | str | None = None,
@@ -209,13 +220,14 @@ def _plan_reshard(
             "(shardconv plan DIR)"
         )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
-    request = structs.replace(old.request, engine=new_engine, pad=pad)
+    request = structs.replace(old.request, engine=new_engine, pad=pad, ep=ep)
     if layout in {None, old.layout.name}:
+        request_for(request, old.layout.name)  # refuses an option that changes the plan of an engine
         file_layout = old.layout
     else:
         request = request_for(request, layout)
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
-    planner = stored_planner(old, request.engine, pad=pad)
+    planner = stored_planner(old, request.engine, ep=ep, pad=pad)
     plan = planner.plan(tp, planner.stages(chosen))
     inherited = None if plan.stages is not None else old.layout.max_file_bytes
     if file_layout.max_file_bytes != inherited:
@@ -234,7 +246,7 @@ def _write(writer: CheckpointWriter, old: SplitFolders, new: Manifest, adapters:
             inner = staged.inner(f"{ADAPTERS}/{name}")
             reshard(
                 adapter.paths, inner, tp=new.tp, pp=new.plan.pp, stages=new.plan.stages or (),
-                checksums=options.checksums, threads=options.threads,
+                ep=new.plan.ep, checksums=options.checksums, threads=options.threads,
             )  # fmt: skip
 
     settings, mode = settings_of("reshard", new), permissions(manifests[:1])

@@ -39,7 +39,8 @@ class SplitReport(WriteReport):
     """Result of a split.
 
     Attributes:
-        tp: number of ranks of a pipeline stage; of layout megatron, number of files.
+        tp: tensor parallel size; of layout megatron, number of files.
+        ep: expert parallel size; 1 if each expert is sharded.
         stages: number of layers of each pipeline stage; empty for one stage.
         family: the model family whose rules were used.
         layout: of the rank files.
@@ -55,6 +56,7 @@ class SplitReport(WriteReport):
     """
 
     tp: int
+    ep: int = 1
     family: str | None
     layout: str
     source_bytes: int
@@ -100,10 +102,10 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, a folder, or a source that is already open.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpN`` in the current folder.
-        tp: number of ranks. Files of layout megatron do not depend on it: of these, it is the number of files with
+        tp: tensor parallel size. Files of layout megatron do not depend on it: of these, it is the number of files with
             tensors, 1 by default.
-        pp: number of pipeline stages; each file has the shards of one tensor parallel rank of one stage. Rank
-            ``stage * tp + t`` is rank t of the stage.
+        pp: number of pipeline stages; each file has the shards of one rank of one stage. The ranks of a stage are
+            consecutive; there are ``tp`` or, if it is larger, ``ep`` of them.
         stages: number of layers of each stage, such as "20,20,21,19" or ``(20, 20, 21, 19)``; by default equal, with
             the remainder in the stages before the last one, as in vLLM.
         ranks: the ranks to write, such as "8-15", "0,2,5-7", 3 or ``range(8)``; None for all. Only what their files
@@ -157,15 +159,16 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     of_rules = rules.stages if isinstance(rules, Plan) else None
     tp, chosen_pp = tp or 1, chosen_stages(pp, stages, default=of_rules)
     pp = chosen_pp.count
-    chosen = choose_ranks(ranks, tp * pp)
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)
     planned, of_adapters = plan_sources(src, base, adapters, layout, options, merge_adapter=merge_adapter, dtype=dtype)
-    source, team = planned.source, team or Team()
-    destination = given or Destination(Path(f"{source.name}{size_suffix(tp, pp)}"))
+    source, team, of_planner = planned.source, team or Team(), planned.planner.rules
+    num_ranks = of_planner.ranks_per_stage(tp) * pp
+    chosen = choose_ranks(ranks, num_ranks)
+    destination = given or Destination(Path(f"{source.name}{size_suffix(tp, of_planner.ep, pp)}"))
     _check_team(team, destination, resume=resume)
     if foreign is not None:
-        is_whole = len(chosen) == tp * pp and team.size == 1
+        is_whole = len(chosen) == num_ranks and team.size == 1
         _check_foreign_options(foreign.name, pp, of_adapters, max_file_size, is_whole=is_whole)
         foreign.check(planned, tp)
     is_identified = checksums and not destination.is_remote
@@ -183,6 +186,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
     return SplitReport(
         **outcome,
         tp=tp,
+        ep=manifest.plan.ep,
         stages=manifest.plan.num_layers,
         family=manifest.plan.family,
         layout=layout,

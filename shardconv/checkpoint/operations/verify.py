@@ -61,6 +61,7 @@ class VerifyReport:
         components: name to class of the components of a pipeline that are split; empty for a model.
         copied: name to class of the other components, with the reason why they are copied.
         pp: number of pipeline stages.
+        ep: expert parallel size; 1 if each expert is sharded.
     """
 
     paths: tuple[str, ...]
@@ -82,6 +83,7 @@ class VerifyReport:
     components: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)
     pp: int = 1
+    ep: int = 1
 
 
 @on_pipelines(verify_each)
@@ -157,6 +159,7 @@ def verify(
         ranks=tuple(range(external.num_ranks)) if external else _held(manifest),
         is_damaged=bool(damages) or data.is_damaged,
         pp=manifest.plan.pp,
+        ep=manifest.plan.ep,
     )
 
 

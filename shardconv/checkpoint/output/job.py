@@ -35,13 +35,13 @@ _STEP = 104_729
 _ARGUMENTS = {
     "tp": "tp", "stages": "stages", "ranks": "ranks", "layout": "layout", "dtype": "dtype",
     "maximum file size": "max_file_size", "rules": "rules", "replicate": "replicate", "head_dim": "head_dim",
-    "experts": "experts", "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
+    "ep": "ep", "engine": "engine", "pad": "pad", "stacked layers": "stacked_layers",
     "vocabulary multiple": "make_vocab_size_divisible_by", "components": "components",
 }  # fmt: skip
 #: Command to the settings that come from its options; its other settings come from its source.
 _CHOSEN = {
     "split": {*_ARGUMENTS},
-    "reshard": {"tp", "stages", "layout", "maximum file size", "engine", "pad"},
+    "reshard": {"tp", "stages", "ep", "layout", "maximum file size", "engine", "pad"},
     "pad": {"pad"},
     "merge": set[str](),
     "unpad": set[str](),

@@ -34,7 +34,8 @@ class PlanOptions(TypedDict, total=False):
         rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.request.Rules`.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
-        experts: "tensor" to shard each expert over all ranks, "expert" to distribute the experts over the ranks.
+        ep: expert parallel size: the number of ranks of a stage, a multiple of ``tp``, each of which has whole experts;
+            by default 1: each expert is sharded as other layers are.
         engine: "vllm" to use the boundaries of that engine; None for shardconv's runtime, which also runs
             checkpoints with other boundaries.
         pad: pad units that do not divide with zeros, if outputs stay equal.
@@ -49,7 +50,7 @@ class PlanOptions(TypedDict, total=False):
     rules: Rules
     replicate: tuple[str, ...]
     head_dim: int | None
-    experts: str
+    ep: int | None
     engine: str | None
     pad: bool
     config: StrPath | None
@@ -61,7 +62,7 @@ class PlanOptions(TypedDict, total=False):
 
 #: Defaults of :class:`PlanOptions`.
 PLAN_DEFAULTS: PlanOptions = {
-    "rules": AUTO, "replicate": (), "head_dim": None, "experts": "tensor", "engine": None,
+    "rules": AUTO, "replicate": (), "head_dim": None, "ep": None, "engine": None,
     "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None, "components": (),
 }  # fmt: skip
 
@@ -172,8 +173,8 @@ def plan_source(
     settings = config_with_quantization(source)
     tensors, rules = with_grids(source.specs, settings), given["rules"]
     request = PlanRequest(
-        None, None, as_names(given["replicate"]), given["head_dim"], given["experts"], given["engine"],
-        allow_unmatched_rules, int(given["pad"]),
+        None, None, as_names(given["replicate"]), given["head_dim"], 1 if given["ep"] is None else given["ep"],
+        given["engine"], allow_unmatched_rules, int(given["pad"]),
     )  # fmt: skip
     if isinstance(rules, Plan):
         request, planner = _planner_of(rules, tensors, request)
@@ -264,7 +265,7 @@ def _planner_of(plan: Plan, tensors: Mapping[str, TensorSpec], options: PlanRequ
     planner = Planner(tensors, plan.rules, assumed=plan.assumed)
     if (name := plan.first_difference(planner.plan(plan.tp, plan.stages))) is not None:
         raise PlanError(f"{name}: the plan was made for another checkpoint, or was changed: make it again")
-    return PlanRequest(engine=plan.rules.engine, pad=plan.rules.pad), planner
+    return PlanRequest(ep=plan.rules.ep, engine=plan.rules.engine, pad=plan.rules.pad), planner
 
 
 def request_for(request: PlanRequest, layout: str) -> PlanRequest:
@@ -289,13 +290,13 @@ def request_for(request: PlanRequest, layout: str) -> PlanRequest:
 
 def changed_options(request: PlanRequest) -> str:
     """The options in a request that change placements, for a message."""
-    names = ("replicate", "experts", "engine", "pad")
+    names = ("replicate", "ep", "engine", "pad")
     return ", ".join(option(name) for name in names if getattr(request, name) != getattr(PlanRequest(), name))
 
 
 def _changed(request: PlanRequest) -> list[str]:
     """The fields of a request that change the plan of an engine."""
-    fields = ("family", "plan_file", "replicate", "head_dim", "experts", "pad")
+    fields = ("family", "plan_file", "replicate", "head_dim", "ep", "pad")
     return [name for name in fields if getattr(request, name) != getattr(PlanRequest(), name)]
 
 

@@ -73,9 +73,9 @@ def _integer(rank: object) -> int:
     raise UsageError(f"{option('ranks')} is malformed (got {rank!r:.60}, expected integers): correct it")
 
 
-def size_suffix(tp: int, pp: int) -> str:
-    """The end of the default name of a folder with ``tp * pp`` rank files."""
-    return f"-tp{tp}" + (f"-pp{pp}" if pp > 1 else "")
+def size_suffix(tp: int, ep: int, pp: int) -> str:
+    """The end of the default name of a folder with rank files for these parallel sizes."""
+    return f"-tp{tp}" + (f"-ep{ep}" if ep > 1 else "") + (f"-pp{pp}" if pp > 1 else "")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -154,7 +154,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     @property
     def tp(self) -> int:
-        """Tensor parallel size: number of ranks of a stage."""
+        """Tensor parallel size."""
         return self.plan.tp
 
     @property
@@ -167,7 +167,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         """The options of ``split`` for as many ranks, for messages."""
         stages = self.plan.stages
         of_stages = "" if stages is None else f" {stages_option(stages.num_layers)}"
-        return f"{option(tp=self.tp)}{of_stages}"
+        ep = f" {option(ep=self.plan.ep)}" if self.plan.ep > 1 else ""
+        return f"{option(tp=self.tp)}{ep}{of_stages}"
 
     @property
     def is_complete(self) -> bool:
@@ -232,7 +233,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     def _rank_file(self, rank: int, file: int = 0, count: int = 1) -> str:
         """The name of one of the ``count`` files of a rank."""
-        return self.layout.rank_file(rank, self.tp, file, count, self.plan.pp)
+        return self.layout.rank_file(rank, self.plan.ranks_per_stage, file, count, self.plan.pp)
 
     @property
     def rank_indexes(self) -> dict[str, str]:

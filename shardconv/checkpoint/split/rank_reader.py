@@ -55,7 +55,7 @@ class RankReader(ABC):
 
     def __init__(self, files: InputFiles, tensors: Mapping[str, TensorSpec], plan: Plan, rank: int) -> None:
         self.tensors = {name: spec for name, spec in tensors.items() if plan.holds(rank, name)}
-        self.plan, self.rank = plan, rank % plan.tp
+        self.plan, self.rank = plan, rank % plan.ranks_per_stage
         self.num_bytes_read = 0
         self._files = files
         self._closing = ExitStack()
@@ -326,7 +326,7 @@ def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
     stored, total = source.stored, 0
     held = {name: spec for name, spec in source.specs.items() if plan.holds(rank, name)}
     for name, spec in held.items():
-        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank % plan.tp]
+        shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank % plan.ranks_per_stage]
         size = num_bytes(spec.dtype, spec.shape)
         full = None if stored.transform_of(name) is not None else stored.shards[name]
         is_made = full is None or len(full.files) > 1 or _is_misaligned(full, spec)

@@ -32,20 +32,21 @@ def loaded_tensors(manifest: Manifest, *, dequantize: bool) -> Mapping[str, Tens
 
 
 def stored_planner(
-    manifest: Manifest, engine: str | None, *, pad: int | None = None, dequantize: bool = False
+    manifest: Manifest, engine: str | None, *, ep: int | None = None, pad: int | None = None, dequantize: bool = False
 ) -> Planner:
     """The planner of the stored rules, which makes the plan for any tensor parallel size.
 
     Args:
         manifest: of the split checkpoint.
         engine: the engine whose boundaries the plan uses; None for shardconv.
+        ep: expert parallel size; None for the stored one.
         pad: as in :class:`~shardconv.plan.request.PlanRequest`; None for the option of the split checkpoint.
         dequantize: plan the weights of quantized layers, instead of the tensors that store them.
 
     Raises:
         PlanError: if the rules do not fit the checkpoint.
     """
-    rules = manifest.plan.rules
+    rules = manifest.plan.rules if ep is None else replace(manifest.plan.rules, ep=ep)
     if engine != manifest.request.engine:
         rules = rules.for_engine(engine_named(engine))
     tensors = loaded_tensors(manifest, dequantize=dequantize)

@@ -9,7 +9,7 @@ function header({ plan, cost, verify }) {
 
 function figures(plan, verify) {
   if (!plan && !verify) return null;
-  const ranks = (verify && chosenRanks(verify)) || String(plan ? plan.rank_bytes.length || '' : verify.tp * verify.pp);
+  const ranks = (verify && chosenRanks(verify)) || String(plan ? plan.rank_bytes.length || '' : Math.max(verify.tp, verify.ep) * verify.pp);
   if (!plan) {
     const files = ['Rank files', size(verify.num_bytes)];
     return terms([['Ranks', ranks], ['Tensors', grouped(verify.num_tensors)], files], 'figures');

@@ -9,9 +9,9 @@ from shardconv.engines.check import construct, one_rank
 Parameters = dict[str, torch.Tensor]
 
 
-def parameters(folder: Path, tp: int, rank: int, load_format: str) -> Parameters:
+def parameters(folder: Path, tp: int, rank: int, load_format: str, ep: int = 1) -> Parameters:
     """The parameters of vLLM's model on one rank; memory that is not loaded has the same bytes in every call."""
-    with one_rank(folder, tp=tp, rank=rank, dtype="bfloat16", load_format=load_format) as config:
+    with one_rank(folder, tp=tp, ep=ep, rank=rank, dtype="bfloat16", load_format=load_format) as config:
         from vllm.config.load import LoadConfig  # noqa: PLC0415 - after the environment is set
         from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
 

@@ -35,6 +35,7 @@ MODELS = {
     "gpt_neox": Model("gpt_neox", BASE),
     "falcon": Model("falcon", {**BASE, "new_decoder_architecture": True, "num_kv_heads": 2, "bias": False}),
     "mixtral": Model("mixtral", MOE),
+    "mixtral, 5 experts": Model("mixtral", {**MOE, "num_local_experts": 5}),
     "qwen3_moe": Model("qwen3_moe", MOE),
     "gpt_oss": Model("gpt_oss", MOE),
     "deepseek_v2": Model("deepseek_v2", MLA),

@@ -74,6 +74,29 @@ def test_several_files_per_rank_of_a_converted_checkpoint(sources, tmp_path, opt
         assert_same(parameters(split, 2, rank, load_format), parameters(tmp_path / "converted", 2, rank, "auto"))
 
 
+@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (2, 4), (1, 2)])
+@pytest.mark.parametrize("name", ["mixtral", "mixtral, 5 experts", "qwen3_moe", "gpt_oss"])
+def test_expert_parallel_ranks(name, tp, ep, sources, tmp_path):
+    """Of data groups of vLLM, with and without a split."""
+    source, split = write(name, sources), tmp_path / "split"
+    shardconv.split(source, split, tp=tp, ep=ep, engine="vllm")
+    assert check_engine(split).differences == ()
+    for rank in range(ep):
+        expected = parameters(source, tp, rank, "auto", ep)
+        assert_same(parameters(split, tp, rank, LOAD_FORMAT, ep), expected)
+        assert_same(parameters(source, tp, rank, LOAD_FORMAT, ep), expected)
+
+
+def test_shared_experts_are_replicated_in_data_groups(sources, tmp_path):
+    source, split = write("deepseek_v2", sources), tmp_path / "split"
+    shardconv.split(source, tmp_path / "other", tp=2, ep=4, engine="vllm")
+    assert "--ep 4 --for vllm --replicate NAME" in check_engine(tmp_path / "other").differences[0]
+    shardconv.split(source, split, tp=2, ep=4, engine="vllm", replicate=("**.shared_experts.*",))
+    assert check_engine(split).differences == ()
+    for rank in range(4):
+        assert_same(parameters(split, 2, rank, LOAD_FORMAT, 4), parameters(source, 2, rank, "auto", 4))
+
+
 #: Models whose stages are known, and the layouts that vLLM reads them in.
 STAGED = [
     *((name, "native") for name in ("llama", "phi3", "gpt_oss", "deepseek_v2", "olmo2", "qwen3_next")),

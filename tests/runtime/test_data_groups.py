@@ -1,0 +1,111 @@
+"""Data groups that share experts: outputs, greedy tokens and gradients equal those of the unsharded model."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+import shardconv
+from shardconv import gather_state_dict
+from shardconv.distributed.groups import _current, init_parallel
+from shardconv.support.errors import RunError, UsageError
+from tests.support.matrix import cases
+from tests.support.models import GQA, MLA, MOE, Model
+from tests.support.ranks import on_ranks
+
+VOCAB = 99
+KINDS = {
+    "qwen3_moe": Model("qwen3_moe", {**GQA, **MOE, "vocab_size": VOCAB}),
+    "mixtral": Model("mixtral", {**GQA, **MOE, "vocab_size": VOCAB}),
+    "deepseek_v3": Model("deepseek_v3", {**MLA, **MOE, "vocab_size": VOCAB}),
+}
+#: Tensor and expert parallel sizes of four ranks, the number of stages, and the number of experts.
+SIZES = [(2, 4, 1, 8), (2, 4, 1, 5), (1, 4, 1, 6), (1, 2, 2, 3), (2, 2, 2, 5), (4, 4, 1, 7)]
+
+
+def with_experts(name, count):
+    numbers = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
+    return replace(KINDS[name], config={**KINDS[name].config, **numbers})
+
+
+def check_outputs(axis, source, path, options):
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    model = shardconv.load(path, device="cpu", **options)
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected, found = (one(input_ids=ids).logits for one in (unsharded, model))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        given = {"input_ids": ids, "max_new_tokens": 6, "do_sample": False}
+        assert torch.equal(model.generate(**given), unsharded.generate(**given))
+    own, full = (sum(one.numel() for name, one in each.named_parameters() if "experts.g" in name or "experts.d" in name)
+                 for each in (model, unsharded))  # fmt: skip
+    return own / full
+
+
+@pytest.mark.parametrize(("tp", "ep", "pp", "experts"), SIZES)
+@pytest.mark.parametrize("name", cases(KINDS, lambda name: name == "qwen3_moe"))
+def test_outputs_equal_those_of_the_unsharded_model(ranks, tmp_path, name, tp, ep, pp, experts):
+    """From rank files, and from the source."""
+    source = tmp_path / "source"
+    with_experts(name, experts).build(0.3).save_pretrained(source)
+    shardconv.split(source, tmp_path / "split", tp=tp, ep=ep, pp=pp)
+    held = ranks("four", check_outputs, source, tmp_path / "split", {})
+    assert max(held) <= -(-experts // ep) / experts
+    assert ranks("four", check_outputs, source, source, {"tp": tp, "ep": ep, "pp": pp}) == held
+
+
+def losses(model, batches):
+    return [model(input_ids=ids, labels=ids).loss for ids in batches]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@on_ranks("four")
+def test_gradients_of_groups_with_other_numbers_of_tokens(axis, name):
+    """Of each group's loss for dense parameters, and of the sum of both losses for experts."""
+    groups = init_parallel(tensor=2, data=2, device_type="cpu")
+    unsharded = with_experts(name, 5).build(0.3)
+    model, own = shardconv.convert_model(copy.deepcopy(unsharded), ep=4), groups.data.rank
+    _current.groups = None
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3, VOCAB, (2, tokens), generator=generator) for tokens in (9, 4)]
+    (found,), expected = losses(model, [batches[own]]), losses(unsharded, batches)
+    torch.testing.assert_close(found, expected[own], rtol=1e-5, atol=0)
+    found.backward()
+    parameters = dict(unsharded.named_parameters())
+    of_groups = [torch.autograd.grad(loss, [*parameters.values()], allow_unused=True) for loss in expected]
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gathered = gather_state_dict(model)
+    for key, *grads in zip(parameters, *of_groups, strict=True):
+        full = [torch.zeros_like(parameters[key]) if grad is None else grad for grad in grads]
+        wanted = sum(full) if ".experts." in key else full[own]
+        torch.testing.assert_close(gathered[key], wanted, rtol=1e-3, atol=1e-5 * max(wanted.abs().max().item(), 1))
+
+
+def test_other_groups_are_refused(ranks):
+    ranks("four", check_refused)
+
+
+def check_refused(axis):
+    model = with_experts("mixtral", 8).build()
+    with pytest.raises(UsageError, match=r"ep=8 needs 8 ranks in data groups of 4: .*tensor=4, data=2"):
+        shardconv.convert_model(model, ep=8, group=axis)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2, "ep": 2}, r"would be loaded for 2 ranks, and there are 4 processes: .*or pass tp=4 ep=1"),
+        ({"tp": 1, "ep": 2}, r"would be loaded for 2 ranks, and there are 4 processes"),
+    ],
+)
+def test_other_numbers_of_processes_are_refused(ranks, tmp_path, options, message):
+    source = with_experts("mixtral", 4).write(tmp_path / "source")
+    ranks("four", check_not_loaded, source, options, message)
+
+
+def check_not_loaded(axis, source, options, message):
+    with pytest.raises(RunError, match=message):
+        shardconv.load(source, device="cpu", **options)
