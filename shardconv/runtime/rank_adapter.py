@@ -120,7 +120,7 @@ class RankAdapter:
 
     def _set(self, layer: LoRALayer, parameter: str, name: str) -> None:
         """Set a parameter of an adapted layer, whose placement must equal the shard's."""
-        stored = self.adapter.manifest.plan.placement(name)
+        stored = self.adapter.manifest.plan.placement(name).first(layer.axis.size)  # data groups have equal shards
         expected = layer.placements.get(parameter) or Placement.replicated(layer.axis.size)
         shard, shape = self.shards[name], layer.own_tensor(parameter).shape
         if stored != expected or shard.shape != shape:

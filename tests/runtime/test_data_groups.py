@@ -11,6 +11,7 @@ import shardconv
 from shardconv import gather_state_dict
 from shardconv.distributed.groups import _current, init_parallel
 from shardconv.support.errors import RunError, UsageError
+from tests.support.adapters import adapted, write_adapter
 from tests.support.matrix import cases
 from tests.support.models import GQA, MLA, MOE, Model
 from tests.support.ranks import on_ranks
@@ -54,6 +55,20 @@ def test_outputs_equal_those_of_the_unsharded_model(ranks, tmp_path, name, tp, e
     held = ranks("four", check_outputs, source, tmp_path / "split", {})
     assert max(held) <= -(-experts // ep) / experts
     assert ranks("four", check_outputs, source, source, {"tp": tp, "ep": ep, "pp": pp}) == held
+
+
+def check_adapter(axis, source, lora, path):
+    expected, model = adapted(source, lora), shardconv.load(path, device="cpu", adapter="lora")
+    ids = torch.arange(3, 12)[None]
+    with torch.inference_mode():
+        torch.testing.assert_close(model(input_ids=ids).logits, expected(input_ids=ids).logits, rtol=0, atol=1e-3)
+
+
+def test_adapter(ranks, tmp_path):
+    source, lora = with_experts("mixtral", 4).write(tmp_path / "source"), tmp_path / "lora"
+    write_adapter(lora, source, target_modules=["q_proj", "o_proj"])
+    shardconv.split(source, tmp_path / "split", tp=2, ep=4, adapters=[lora])
+    ranks("four", check_adapter, source, lora, tmp_path / "split")
 
 
 def losses(model, batches):

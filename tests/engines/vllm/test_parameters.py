@@ -13,6 +13,7 @@ import shardconv
 from shardconv.engines.check import check_engine
 from shardconv.engines.vllm_plugin import LOAD_FORMAT
 from shardconv.layouts import choice
+from shardconv.plan.experts import Expert, place_expert
 from shardconv.support.errors import PlanError
 from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.small import CASES, MODELS, write
@@ -72,6 +73,17 @@ def test_several_files_per_rank_of_a_converted_checkpoint(sources, tmp_path, opt
     load_format = "sharded_state" if "layout" in options else LOAD_FORMAT
     for rank in range(2):
         assert_same(parameters(split, 2, rank, load_format), parameters(tmp_path / "converted", 2, rank, "auto"))
+
+
+@pytest.mark.parametrize(("total", "ep"), [(8, 2), (5, 2), (7, 4), (60, 8), (3, 3)])
+def test_experts_of_a_rank(total, ep):
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map  # noqa: PLC0415
+
+    placement = place_expert(Expert(None, total), (total,), 1, ep)
+    for rank in range(ep):
+        _, numbers, _ = determine_expert_map(ep, rank, total)
+        (interval,) = placement.ranks[rank]
+        assert (numbers >= 0).nonzero().flatten().tolist() == [*range(*interval)]
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 2), (2, 4), (1, 2)])
