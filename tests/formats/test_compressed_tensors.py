@@ -257,7 +257,7 @@ def test_bands_of_rows_have_the_values_of_the_weight(compressed, tmp_path, monke
 def test_quantized_models_are_not_run_as_they_are(compressed, tmp_path):
     shardconv.split(compressed("W4A16", "llama"), tmp_path / "split", tp=1)
     with pytest.raises(
-        RunError, match=r"is quantized: pass dequantize=True.* as bfloat16, with about .* per rank in place of .* kB"
+        RunError, match=r"is quantized: pass dequantize=True.* as bfloat16, with about .* per rank instead of .* kB"
     ):
         shardconv.load(tmp_path / "split", device="cpu")
 
