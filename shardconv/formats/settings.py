@@ -106,7 +106,9 @@ def _scheme_of_group(name: str, group: Mapping[str, object], default: str) -> Sc
     if kind == "pack-quantized":
         blocks["word"] = _word_block(_one_of(weights, "num_bits", (1, 2, 3, 4, 5, 6, 7, 8)))
     if strategy == "group":
-        blocks["group"] = (_positive_integer(weights, "group_size"), 1)
+        if type(size := weights.get("group_size")) is not int or size < 1:
+            raise _invalid("group_size", size, "a positive integer")
+        blocks["group"] = (size, 1)
     elif strategy == "block":
         blocks |= _rows_and_columns(weights, "block_structure")
     elif strategy not in ("tensor", "channel"):
@@ -227,14 +229,6 @@ def _rows_and_columns(table: Mapping[str, object], key: str) -> dict[str, Block]
     if type(rows) is not int or type(columns) is not int or min(rows, columns) < 1:
         raise _invalid(key, value, "two positive integers")
     return {"rows": (rows, 1), "columns": (columns, 1)}
-
-
-def _positive_integer(table: Mapping[str, object], key: str) -> int:
-    """A positive integer."""
-    value = table.get(key)
-    if type(value) is not int or value < 1:
-        raise _invalid(key, value, "a positive integer")
-    return value
 
 
 def _one_of(table: Mapping[str, object], key: str, choices: Sequence[_Value], default: object = None) -> _Value:

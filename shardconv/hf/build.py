@@ -199,8 +199,12 @@ def build_small(kind: type[PretrainedModel], config: ModelConfig) -> PretrainedM
     return model
 
 
+#: Standard deviation of the values of small models.
+_STD = 0.2
+
+
 @torch.no_grad()
-def initialize(model: nn.Module, *, std: float = 0.2) -> None:
+def initialize(model: nn.Module) -> None:
     """Set trainable parameters to random values that are large enough for each to affect the outputs.
 
     Vectors of about one, such as the weights of norms, stay about one. Matrices that are wide in both dims get smaller
@@ -212,9 +216,9 @@ def initialize(model: nn.Module, *, std: float = 0.2) -> None:
             continue
         is_scale = parameter.dim() < 2 and parameter.numel() and parameter.mean() > 0.5
         width = min(parameter.shape[-2:]) if parameter.dim() > 1 else 0
-        noise = torch.randn(parameter.shape, generator=generator) * std * min(1, math.sqrt(64 / max(width, 1)))
+        noise = torch.randn(parameter.shape, generator=generator) * _STD * min(1, math.sqrt(64 / max(width, 1)))
         parameter.copy_(noise + 1 if is_scale else noise)
     for name, buffer in model.named_buffers():
         if name.endswith((".running_mean", ".running_var")):
-            noise = torch.randn(buffer.shape, generator=generator) * std
+            noise = torch.randn(buffer.shape, generator=generator) * _STD
             buffer.copy_(noise if name.endswith("mean") else noise.abs() + 1)

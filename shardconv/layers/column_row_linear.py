@@ -111,7 +111,7 @@ def shard_input(
             f"{full}, tp {axis.size})"
         )
     check_tag(input, [None, last] if full == local else [last] if width == local else [None], axis, describe)
-    return input if width == local else scatter_shards(input, placement, axis, dim=-1)
+    return input if width == local else scatter_shards(input, placement, axis)
 
 
 class RowParallelLinear(ParallelLinear, sharded_dim=1):

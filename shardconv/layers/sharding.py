@@ -98,18 +98,17 @@ def gather_shards(shard: Tensor, placement: Placement, axis: Axis, *, dim: int |
     return torch.cat([gathered.narrow(dim, start, size) for start, size in runs], dim)
 
 
-def scatter_shards(full: Tensor, placement: Placement, axis: Axis, *, dim: int) -> Tensor:
-    """Return this rank's shard of a replicated tensor; backward all-gathers the gradient.
+def scatter_shards(full: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """Return this rank's shard of the last dim of a replicated tensor; backward all-gathers the gradient.
 
     Args:
         full: the full tensor, the same on every rank.
         placement: how it is sharded.
         axis: the ranks.
-        dim: the dim of ``full`` that is sharded.
     """
     if placement.is_padded or len(_runs(placement)) > 1:
-        full = torch.cat([take_shard(full, placement, rank, dim=dim) for rank in range(axis.size)], dim)
-    return scatter_to_tp(full, dim, group=axis)
+        full = torch.cat([take_shard(full, placement, rank, dim=-1) for rank in range(axis.size)], -1)
+    return scatter_to_tp(full, group=axis)
 
 
 @_overridable

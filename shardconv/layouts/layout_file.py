@@ -108,8 +108,8 @@ class QuantizedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         groups: the groups whose rules hold for quantized layers.
         ends: the ends of names of supported tensors.
         values: the ends among them that a layer has instead of ``weight``.
-        last: the ends among them of tensors that the engine keeps once for several layers: the last one. The values of
-            the others follow from grids.
+        last: the ends among them of tensors that the engine keeps for the last of several fused layers only; the values
+            of the others follow from grids.
         dropped: further ends, of tensors that the engine does not have; their values follow from grids.
         refuse: pattern to tensors of quantized layers that are not supported.
         methods: supported quantization method to its constants.

@@ -42,7 +42,8 @@ class Layout:
 
     Attributes:
         headers: of each file.
-        shards: for each source tensor, in order, the positions of its shards on the ranks whose files there are.
+        shards: for each source tensor, in order, the positions of its shards, on the ranks that hold it and have files
+            here.
         constants: for each rank the bytes at the beginning of the data section of its first file, before all shards;
             empty for none.
         files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
