@@ -26,14 +26,14 @@ from shardconv.support.errors import PlanError, UsageError, WorldSizeError
 #: one that was split for this engine, for a source, and for data groups. Commands are texts, as an engine shows options
 #: as arguments.
 _OTHER_ENGINE = (
-    "split the source again with shardconv split SRC {sizes} --for {engine}, or run shardconv reshard {folder} {sizes} "
+    "split the source again with shardconv split SRC{sizes} --for {engine}, or run shardconv reshard {folder}{sizes} "
     "--for {engine}"
 )
 _SAME_ENGINE = "this version of the engine shards it differently: load the source with --load-format auto"
 _SOURCE = "the engine shards it differently: load it with --load-format auto"
 _IN_DATA_GROUPS = (
-    "vLLM replicates shared experts if data groups have several ranks: split the source again with shardconv split SRC "
-    "{sizes} --for {engine} --replicate NAME"
+    "vLLM replicates shared experts if data groups have several ranks: split the source again with shardconv split "
+    "SRC{sizes} --for {engine} --replicate NAME"
 )
 
 
@@ -84,16 +84,16 @@ def open_for_engine(
     options: PlanOptions = {"engine": engine, "ep": ep} if is_source else {}
     checkpoint = _open(folder, tp if is_source else None, stages, options)
     manifest, names = checkpoint.manifest, None
-    sizes = f"--tp {tp}" + (f" --ep {ep}" if (ep, manifest.plan.ep) != (1, 1) else "")
+    sizes = f" --tp {tp}" + (f" --ep {ep}" if (ep, manifest.plan.ep) != (1, 1) else "")
     if manifest.tp != tp:
         raise WorldSizeError(
             f"{folder} is split for another tensor parallel size (got {manifest.tp}, expected {tp} of the engine): "
-            f"start the engine with {manifest.tp}, or run shardconv reshard {folder} {sizes}"
+            f"start the engine with {manifest.tp}, or run shardconv reshard {folder}{sizes}"
         )
     if manifest.plan.ep != ep:
         raise WorldSizeError(
             f"{folder} is split for another expert parallel size (got {manifest.plan.ep}, expected {ep} of the "
-            f"engine): run shardconv reshard {folder} {sizes} --for {engine}"
+            f"engine): run shardconv reshard {folder}{sizes} --for {engine}"
         )
     num_layers = manifest.plan.num_layers
     of_split = _SAME_ENGINE if manifest.request.engine == engine else _OTHER_ENGINE

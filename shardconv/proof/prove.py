@@ -222,7 +222,7 @@ def _plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[
             if plan.ranks_per_stage == tp:
                 plans[tp] = plan
             else:
-                reasons[tp] = f"a proof has one data group: pass --ep {tp}"
+                reasons[tp] = f"a proof has one data group: pass {option(ep=tp)}"
     return plans, reasons
 
 

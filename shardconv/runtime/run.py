@@ -48,6 +48,7 @@ class RunReport:
     Attributes:
         path: the checkpoint.
         tp: tensor parallel size.
+        ep: expert parallel size; 1 if each expert is sharded.
         device: device of this rank.
         prompts: the prompts.
         outputs: for each prompt its continuation, the tokens that fill its masks, or an embedding as JSON.

@@ -71,7 +71,7 @@ def side(arrays, placements_, rows=None, ranks=None) -> tuple[list[Shards], list
     ``rows`` has those of the shards of each tensor, with zeros between them; None for contiguous shards. ``ranks`` has
     the ranks whose files there are; None for all.
     """
-    chosen = range(placements_[0].tp) if ranks is None else ranks
+    chosen = range(placements_[0].num_ranks) if ranks is None else ranks
     rows = rows or [None] * len(arrays)
     files = [b""] * len(chosen)
     shards = []
@@ -198,7 +198,7 @@ def test_copy_to_some_ranks(tmp_path, monkeypatch, examples):
     def check(case, stripe_bytes, gap, seed, data):
         monkeypatch.setattr(byte_ranges, "GAP_BYTES", gap)
         geometry.cache_clear()
-        tp = case[0][2].tp
+        tp = case[0][2].num_ranks
         ranks = tuple(data.draw(st.lists(st.integers(0, tp - 1), min_size=1, unique=True)))
         arrays = random_arrays(np.random.default_rng(seed), case)
         source, source_file = in_one_file(arrays)

@@ -27,7 +27,7 @@ LOCK = json.dumps({"host": "other", "process": 7, "started": "2026-01-02 03:04:0
 NOTES = (("notes.txt", b"mine"),)
 #: Files in the destination afterwards.
 NOTHING, UNCHANGED, OTHER, INCOMPLETE = (
-    "nothing", "what was there", "what the other process wrote", "no manifest, index or `config.json`",
+    "nothing", "the existing files", "the files of the other process", "no manifest, index or `config.json`",
 )  # fmt: skip
 
 
