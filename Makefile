@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 CORE   := .venv-core
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-megatron test-models test-oldest test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-megatron test-models test-oldest test-sglang test-vllm vllm-names check dist docs picture bench clean
 
 # what users install, and then what the tests and checks need beside it
 $(VENV)/.runs: pyproject.toml constraints.txt
@@ -77,6 +77,14 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 
 test-vllm: $(VLLM)/.installed $(VENV)/vision
 	$(VLLM)/bin/python -m pytest -p no:warnings tests/engines/vllm
+
+# SGLang's models and loaders, beside vLLM's environment, which has most of the packages that they import
+$(VLLM)/sglang: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-deps --target $@ --group sglang
+	touch $@
+
+test-sglang: $(VLLM)/sglang $(VENV)/vision
+	PYTHONPATH="$(CURDIR)/$(VLLM)/sglang" $(VLLM)/bin/python -m pytest -p no:warnings tests/engines/sglang
 
 # Megatron-Core on CPUs, without the packages that it would bring; its imports warn of those that are missing
 $(VENV)/megatron: $(VENV)/.installed

@@ -26,7 +26,7 @@ pytest.register_assert_rewrite("tests.support")  # before its import, for detail
 
 #: Tests in vLLM and Megatron-Core run separately: make test-vllm, make test-megatron. Tests of pages show costs, which
 #: torch counts.
-_SEPARATE = (("vllm", "engines/vllm"), ("megatron", "megatron"), ("torch", "html"))
+_SEPARATE = (("vllm", "engines/vllm"), ("sglang", "engines/sglang"), ("megatron", "megatron"), ("torch", "html"))
 collect_ignore = [name for package, name in _SEPARATE if not find_spec(package)]
 
 #: Packages of extras that are not installed: tests that import them are skipped, and the others run (make test-core).

@@ -227,7 +227,8 @@ def layout_option(default: str, value: str | None = None) -> Option:
     """``--layout``; ``default`` is the end of its help text."""
     text = (
         "Write the tensor names of SRC (native), with offsets for torch.distributed.checkpoint (dcp), or the files of "
-        f"vLLM's sharded_state (vllm), of Meta (meta) or of Megatron-Core (megatron). [default: {default}]"
+        f"vLLM's or SGLang's sharded_state (vllm, sglang), of Meta (meta) or of Megatron-Core (megatron). [default: "
+        f"{default}]"
     )
     return Option(OUTPUT, "--layout", text, type=_Layout(LAYOUTS), default=value)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import chosen
 from shardconv.commands.options import SOURCE_OPTIONS, SourcePath
+from shardconv.plan.engines import CHECKED
 from shardconv.support.console import Console, Progress
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
@@ -132,10 +133,10 @@ def engine_note(layout: str) -> list[str]:
     """The engine versions that read an engine's layout, and how to check another."""
     from shardconv.layouts.choice import versions_of
 
-    versions = versions_of(layout)
-    if versions is None:
+    if (versions := versions_of(layout)) is None:
         return []
-    return [f"for {layout} {versions}; shardconv verify DIR --engine {layout} compares with the installed version"]
+    check = f"; shardconv verify DIR --engine {layout} compares with the installed version"
+    return [f"for {layout} {versions}{check if layout == CHECKED else ''}"]
 
 
 def rank_files(report: "SplitReport | ReshardReport") -> str:

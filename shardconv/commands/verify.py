@@ -24,7 +24,7 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.shared import component_notes, layout_note, notes, source_progress
 from shardconv.files.paths import local_path
-from shardconv.plan.engines import ENGINES
+from shardconv.plan.engines import CHECKED
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.formatting import counted, size
@@ -49,7 +49,7 @@ _ENGINE = "Also compare with the model that this engine, which has to be install
         IGNORE,
         FROM,
         Option(CHECKS, "--against", _AGAINST, type=SOURCE_PATH, metavar="SRC"),
-        Option(CHECKS, "--engine", _ENGINE, type=click.Choice(list(ENGINES))),
+        Option(CHECKS, "--engine", _ENGINE, type=click.Choice([CHECKED])),
         threads_option(CHECKS, "reading"),
         *HTML_OPTIONS,
         *display_options(),

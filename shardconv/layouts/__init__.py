@@ -9,5 +9,7 @@ DCP = "dcp"
 META, MEGATRON = "meta", "megatron"
 #: The layouts that are written without a manifest.
 FOREIGN = (META, MEGATRON)
+#: The layouts of serving engines.
+ENGINE_LAYOUTS = ("vllm", "sglang")
 #: All layouts that can be written.
-LAYOUTS = ("native", DCP, "vllm", *FOREIGN)
+LAYOUTS = ("native", DCP, *ENGINE_LAYOUTS, *FOREIGN)

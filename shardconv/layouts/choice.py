@@ -11,7 +11,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from shardconv.layouts import LAYOUTS, SOURCE_LAYOUTS
+from shardconv.layouts import ENGINE_LAYOUTS, LAYOUTS
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout, FileTensor
 from shardconv.layouts.layout_file import GroupTable, QuantizedTable, RefusedTable, layout_file
 from shardconv.layouts.relation import (
@@ -40,7 +40,7 @@ def engine_of(layout: str) -> str | None:
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
-    return layout_file(layout).engine if layout in SOURCE_LAYOUTS else None
+    return layout_file(layout).engine if layout in ENGINE_LAYOUTS else None
 
 
 def versions_of(layout: str) -> str | None:
@@ -87,6 +87,16 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     _check_needed(name, groups, names)
     weights = names if quantized is None else quantized.as_weights(names)
     return replace(layout, constants=tuple(constant for rule in constants for constant in rule.constants(weights)))
+
+
+def check_stages(layout: FileLayout, pp: int) -> None:
+    """Refuse several pipeline stages in the layout of an engine whose stages would read the same files.
+
+    Raises:
+        UsageError: if there are several.
+    """
+    if pp > 1 and layout.engine is not None and not layout.file_name_in_stage:
+        raise UsageError(f"layout {layout.name} does not have pipeline stages (got {pp}): pass {option(pp=1)}")
 
 
 def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLayout:

@@ -276,8 +276,8 @@ def _described(members: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str
 
 #: The remedy for a checkpoint that an engine's layout does not support.
 REMEDY = (
-    f"use the native layout ({option(engine='vllm')} instead of {option(layout='vllm')}), and serve it with "
-    "--load-format shardconv"
+    f"use the native layout: vLLM serves it with {option(engine='vllm')} and --load-format shardconv, SGLang loads the "
+    "source"
 )
 
 #: Layouts with the names of the source tensors; DCP adds the offsets of the shards for torch.distributed.checkpoint.

@@ -57,8 +57,15 @@ _VLLM = Engine(
     }),
 )  # fmt: skip
 
+#: SGLang has the full embedding of Gemma 3 on each rank.
+_SGLANG = Engine(
+    "sglang", vocab_multiple=64, replicated={"gemma3_text": ("**.embed_tokens",), "olmo2": _NORMS_OVER_HEADS}
+)
+
 #: The engines, by name.
-ENGINES = {engine.name: engine for engine in (_VLLM,)}
+ENGINES = {engine.name: engine for engine in (_VLLM, _SGLANG)}
+#: The engine whose installed version split checkpoints can be compared with.
+CHECKED = _VLLM.name
 #: The boundaries of shardconv's own runtime.
 SHARDCONV = Engine("shardconv")
 

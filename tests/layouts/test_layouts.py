@@ -206,7 +206,7 @@ REFUSED = {
     "whole experts": ("mixtral", None, {"ep": 2}, "which ep changes"),
     "a replicated tensor": ("llama", None, {"replicate": ("lm_head.weight",)}, "which replicate changes"),
     "another family": ("llama", None, {"rules": "llama"}, "which rules changes"),
-    "an unknown layout": ("llama", None, {"layout": "sglang"}, "'sglang' is unknown .*native, dcp, vllm"),
+    "an unknown layout": ("llama", None, {"layout": "tensorrt"}, "'tensorrt' is unknown .*native, dcp, vllm"),
 }  # fmt: skip
 
 

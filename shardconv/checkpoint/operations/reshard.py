@@ -29,7 +29,7 @@ from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import FOREIGN, LAYOUTS
-from shardconv.layouts.choice import choose_layout, engine_of, with_max_file_size
+from shardconv.layouts.choice import check_stages, choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
 from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
@@ -229,6 +229,7 @@ def _plan_reshard(
         file_layout = choose_layout(layout, quantized_tensors(old), old.config)
     planner = stored_planner(old, request.engine, ep=ep, pad=pad)
     plan = planner.plan(tp, planner.stages(chosen))
+    check_stages(file_layout, plan.pp)
     inherited = None if plan.stages is not None else old.layout.max_file_bytes
     if file_layout.max_file_bytes != inherited:
         file_layout = structs.replace(file_layout, max_file_bytes=inherited)

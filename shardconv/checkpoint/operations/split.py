@@ -26,7 +26,7 @@ from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks, size_su
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath
 from shardconv.layouts import MEGATRON, META
-from shardconv.layouts.choice import choose_layout, with_max_file_size
+from shardconv.layouts.choice import check_stages, choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import Stages, chosen_stages
@@ -117,9 +117,9 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         merge_adapter: merge the only one of ``adapters`` into the weights instead, as ``merge_and_unload`` of PEFT.
         layout: names, fusions and files of the shards: "native" for the source's names; "dcp" for the source's names
             and the offsets of the shards, so that HuggingFaceStorageReader of torch.distributed.checkpoint loads the
-            folder into full tensors or DTensors; "vllm" for files that vLLM loads with load_format="sharded_state";
-            "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral, and "megatron" for a checkpoint
-            of Megatron-Core (torch_dist), both without a manifest.
+            folder into full tensors or DTensors; "vllm" and "sglang" for files that these engines load with
+            load_format="sharded_state"; "meta" for Meta's consolidated.NN.pth and params.json of a Llama or Mistral,
+            and "megatron" for a checkpoint of Megatron-Core (torch_dist), both without a manifest.
         stacked_layers: whether layout megatron has the layers of a model in one tensor, instead of one for each layer.
         make_vocab_size_divisible_by: for layout megatron, pad the rows of the vocabulary with zeros to a multiple of
             this, times ``tp``. By default they are not padded: Megatron-Core pads when it loads.
@@ -138,7 +138,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         SourceError: if the source cannot be read, changes during the split, or has an element that is too large for
             ``dtype``.
         PlanError: if no plan is known to be correct, or the layout does not support it: dcp does not support fused or
-            padded tensors, and vllm only supports certain model types and plans; or a ``dtype`` is given for a
+            padded tensors, and vllm and sglang only certain model types and plans; or a ``dtype`` is given for a
             quantized source.
         UsageError: if the layout, dtype, size or a rank is unknown, or it is the layout of an engine and the options
             change the plan, or the destination is in the source or contains it.
@@ -267,6 +267,7 @@ def _manifests(
         chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
         file_layout = with_max_file_size(chosen, max_file_size)
     plan, names = plan_of(planned), tuple(adapters)
+    check_stages(file_layout, plan.pp)
     manifest = of_source(planned.source, plan, planned.request, layout=file_layout, adapters=names)
     nested = {name: (one.source, of_source(one.source, plan_of(one), one.request)) for name, one in adapters.items()}
     return manifest, nested
