@@ -45,6 +45,11 @@ class Stages(Data, frozen=True):
         """Number of layers of each stage."""
         return tuple(map(self.layers.local_size, range(self.count)))
 
+    def layers_of(self, stage: int) -> range:
+        """The numbers of the layers of a stage."""
+        start = sum(self.num_layers[:stage])
+        return range(start, start + self.num_layers[stage])
+
     @property
     def finest(self) -> "Stages":
         """Stages of one layer each."""

@@ -127,7 +127,7 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
 
     In encoder-decoder models the encoder processes the prompts, and the decoder starts with one token. With ``stages``,
     the numbers of layers of pipeline stages, all stages' collectives and the messages between them are counted, and the
-    cache of the stage with most layers.
+    cache of the stage with most layers. The broadcast of the logits is a message to each stage.
 
     Raises:
         Exception: any error of building, converting or calling the model, as when its shapes depend on values.
@@ -142,9 +142,10 @@ def dry_run(model: MetaModel, request: PlanRequest, tp: int, batch: int, seq: in
         raise RunError(f"the layers of {model.name} are not found (got {len(layers)}, expected {sum(stages)})")
     for last in [*accumulate(stages)][:-1]:
         layers[last - 1].register_forward_hook(partial(_send, group))
+    built.register_forward_hook(partial(_broadcast, group, len(stages) - 1))
     ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     live = LiveBytes([*built.parameters(), *built.buffers(), ids])
-    with torch.no_grad(), _MetaFunctions(), live:
+    with torch.no_grad(), MetaFunctions(), live:
         states, ids = _encode(built, ids)
         outputs = built(**states, **_tokens(states, ids), **_options(built))
         prefill = _take_calls(group)
@@ -176,7 +177,7 @@ def denoise(model: MetaModel, request: PlanRequest, tp: int, step: Mapping[str, 
     drawn = diffusion_inputs(built, torch.Generator(), step)
     inputs = {name: _on_meta(value, model.dtype) for name, value in drawn.items()}
     live = LiveBytes([*built.parameters(), *built.buffers(), *held_tensors(inputs)])
-    with torch.no_grad(), _MetaFunctions(), live:
+    with torch.no_grad(), MetaFunctions(), live:
         built(**inputs)
     return Usage(None, _take_calls(group), None, live.peak, 0)
 
@@ -240,13 +241,19 @@ def _mark_layer(group: CountingGroup, *_: object, is_inside: bool) -> None:
     group.in_layer = is_inside
 
 
+def _broadcast(group: CountingGroup, others: int, _: nn.Module, __: object, outputs: ModelOutput) -> None:
+    """A forward hook of the model: count the messages with the logits from the last stage to the others."""
+    for _number in range(others):
+        group.count(SEND, outputs.logits if "logits" in outputs else outputs.last_hidden_state)
+
+
 def _send(group: CountingGroup, _: nn.Module, __: object, hidden: Tensor) -> None:
     """A forward hook of the last layer of a stage: count the message to the next one."""
     group.count(SEND, hidden)
     group.stage += 1
 
 
-class _MetaFunctions(TorchFunctionMode):
+class MetaFunctions(TorchFunctionMode):
     """Replace functions that need values, or allocate other memory on the meta device than on a GPU."""
 
     def __torch_function__(

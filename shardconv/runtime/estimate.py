@@ -95,8 +95,7 @@ def estimate_cost(
             :class:`~shardconv.runtime.cost_report.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
             to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that need it, the :data:`NUM_PADDED` with the least.
-        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is of the rank with most; the
-            broadcast of the logits by ``run`` is not counted.
+        pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is of the rank with most.
         stages: number of layers of each.
         batch: prompts per batch.
         seq: tokens per prompt; by default :data:`~shardconv.runtime.dry_run.SEQ`, or the maximum of the model if it is

@@ -38,7 +38,7 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.caller_module import build_by_caller, check_builder, fill
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
-from shardconv.runtime.model_stage import keep_stage, refuse_parts
+from shardconv.runtime.model_stage import check_runs, keep_stage, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
@@ -133,6 +133,7 @@ def load(
     place, manifest, on_all = checkpoint.path, checkpoint.manifest, partial(run_on_all, ranks.all)
     plan = on_all(partial(runnable_plan, manifest, place, ranks.all.rank, dequantize=dequantize))
     on_all(partial(_refuse_with_stages, place, plan, model, adapter))
+    build = on_all(partial(_builder, checkpoint, plan, model, unused, is_trusted=trust_remote_code))
     dequantizer = applied = None
     if dequantize:
         dequantizer = on_all(partial(Dequantizer.of_rank, manifest, place, plan, ranks.all.rank, dtype))
@@ -143,11 +144,6 @@ def load(
     loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied)
     steps = loading.steps(progress, verify=verify)
     tensors = on_all(partial(loading.read_tensors, steps, verify=verify))
-    if model is None:
-        kind = on_all(partial(find_model_class, checkpoint, is_trusted=trust_remote_code))
-        build = partial(loading.build_of, kind, unused)
-    else:
-        build = partial(loading.build_from, model)
     loaded = on_all(partial(loading.fill, build, tensors, steps.get("move")))
     if plan.assumed and ranks.all.rank == 0:
         warnings.warn(f"{place!s}: {'; '.join(plan.assumed)}", PlanWarning, stacklevel=2)
@@ -171,6 +167,22 @@ def _refuse_with_stages(path: AnyPath, plan: Plan, model: object, adapter: objec
             f"{path}: {option(given)} is not supported with pipeline stages: remove it, or make a checkpoint without "
             f"them (shardconv reshard {path} --tp N --pp 1)"
         )
+
+
+#: Builds a model with the tensors of this rank.
+_Build = Callable[["_Loading", dict[str, Tensor]], nn.Module]
+
+
+def _builder(
+    checkpoint: Loadable, plan: Plan, model: Callable[[], nn.Module] | None, unused: Sequence[str], *, is_trusted: bool
+) -> _Build:
+    """The function that builds the module of the caller, or a model of the class that the config names."""
+    if model is not None:
+        return partial(_Loading.build_from, make=model)
+    kind = find_model_class(checkpoint, is_trusted=is_trusted)
+    if plan.stages is not None:
+        check_runs(kind, plan)
+    return partial(_Loading.build_of, kind=kind, unused=unused)
 
 
 def _open_adapter(
@@ -260,22 +272,20 @@ class _Loading:
         fetched = self.checkpoint.fetched_bytes(rank)
         check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)
 
-    def fill(
-        self, build: Callable[[dict[str, Tensor]], nn.Module], tensors: dict[str, Tensor], progress: Progress | None
-    ) -> nn.Module:
+    def fill(self, build: _Build, tensors: dict[str, Tensor], progress: Progress | None) -> nn.Module:
         """Build the model with the tensors, and move it to the device."""
-        model = build(tensors)
+        model = build(self, tensors)
         if self.adapter is not None:
             self.adapter.attach(model, self.ranks.tensor, self.plan.rules)
         if self.device.type != "cpu":
             move(model, self.device, progress)
         return model
 
-    def build_from(self, make: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    def build_from(self, tensors: dict[str, Tensor], make: Callable[[], nn.Module]) -> nn.Module:
         """Build the module of the caller, convert it, and load the tensors into it."""
         return build_by_caller(make, self._convert, tensors, self.dtype)
 
-    def build_of(self, kind: ModelClass, unused: Sequence[str], tensors: dict[str, Tensor]) -> nn.Module:
+    def build_of(self, tensors: dict[str, Tensor], kind: ModelClass, unused: Sequence[str]) -> nn.Module:
         """Build a model of a class of transformers or diffusers, convert it, and load the tensors into it."""
         folder = self.checkpoint.folder
         if isinstance(kind.config, DiffusersConfig):

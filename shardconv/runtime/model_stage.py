@@ -1,31 +1,77 @@
 """One pipeline stage of a model of transformers, for inference.
 
 Each rank has the modules of its stage. The model's own code runs unchanged on all stages: the embedding of a later
-stage returns the hidden states that it receives from the stage before, layers of other stages return their input, the
-final norm of an earlier stage sends its input to the next stage, and the last stage broadcasts the logits to all. So
-transformers computes masks, positions and caches, and generates.
+stage returns zeros, layers of other stages return their input, the first layer of a later stage gets the hidden states
+that it receives from the stage before, the last layer of an earlier stage sends its output to the next stage, and the
+last stage broadcasts the logits to all. So transformers computes masks, positions and caches, and generates. Code
+between the embedding and the first layer has an effect on the first stage only.
 
 Hidden states have shape [batch, tokens, hidden size], in the dtype of the model. Each rank sends them to the rank of
 the same number in the next stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
+from shardconv.hf.build import build_on_meta
+from shardconv.hf.classes import ModelClass
 from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import Located, StageFinder
-from shardconv.support.errors import RunError
+from shardconv.runtime.dry_run import MetaFunctions
+from shardconv.support.errors import RunError, one_line
 
 #: The remedy for models that do not run in stages.
 _WITHOUT_STAGES = "run it in one stage (shardconv reshard DIR --tp N --pp 1)"
+#: Kind of modules in ``[stages]`` to the number of them that a model may have.
+_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0}
+
+
+def check_runs(kind: ModelClass, plan: Plan) -> None:
+    """Check that the layers of a model get nothing but hidden states from other stages, in a dry run without values.
+
+    Raises:
+        PlanError: if the stage of a parameter is unknown.
+        RunError: if they get more, the model changes hidden states between layers, or the dry run fails.
+    """
+    model = build_on_meta(*kind).requires_grad_(requires_grad=False)
+    finder = StageFinder(plan.rules)
+    parts = _Parts.of(model, {name: finder.locate(name) for name in _names(model, finder)}, finder)
+    check, zeros = _LayerCheck(model), partial(_tracked, parts.embedding, next(model.parameters()).dtype)
+    for module, forward in ((parts.embedding, zeros), (parts.norm, nn.Identity())):
+        module._parameters.update(dict.fromkeys(module._parameters))  # noqa: SLF001 - other stages do not have them
+        vars(module)["forward"] = forward
+        module.register_forward_pre_hook(check.record)
+    for layer in parts.layers:
+        check.connect(layer)
+    try:
+        with torch.enable_grad(), MetaFunctions():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device="meta"), use_cache=False)
+    except RunError:
+        raise
+    except Exception as error:
+        raise does_not_run(model, f"a dry run raises {one_line(error)}") from error
+    if check.called != [parts.embedding, *parts.layers, parts.norm]:
+        raise does_not_run(model, "it does not call the embedding, each layer and the final norm once, in this order")
+
+
+def does_not_run(model: nn.Module, reason: str) -> RunError:
+    """The error for a model that does not run in stages."""
+    return RunError(f"{type(model).__name__} does not run in pipeline stages: {reason}: {_WITHOUT_STAGES}")
+
+
+def _tracked(module: nn.Embedding, dtype: torch.dtype, input_ids: Tensor) -> Tensor:
+    """The forward of the embedding in a dry run: what is computed from its output requires a gradient."""
+    return input_ids.new_empty(*input_ids.shape, module.embedding_dim, dtype=dtype, requires_grad=True).clone()
 
 
 def keep_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
@@ -47,7 +93,7 @@ def keep_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
         stages = finder.stages_of(name, plan.stages)
         if stages and axis.rank not in stages:
             _remove(model, name)
-    _connect(model, located, finder, _Stage(axis, model))
+    _Stage(axis, model).connect(_Parts.of(model, located, finder), plan.stages.layers_of(axis.rank))
     if not plan.stages.is_tied or axis.rank < axis.size - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
 
@@ -77,52 +123,106 @@ def _remove(model: nn.Module, name: str) -> None:
     vars(module).update({"_is_hf_initialized": True, ON_OTHER_STAGE: True})
 
 
-def _connect(model: nn.Module, located: Mapping[str, Located], finder: StageFinder, stage: "_Stage") -> None:
-    """Replace the forward methods of the modules at which stages are connected."""
-    paths: dict[str, set[str]] = {}
-    of_modules = ((name, finder.find(name)) for name, _ in model.named_modules())  # a norm may lack parameters
-    for one in (*located.values(), *(found for name, found in of_modules if found and found.path == name)):
-        paths.setdefault(one.kind, set()).add(one.path)
-    if missing := next((kind for kind in (EMBEDDING, LAYERS, "last") if len(paths.get(kind, ())) != 1), None):
-        found = ", ".join(sorted(paths.get(missing, ()))) or "none"
-        raise RunError(
-            f"{type(model).__name__} does not run in pipeline stages: it has modules of kind {missing!r} that are not "
-            f"connected (got {found}, expected one): {_WITHOUT_STAGES}"
-        )
-    (embedding,), (layers,), (norm,) = paths[EMBEDDING], paths[LAYERS], paths["last"]
-    held = {one.layer for name, one in located.items() if one.kind == LAYERS and _has(model, name)}
-    for number, layer in enumerate(model.get_submodule(layers).children()):
-        stage.connect_layer(layer, number, is_held=number in held)
-    stage.connect_embedding(cast("nn.Embedding", model.get_submodule(embedding)))
-    heads = [cast("nn.Linear", model.get_submodule(path)) for path in paths.get(HEAD, ())]
-    stage.connect_norm(model.get_submodule(norm), is_output=not heads)
-    for head in heads:
-        stage.connect_head(head)
-    stage.connect_model()
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The modules of a model at which stages are connected.
+
+    Attributes:
+        embedding: the embedding table.
+        layers: the layers.
+        norm: the final norm.
+        heads: the output projections; none for a base model.
+    """
+
+    embedding: nn.Embedding
+    layers: list[nn.Module]
+    norm: nn.Module
+    heads: Sequence[nn.Linear]
+
+    @classmethod
+    def of(cls, model: nn.Module, located: Mapping[str, Located], finder: StageFinder) -> Self:
+        """The modules of a model, by the modules of its parameters.
+
+        Raises:
+            RunError: if it has several of a kind, or none.
+        """
+        paths: dict[str, set[str]] = {}
+        of_modules = ((name, finder.find(name)) for name, _ in model.named_modules())  # a norm may lack parameters
+        for one in (*located.values(), *(found for name, found in of_modules if found and found.path == name)):
+            paths.setdefault(one.kind, set()).add(one.path)
+        for kind, count in _CONNECTED.items():
+            if len(found := paths.get(kind, ())) != count:
+                names = ", ".join(sorted(found)) or "none"
+                raise does_not_run(model, f"modules of kind {kind!r} are not connected (got {names}, expected {count})")
+        embedding, sequence, norm = (model.get_submodule(*paths[kind]) for kind in (EMBEDDING, LAYERS, "last"))
+        heads = [cast("nn.Linear", model.get_submodule(path)) for path in paths.get(HEAD, ())]
+        return cls(cast("nn.Embedding", embedding), [*sequence.children()], norm, heads)
 
 
-def _has(model: nn.Module, name: str) -> bool:
-    """Whether a parameter or buffer was not removed."""
-    owner, _, own = name.rpartition(".")
-    return getattr(model.get_submodule(owner), own) is not None
+class _LayerCheck:
+    """Checks the inputs of layers: hidden states that no code between layers changes, and nothing computed from them.
+
+    Such code would run on all stages, and what it computes would differ between them.
+
+    Attributes:
+        called: the modules that were called, in order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.called: list[nn.Module] = []
+        self._current: Tensor | None = None
+
+    def record(self, module: nn.Module, _: object) -> None:
+        """A forward pre-hook of a module that is called."""
+        self.called.append(module)
+
+    def connect(self, layer: nn.Module) -> None:
+        """Check the input of a layer, after those of the layers before."""
+        layer.register_forward_pre_hook(self.record)
+        layer.register_forward_pre_hook(self._check, with_kwargs=True)
+        layer.register_forward_hook(self._set_current)
+
+    def _check(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward pre-hook of a layer."""
+        hidden, others = _inputs(args, options)
+        if self._current is not None and hidden is not self._current:
+            raise does_not_run(self._model, f"it changes hidden states before {type(layer).__name__}")
+        if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(others)):
+            raise does_not_run(self._model, f"{type(layer).__name__} gets more than one input from other stages")
+
+    def _set_current(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        """A forward hook of a layer: the next one must get its output."""
+        self._current = output
+
+
+def _inputs(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Tensor, list[Any]]:
+    """The hidden states of a layer, and its other arguments."""
+    if args:
+        return args[0], [*args[1:], *options.values()]
+    return options["hidden_states"], [value for name, value in options.items() if name != "hidden_states"]
 
 
 class _Stage:
-    """A stage of a model, which communicates with the stages beside it.
-
-    Attributes:
-        current: the hidden states that the next layer, or the final norm, has to get. Code between layers that changes
-            them would run once on each stage, so it is refused.
-    """
+    """A stage of a model, which communicates with the stages beside it."""
 
     def __init__(self, axis: Axis, model: nn.Module) -> None:
         self._axis, self._model = axis, model
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
         self._is_called = False
-        self.current: Tensor | None = None
 
-    def connect_model(self) -> None:
-        """Refuse gradients, and calls of modules of the model instead of the model itself."""
+    def connect(self, parts: _Parts, held: range) -> None:
+        """Replace the forward methods of modules.
+
+        Args:
+            parts: the modules.
+            held: the numbers of the layers of this stage.
+        """
+        self._connect_embedding(parts.embedding)
+        self._connect_layers(parts.layers, held)
+        self._connect_norm(parts.norm, is_output=not parts.heads)
+        for head in parts.heads:
+            self._connect_head(head)
         self._model.register_forward_pre_hook(self._begin)
         self._model.register_forward_hook(self._end, always_call=True)
 
@@ -138,47 +238,52 @@ class _Stage:
     def _end(self, *_: object) -> None:
         self._is_called = False
 
-    def connect_embedding(self, module: nn.Embedding) -> None:
-        """Replace the embedding of a later stage by the hidden states of the stage before."""
+    def _connect_embedding(self, module: nn.Embedding) -> None:
         module.register_forward_pre_hook(self._check_called)
         if not self._is_first:
-            vars(module)["forward"] = partial(self._receive, module.embedding_dim)
+            vars(module)["forward"] = partial(self._zeros, module.embedding_dim)
 
-    def connect_layer(self, module: nn.Module, number: int, *, is_held: bool) -> None:
-        """Replace a layer of another stage by its input, and check the input of all layers."""
-        if not is_held:
-            module._modules.clear()  # noqa: SLF001 - it computes nothing
-            vars(module)[ON_OTHER_STAGE] = True
-            vars(module)["forward"] = partial(_pass, number)
-        if number or not self._is_first:
-            module.register_forward_pre_hook(self._check_input, with_kwargs=True)
-        module.register_forward_hook(self._set_current)
+    def _connect_layers(self, layers: Sequence[nn.Module], held: range) -> None:
+        for number, layer in enumerate(layers):
+            if number not in held:
+                layer._modules.clear()  # noqa: SLF001 - it computes nothing
+                vars(layer)[ON_OTHER_STAGE] = True
+                vars(layer)["forward"] = partial(_pass, number)
+        if not self._is_first:
+            layers[held[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
+        if not self._is_last:
+            layers[held[-1]].register_forward_hook(self._send)
 
-    def connect_norm(self, module: nn.Module, *, is_output: bool) -> None:
-        """Send the input of the final norm of an earlier stage; with ``is_output``, return the last stage's."""
-        run = partial(_forward, module) if self._is_last else self._send
+    def _connect_norm(self, module: nn.Module, *, is_output: bool) -> None:
+        """Return the input of the final norm of an earlier stage; with ``is_output``, the output of the last stage."""
+        run: Callable[[Tensor], Tensor] = partial(_forward, module) if self._is_last else nn.Identity()
         if is_output:
             run = partial(self._broadcast, run, lambda hidden: hidden.shape)
-        module.register_forward_pre_hook(self._check_input, with_kwargs=True)
         vars(module)["forward"] = run
 
-    def connect_head(self, module: nn.Linear) -> None:
+    def _connect_head(self, module: nn.Linear) -> None:
         """Return the logits of the last stage from the head."""
         run: Callable[[Tensor], Tensor] = partial(_forward, module) if self._is_last else nn.Identity()
         vars(module)["forward"] = partial(
             self._broadcast, run, lambda hidden: (*hidden.shape[:-1], module.out_features)
         )
 
-    def _receive(self, hidden_size: int, input_ids: Tensor) -> Tensor:
-        """The hidden states of the stage before, for token ids of shape [batch, tokens]."""
-        self.current = torch.empty(*input_ids.shape, hidden_size, dtype=self._dtype, device=input_ids.device)
-        dist.recv(self.current, self._axis.ranks[self._axis.rank - 1], group=self._axis.group)
-        return self.current
+    def _zeros(self, hidden_size: int, input_ids: Tensor) -> Tensor:
+        """The output of the embedding of a later stage, for token ids of shape [batch, tokens]."""
+        return torch.zeros(*input_ids.shape, hidden_size, dtype=self._dtype, device=input_ids.device)
 
-    def _send(self, hidden: Tensor) -> Tensor:
-        """Send hidden states to the next stage, and return them."""
+    def _receive(
+        self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward pre-hook of the first layer: replace its input by the hidden states of the stage before."""
+        zeros = _inputs(args, options)[0]
+        hidden = zeros.new_empty(zeros.shape, dtype=self._dtype)
+        dist.recv(hidden, self._axis.ranks[self._axis.rank - 1], group=self._axis.group)
+        return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
+
+    def _send(self, _: nn.Module, __: tuple[Any, ...], hidden: Tensor) -> None:
+        """A forward hook of the last layer: send its output to the next stage."""
         dist.send(self._checked(hidden).contiguous(), self._axis.ranks[self._axis.rank + 1], group=self._axis.group)
-        return hidden
 
     def _broadcast(
         self, run: Callable[[Tensor], Tensor], shape_of: Callable[[Tensor], tuple[int, ...]], hidden: Tensor
@@ -194,10 +299,7 @@ class _Stage:
     def _checked(self, output: Tensor) -> Tensor:
         """An output, checked for the dtype that other stages expect."""
         if output.dtype != self._dtype:
-            raise RunError(
-                f"{type(self._model).__name__} does not run in pipeline stages: an output is {output.dtype} (expected "
-                f"{self._dtype}, as its parameters): {_WITHOUT_STAGES}"
-            )
+            raise does_not_run(self._model, f"an output is {output.dtype} (expected {self._dtype}, as its parameters)")
         return output
 
     @property
@@ -210,18 +312,6 @@ class _Stage:
             raise RuntimeError(
                 f"a module of a {type(self._model).__name__} in pipeline stages was called: call the model itself"
             )
-
-    def _check_input(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """A forward pre-hook: refuse code of the model between the embedding, layers and final norm."""
-        if (args[0] if args else options.get("hidden_states")) is not self.current:
-            raise RunError(
-                f"{type(self._model).__name__} does not run in pipeline stages: it changes hidden states before "
-                f"{type(module).__name__}: {_WITHOUT_STAGES}"
-            )
-
-    def _set_current(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
-        """A forward hook: the next layer must get the output of this one."""
-        self.current = output
 
 
 def _forward(module: nn.Module, hidden: Tensor) -> Tensor:

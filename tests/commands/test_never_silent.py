@@ -1000,6 +1000,18 @@ CASES: Mapping[str, Case] = {
         refused(error("--pp is not supported for family by_name")) | {"plan --prove": NO_STAGES},
         config(model_type=None), pp=2,
     ),
+    "stages of a model that changes hidden states between layers": Case(
+        moved(
+            error("changes hidden states before FalconH1DecoderLayer", "run it in one stage"), proof=NO_STAGES,
+            plan=na("the expected shards lack Mamba layers"), split=na("the expected shards lack Mamba layers"),
+        ),
+        base="falcon_h1", pp=2,
+    ),
+    "stages in the layout of SGLang": Case(
+        every(COMMANDS, na("only split and reshard have --layout"))
+        | {"split": error("layout sglang does not have pipeline stages (got 2)", "--pp 1")},
+        options=("--layout", "sglang"), pp=2,
+    ),
     "rank files of two stages exchanged": Case(
         damaged(error(NATIVE.rank_file(0, TP)), load=error(NATIVE.rank_file(0, TP))), damage=exchanged_stages, pp=2
     ),
@@ -1176,7 +1188,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 267, "error": 478, "warning": 10, "na": 965}
+COUNTS = {"right": 271, "error": 482, "warning": 10, "na": 977}
 
 
 def counts() -> Counter[str]:

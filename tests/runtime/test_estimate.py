@@ -175,7 +175,10 @@ def test_costs_equal_manual_calculation(tiny, tp):
 
 
 def test_costs_of_stages(tiny):
-    """Two messages of the hidden states between three stages; the first has an all-reduce of the embedding."""
+    """Two messages of the hidden states between three stages, and two of the logits from the last one.
+
+    The first stage has an all-reduce of the embedding, the last one an all-gather of the logits.
+    """
     report = estimate_cost(tiny, tps=[2], stages="1,1,1", batch=3, seq=5, link=LINK)
     (cost,), (whole,) = report.costs, estimate_cost(tiny, tps=[2], batch=3, seq=5, link=LINK).costs
     assert report.stages == (1, 1, 1)
@@ -183,10 +186,12 @@ def test_costs_of_stages(tiny):
     assert cost.cache_bytes == whole.cache_bytes // 3
     for traffic, other, tokens in ((cost.prefill, whole.prefill, 15), (cost.decode, whole.decode, 3)):
         hidden = tokens * 64 * 2
-        sent = Collective("send", hidden, 2)
-        assert [one for one in traffic.collectives if one != sent] == list(other.collectives)
-        assert traffic.seconds == pytest.approx(other.seconds + 2 * (LINK.alpha + hidden * LINK.beta))
-        assert traffic.sent_bytes == 3 * hidden + hidden  # all-reduces of the embedding and a layer, by two ranks
+        logits = 3 * 131 * 2
+        sent = {Collective("send", hidden, 2), Collective("send", logits, 2)}
+        assert {*traffic.collectives} == {*other.collectives} | sent
+        assert traffic.seconds == pytest.approx(other.seconds + 4 * LINK.alpha + 2 * (hidden + logits) * LINK.beta)
+        first, last = 3 * hidden + hidden, 2 * hidden + 3 * 132 * 2 / 2 + 2 * logits  # all-reduces by two ranks
+        assert traffic.sent_bytes == max(first, last)
 
 
 def test_defaults(tiny):

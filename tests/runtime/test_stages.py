@@ -30,13 +30,19 @@ KINDS = {
     "llama-base": MODELS["llama-base"],
     "olmo": Model("olmo", GQA),  # a norm without parameters
     "qwen3_next": Model("qwen3_next", {**GQA, **MOE, **LINEAR}),  # layers with a state in place of a cache
+    "granite": Model("granite", {**GQA, "embedding_multiplier": 3.0}),  # multiplies the output of the embedding
 }
 #: Other types that run in stages.
 TYPES = (
     "cohere", "deepseek_v2", "glm4", "glm4_moe", "llama-biases", "mixtral", "olmo2", "olmoe", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "stablelm", "starcoder2",
 )  # fmt: skip
-OTHERS = {name: MODELS[name] for name in ("llama-classifier", "bert", *TYPES)}
+OTHERS = {
+    **{name: MODELS[name] for name in ("llama-classifier", "bert", *TYPES)},
+    "nanochat": Model("nanochat", GQA),
+    "llama4_text": Model("llama4_text", {**GQA, **MOE, "intermediate_size_mlp": 64}),
+    "zamba2": Model("zamba2", {**GQA, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}),
+}
 SIZES = [(2, 2), (1, 4)]
 
 
@@ -94,10 +100,17 @@ def check_refused(axis, path, options, message):
 
 
 REFUSED = {
-    "classifier": ("llama-classifier", {"tp": 2, "pp": 2}, "it has modules of kind 'last'"),
+    "classifier": ("llama-classifier", {"tp": 2, "pp": 2}, "modules of kind 'last' are not connected"),
     "a module": ("llama", {"tp": 2, "pp": 2, "model": torch.nn.Identity}, "model is not supported with pipeline stag"),
     "number of processes": ("llama", {"tp": 1, "pp": 2}, "would be loaded for 2 ranks, and there are 4 processes"),
     "adapter": ("llama", {"tp": 2, "pp": 2, "adapter": "any"}, "adapter is not supported with pipeline stages"),
+    "a norm before the layers, too": (
+        "nanochat",
+        {"tp": 2, "pp": 2},
+        "does not call the embedding, each layer and the",
+    ),
+    "the device of the embedding": ("llama4_text", {"tp": 2, "pp": 2}, "a dry run raises AttributeError"),
+    "the embedding in each layer": ("zamba2", {"tp": 2, "pp": 2}, "gets more than one input from other stages"),
     "encoder": ("bert", {"tp": 2, "pp": 2}, "pp is not supported for family bert"),
 }
 
