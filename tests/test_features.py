@@ -137,6 +137,7 @@ WRITTEN = {
     "native": "checkpoint/test_copy.py::test_copy_between_any_two_placements",
     "dcp": "layouts/test_layouts.py::test_reshard_to_any_layout_equals_a_split_of_the_source",
     "vllm": "layouts/test_layouts.py::test_vocabulary_is_padded_to_a_multiple_of_64",
+    "sglang": "engines/sglang/test_parameters.py::test_parameters_equal_those_of_the_default_loader",
     "meta": "checkpoint/test_external.py::test_logits_of_a_merge_are_those_of_metas_model",
     "megatron": "checkpoint/test_megatron.py::test_torch_reads_the_tensors_of_megatron",
 }
@@ -193,7 +194,10 @@ SOURCES = {
     "a source that ranks load": "runtime/test_load_source.py::test_ranks_with_equal_sources_in_other_folders",
 }
 #: Serving engine whose boundaries a plan follows to its test.
-SERVED = {"vllm": "plan/test_rules.py::test_plan_for_an_engine_stays_one_for_it"}
+SERVED = {
+    "vllm": "plan/test_rules.py::test_plan_for_an_engine_stays_one_for_it",
+    "sglang": "engines/sglang/test_parameters.py::test_parameters_equal_those_of_the_default_loader",
+}
 
 
 @cache

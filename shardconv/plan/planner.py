@@ -113,6 +113,11 @@ class Planner:
                 f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
             )
         ep, pp = self.rules.ep, 1 if stages is None else stages.count
+        if ep > 1 and ep % tp:
+            raise UsageError(
+                f"{option(ep=ep)} is not a multiple of {option(tp=tp)}: pass {option(ep=1)} or {option(ep=tp)} "
+                "(a split checkpoint keeps its own)"
+            )
         if (num_ranks := self.rules.ranks_per_stage(tp) * pp) > MAX_TP:
             given = f"{option(tp=tp)}{f', {option(ep=ep)}' * (ep > 1)} and {option(pp=pp)}"
             raise UsageError(f"{given} have {num_ranks} ranks (expected at most {MAX_TP}): correct them")

@@ -27,7 +27,7 @@ from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import Proof, prove_all
 from shardconv.proof.small_models import SMALL, heads_for, padding_mismatch, write_small_model
-from shardconv.support.errors import PlanError, RunError, option
+from shardconv.support.errors import PlanError, RunError, UsageError, option
 from shardconv.support.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
@@ -216,7 +216,7 @@ def _plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[
     for tp in tps:
         try:
             plan = planner.plan(tp)
-        except PlanError as error:
+        except (PlanError, UsageError) as error:
             reasons[tp] = error.with_options()
         else:
             if plan.ranks_per_stage == tp:

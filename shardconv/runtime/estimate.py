@@ -44,6 +44,8 @@ MAX_TP = 64
 NUM_PADDED = 3
 #: Sizes of the result of a denoising step.
 _OF_RESULT = ("height", "width", "frames")
+#: Pixels of a side of a picture per token: the latents have an eighth of the pixels, and a patch two latents.
+_PATCH_PIXELS = 16
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
@@ -172,6 +174,11 @@ def _check_size(source: Source, given: Mapping[str, int]) -> None:
     """Refuse the size of a picture for models that do not make one."""
     if given and diffusers_name(source.config or {}) is None:
         raise UsageError(f"{source.path}: {option(**given)} is for transformers of diffusers: remove it")
+    for name, pixels in given.items():
+        if name != "frames" and (rest := pixels % _PATCH_PIXELS):
+            below = pixels - rest
+            other = f"{option(**{name: below})} or {option(**{name: below + _PATCH_PIXELS})}"
+            raise UsageError(f"{option(**{name: pixels})} is not a multiple of {_PATCH_PIXELS}: pass {other}")
 
 
 def _count(model: MetaModel, request: PlanRequest, tp: int, sizes: Mapping[str, Any], stages: Sequence[int]) -> Usage:

@@ -97,6 +97,7 @@ def _run_processes(
             tick()
         return result  # noqa: TRY300 - the finally clause is for all ways out
     except SignalException as error:  # raised by torch's signal handler
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # timeout(1) sends two, and the ranks have to be terminated
         if error.sigval is signal.SIGINT:
             raise KeyboardInterrupt from error
         sys.exit(128 + error.sigval)

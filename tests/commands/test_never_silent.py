@@ -972,7 +972,7 @@ CASES: Mapping[str, Case] = {
     ),
     # whole experts
     "expert parallel size that is not a multiple of tp": Case(
-        refused(error("size, 3, is neither 1 nor a multiple of", "another --ep")), base="mixtral",
+        refused(error("--ep 3 is not a multiple of --tp", "pass --ep 1 or --ep")), base="mixtral",
         options=("--ep", "3"),
     ),
     "more expert parallel ranks than experts": Case(

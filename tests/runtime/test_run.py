@@ -733,3 +733,16 @@ def test_terminated_by_a_signal(split, sent, code, seconds):
     result = finish(process)
     assert result.code == code, result.err
     check_gone(ranks.values())
+
+
+@needs_proc
+def test_a_second_signal_while_ranks_are_terminated(split):
+    """timeout(1) sends SIGTERM to the process, and to its group."""
+    process = start("run", split, "--prompt", PROMPT, "--max-new-tokens", "100000", "--device", "cpu")
+    ranks = ranks_of(process)
+    for _ in range(20):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.005)
+    result = finish(process)
+    assert (result.code, "internal error" in result.err) == (143, False), result.err
+    check_gone(ranks.values())
