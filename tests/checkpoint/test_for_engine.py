@@ -87,7 +87,7 @@ def test_plan_of_a_split_names_its_engine(source, tmp_path):
 
 
 def test_unknown_engine_is_refused(source):
-    with pytest.raises(UsageError, match=r"engine 'other' is not supported \(expected vllm, shardconv\)"):
+    with pytest.raises(UsageError, match=r"engine 'other' is not supported \(expected vllm, sglang, shardconv\)"):
         make_plan(source, tp=2, engine="other")
 
 
