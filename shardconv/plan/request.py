@@ -296,10 +296,20 @@ def _replicate_rule(name: str) -> Rule:
 
 
 def family_of(config: Mapping[str, object], name: str = "") -> Family:
-    """The family of this name, or without a name the family of the ``model_type`` of a config."""
+    """The family of this name, or without a name the family of the ``model_type`` of a config.
+
+    Raises:
+        UsageError: if the family is unknown, or is the plan of a library that has none for the model.
+    """
     if name and name not in LIBRARIES:
         return load_family(name)
-    if (model_type := model_type_of(config)) is None:
-        return load_family(name or NAMES_FAMILY)
-    known = None if name else family_for(model_type)
-    return known or library_family(model_type, name) or load_family(name or NAMES_FAMILY)
+    model_type = model_type_of(config)
+    known = None if name or model_type is None else family_for(model_type)
+    found = known or (None if model_type is None else library_family(model_type, name))
+    if name and found is None:
+        model = "a checkpoint without a config" if model_type is None else f"model type {model_type!r:.60}"
+        raise UsageError(
+            f"family {name!r}: the installed {name} does not have a tensor parallel plan for {model} whose styles are "
+            "all supported: choose another family, or none"
+        )
+    return found or load_family(NAMES_FAMILY)

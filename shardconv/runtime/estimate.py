@@ -25,6 +25,7 @@ from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
+from shardconv.hf.inputs.special import check_step
 from shardconv.hf.names import DiskTensors
 from shardconv.hf.package import diffusers_name
 from shardconv.plan.plan import TensorSpec
@@ -44,8 +45,6 @@ MAX_TP = 64
 NUM_PADDED = 3
 #: Sizes of the result of a denoising step.
 _OF_RESULT = ("height", "width", "frames")
-#: Pixels of a side of a picture per token: the latents have an eighth of the pixels, and a patch two latents.
-_PATCH_PIXELS = 16
 #: Config fields with the number of MTP layers, which the classes of transformers leave out.
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers")
 
@@ -54,8 +53,9 @@ def cost_of_each(operation: Callable[..., CostReport], paths: list[AnyPath], opt
     """Estimate the cost of each component of a pipeline, and of all: a :class:`PipelineCost`."""
     pipeline = open_source_pipeline(paths, options)
     without_size = {**options, **dict.fromkeys(_OF_RESULT)}
-    reports = {
-        name: call_on(operation, pipeline, name, options if _is_diffuser(pipeline.first / name) else without_size)
+    diffusers = {name for name in pipeline.components if _is_diffuser(pipeline.first / name)}
+    reports = {  # without a component of diffusers, all refuse a size
+        name: call_on(operation, pipeline, name, without_size if diffusers and name not in diffusers else options)
         for name in pipeline.components
     }
     copied = sum(file_bytes(path) for name, path in pipeline.files.items() if is_weights(name) and not is_index(name))
@@ -171,14 +171,11 @@ def estimate_cost(
 
 
 def _check_size(source: Source, given: Mapping[str, int]) -> None:
-    """Refuse the size of a picture for models that do not make one."""
-    if given and diffusers_name(source.config or {}) is None:
+    """Refuse the size of a result that the model does not make."""
+    config = source.config or {}
+    if given and diffusers_name(config) is None:
         raise UsageError(f"{source.path}: {option(**given)} is for transformers of diffusers: remove it")
-    for name, pixels in given.items():
-        if name != "frames" and (rest := pixels % _PATCH_PIXELS):
-            below = pixels - rest
-            other = f"{option(**{name: below})} or {option(**{name: below + _PATCH_PIXELS})}"
-            raise UsageError(f"{option(**{name: pixels})} is not a multiple of {_PATCH_PIXELS}: pass {other}")
+    check_step(config, given)
 
 
 def _count(model: MetaModel, request: PlanRequest, tp: int, sizes: Mapping[str, Any], stages: Sequence[int]) -> Usage:

@@ -110,6 +110,9 @@ REFUSED = {
         put("ip_adapter.0.to_k_ip.weight", WIDTH, WIDTH),
         "ip_adapter.0.to_k_ip.weight: is a tensor of an IP adapter, which is not supported",
     ),
+    "layer whose name ends like a tensor of an IP adapter": (
+        put("transformer.output_image_proj.lora_A.weight", 4, WIDTH), "does not have a layer output_image_proj: fuse",
+    ),
     "fused layer of another model": (
         put(f"{QKV}.lora_up.weight", 96, 4),
         f"{QKV}.lora_up.weight: has shape [96, 4] (expected 192 rows, as transformer_blocks.0.attn.to_q, ",
@@ -120,6 +123,9 @@ REFUSED = {
     ),
     "alpha with several numbers": (put(f"{PROJ}.alpha", 2), f"{PROJ}.alpha: is F32 [2] (expected one number)"),
     "two tensors of a layer": (put(f"{PROJ}.lora_A.weight", 4, WIDTH), "are the same tensor of a layer"),
+    "layers without a component, too": (
+        put("x.lora_A.weight", 1), "has layers of an unnamed component, transformer, and this is one model",
+    ),
     "layers of another component, too": (
         put("lora_te1_text_model_x.alpha", 1),
         "has layers of text_encoder, transformer, and this is one model: pass the pipeline",

@@ -970,6 +970,11 @@ CASES: Mapping[str, Case] = {
         | {"split": error("--ranks has rank 99999999999 (expected ranks from 0 to 3, of 4 ranks)")},
         options=("--ranks", "0-99999999999"),
     ),
+    # plans of libraries
+    "plan of a library that does not have the model": Case(
+        refused(error("the installed diffusers does not have a tensor parallel plan for model type 'llama'")),
+        options=("--rules", "diffusers"),
+    ),
     # whole experts
     "expert parallel size that is not a multiple of tp": Case(
         refused(error("--ep 3 is not a multiple of --tp", "pass --ep 1 or --ep")), base="mixtral",
@@ -1188,7 +1193,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 482, "warning": 10, "na": 977}
+COUNTS = {"right": 271, "error": 485, "warning": 10, "na": 984}
 
 
 def counts() -> Counter[str]:

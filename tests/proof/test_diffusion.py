@@ -29,7 +29,7 @@ from shardconv.proof.prove import prove
 from shardconv.runtime.dry_run import MetaModel, denoise
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
-from shardconv.support.errors import PlanError, RunError
+from shardconv.support.errors import PlanError, RunError, UsageError
 from tests.support.diffusion import write_diffusion
 from tests.support.matrix import MATRIX, cases
 from tests.support.recording_group import recording_axis
@@ -136,11 +136,11 @@ def test_tensors_of_another_model_are_refused():
     assert (found.missing, bool(found.unused), found.is_match) == ((), True, False)
 
 
-def cost_of_config(folder, name, **fields):
-    """The cost of a class by its config alone."""
+def cost_of_config(folder, name, sizes=None, **fields):
+    """The cost of a class by its config alone, for ``sizes`` of the result."""
     config = {**default_fields(model_class(DIFFUSION, name)), **fields}
     (folder / "config.json").write_text(json.dumps(config))
-    return estimate_cost(folder / "config.json", tps=[1, 2])
+    return estimate_cost(folder / "config.json", tps=[1, 2], **(sizes or {}))
 
 
 def test_a_config_alone_is_counted(tmp_path):
@@ -154,6 +154,20 @@ def test_a_config_alone_is_counted(tmp_path):
     tokens = 21 * (480 // 16) * (832 // 16)
     counts = {(each.collective, each.num_bytes): each.count for each in two.decode.collectives}
     assert counts["all_reduce", tokens * 2 * 128 * 4] == 3  # two attentions and an MLP
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "height", "expected"),
+    [
+        ("FluxTransformer2DModel", {}, 1032, "16: pass height=1024 or height=1040"),
+        ("SanaTransformer2DModel", {}, 1040, "32: pass height=1024 or height=1056"),
+        ("WanTransformer3DModel", {"in_channels": 48}, 16, "32: pass height=32"),
+    ],
+)
+def test_height_between_patches_is_refused(tmp_path, name, fields, height, expected):
+    """The pixels of a patch follow from the class, and its VAE."""
+    with pytest.raises(UsageError, match=f"height={height} is not a multiple of {expected}$"):
+        cost_of_config(tmp_path, name, {"height": height}, **fields)
 
 
 def test_inputs_of_a_class_that_are_not_known(tmp_path):

@@ -257,7 +257,10 @@ def test_model_without_a_tp_plan(tmp_path):
     assert library_family("gpt2") is None
     assert library_family("no such type") is None
     small(model_class(CAUSAL, "gpt2")).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="family 'transformers' is unknown"):
+    with pytest.raises(UsageError, match="does not have a tensor parallel plan for model type 'gpt2' whose styles"):
+        shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UsageError, match="does not have a tensor parallel plan for a checkpoint without a config"):
         shardconv.make_plan(tmp_path, tp=2, rules=TRANSFORMERS)
 
 

@@ -121,6 +121,10 @@ def test_size_of_a_picture_is_for_diffusion_only(made):
     source = made("flux", 2)[0]
     with pytest.raises(UsageError, match="height=64 is for transformers of diffusers: remove it"):
         shardconv.estimate_cost(source / "text_encoder", height=64)
+    with pytest.raises(UsageError, match=r"component text_encoder .*height=64 is for transformers of diffusers"):
+        shardconv.estimate_cost(source, height=64, components=["text_encoder"])
+    with pytest.raises(UsageError, match=r"component transformer .*frames=5 is for models of videos: remove it"):
+        shardconv.estimate_cost(source, frames=5)
 
 
 @on_ranks("pair")

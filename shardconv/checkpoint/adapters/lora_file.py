@@ -122,9 +122,8 @@ class LoraFile:
         if base is None:
             raise PlanError(f"{path}: names of its layers are compared with the weights of the base model: pass these")
         if len(self.components) > 1:
-            raise PlanError(
-                f"{path}: has layers of {', '.join(sorted(self.components))}, and this is one model: pass the pipeline"
-            )
+            named = ", ".join(component or "an unnamed component" for component in sorted(self.components))
+            raise PlanError(f"{path}: has layers of {named}, and this is one model: pass the pipeline")
         ((component, layers),) = self.components.items()
         names = _BaseNames(base, rules, class_name)
         specs, transforms, alphas = dict[str, TensorSpec](), dict[str, JoinedRows](), dict[str, str]()
@@ -234,7 +233,7 @@ def _parse(name: str, path: AnyPath) -> tuple[str, _Layer, str]:
     """The component of a tensor, "" without one, its layer and its use."""
     start = next((one for one in _names().components if name.startswith(one)), "")
     end = next((one for one in _names().uses if name.endswith(one)), None)
-    if any(text in name for text in _names().ip_adapters):
+    if any(text in f".{name}" for text in _names().ip_adapters):
         raise PlanError(
             f"{path}: {name}: is a tensor of an IP adapter, which is not supported: split the pipeline without it, or "
             "load it into an unsharded pipeline with load_ip_adapter"

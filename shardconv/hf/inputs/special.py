@@ -20,7 +20,7 @@ from shardconv.hf.diffusion import of_class, table
 from shardconv.hf.inputs.media import BATCH, GRID, LENGTH, pair_of
 from shardconv.hf.inputs.text import random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
-from shardconv.support.errors import RunError
+from shardconv.support.errors import RunError, UsageError, option
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]
@@ -171,6 +171,28 @@ def step_sizes(config: Mapping[str, object], given: Mapping[str, int | None]) ->
     """
     fields = _fields_of_step(config, given)
     return {name: fields.evaluate(size) for name, size in _CHOSEN.items()}
+
+
+def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
+    """Check the sizes of the result of a denoising step.
+
+    Args:
+        config: the content of ``config.json``.
+        given: those of ``height``, ``width`` and ``frames`` that the user chose.
+
+    Raises:
+        UsageError: if a side is not a multiple of a patch, or the model makes pictures, which do not have frames.
+    """
+    step = of_class(config.get("_class_name")).get("step")
+    if step is None:  # the step is not counted
+        return
+    patch = _fields_of_step(config, {}).evaluate("patch_pixels")
+    for name, size in given.items():
+        if name == "frames" and "pixel_frames" not in step:
+            raise UsageError(f"{option(frames=size)} is for models of videos: remove it")
+        if name != "frames" and (rest := size % patch):
+            other = " or ".join(option(**{name: near}) for near in (size - rest, size - rest + patch) if near)
+            raise UsageError(f"{option(**{name: size})} is not a multiple of {patch}: pass {other}")
 
 
 def _fields_of_step(config: Mapping[str, object], given: Mapping[str, int | None]) -> Fields:
