@@ -50,7 +50,7 @@ class ConvertedModel(PretrainedModel):
     """Base of the classes of converted models of transformers.
 
     Attributes:
-        axis: the ranks that hold the shards.
+        axis: all ranks of the model.
         seed_check: compares the random number generators of the ranks.
         pipeline: the ranks with the same rank in each pipeline stage; None for one stage.
     """
@@ -95,12 +95,13 @@ class ConvertedModel(PretrainedModel):
         return self.get_input_embeddings()
 
 
-def extend_model_class(model: nn.Module, axis: Axis) -> None:
+def extend_model_class(model: nn.Module, axis: Axis, everyone: Axis) -> None:
     """Change the class of a model of transformers to a :class:`ConvertedModel`; leave other models unchanged.
 
     Args:
         model: the model, whose layers are already converted.
-        axis: the ranks.
+        axis: the ranks of the data group, which have equal random number generators.
+        everyone: the ranks of all data groups and pipeline stages.
     """
     if not any((kind.__name__, kind.__module__.partition(".")[0]) == _PRETRAINED for kind in type(model).__mro__):
         return
@@ -108,7 +109,7 @@ def extend_model_class(model: nn.Module, axis: Axis) -> None:
         vars(model).pop(name, None)
     model.__class__ = converted_class(ConvertedModel, type(model))
     assert isinstance(model, ConvertedModel)
-    model.axis, model.seed_check = axis, SeedCheck(axis)
+    model.axis, model.seed_check = everyone, SeedCheck(axis)
     model.register_forward_pre_hook(_check_call, with_kwargs=True)
 
 

@@ -99,6 +99,7 @@ def convert(
     prepare: Callable[[], Preparation],
     axis: Axis,
     tensors: Sequence[NamedTensor] | None = None,
+    everyone: Axis | None = None,
 ) -> None:
     """Convert modules in place. If a check fails on any rank, all ranks raise, and the modules are unchanged.
 
@@ -108,6 +109,7 @@ def convert(
         axis: the ranks.
         tensors: the tensors whose values have to be the same on all ranks; by default the parameters of the modules
             that become parallel.
+        everyone: the ranks of all data groups, if these share experts: the checks are on all of them.
     """
     prepared, problem = Preparation(()), None
     try:
@@ -116,7 +118,7 @@ def convert(
     except Exception as error:  # noqa: BLE001 - all ranks have to raise, whatever it is
         problem = error
     compared = prepared.tensors() if tensors is None and problem is None else tensors or ()
-    check_same_on_all_ranks(compared, problem, axis, prepared.description)
+    check_same_on_all_ranks(compared, problem, everyone or axis, prepared.description)
     shard_parameters([one.replacement for one in prepared.conversions])
     for conversion in prepared.conversions:
         conversion.apply()

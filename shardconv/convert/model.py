@@ -127,11 +127,12 @@ def convert_model(
             f"rules=FILE with a plan file, or policies"
         )
     try:
-        convert_with_request(model, config, request, axis, groups=_expert_groups(request, group))
+        groups = _expert_groups(request, group)
+        convert_with_request(model, config, request, axis, groups=groups)
     except ConfigError as error:
         remedy = "set it in the config of the model, or set it in [config] of a plan file"
         raise ConfigError(error.problem, remedy) from error
-    extend_model_class(model, axis)
+    extend_model_class(model, axis, axis if groups is None else groups.stage)
     return model
 
 
@@ -218,7 +219,8 @@ def convert_with_request(
     tensors.sort(
         key=lambda one: one[:2]
     )  # some models register buffers in the order of a set, which differs between processes
-    convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors)
+    everyone = axis if groups is None else groups.stage
+    convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors, everyone)
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
         check_inputs(model, axis.size)

@@ -6,7 +6,6 @@ Holds the current groups, the only global state, and resolves ``group=`` argumen
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -100,12 +99,13 @@ GroupLike = dist.ProcessGroup | DeviceMesh | Axis | None
 
 @dataclass(frozen=True, eq=False)
 class ParallelGroups:
-    """The three parallel axes of this process.
+    """The parallel axes of this process.
 
     Attributes:
         tensor: ranks that hold the shards of the same tensors; adjacent in ``ranks``.
         data: ranks that hold the same shards and process different data, one in each data group.
         pipeline: ranks that hold different layers.
+        stage: ranks of all data groups of a pipeline stage; ``tensor`` if there is one.
         mesh: torch's mesh of shape (pipeline, data, tensor); None for a single process without ``torch.distributed``.
         ranks: global ranks of all processes, in the order of the mesh.
     """
@@ -113,6 +113,7 @@ class ParallelGroups:
     tensor: Axis
     data: Axis
     pipeline: Axis
+    stage: Axis
     mesh: DeviceMesh | None
     ranks: tuple[int, ...]
 
@@ -125,13 +126,6 @@ class ParallelGroups:
     def size(self) -> int:
         """Number of processes in the mesh."""
         return len(self.ranks)
-
-    @cached_property
-    def stage(self) -> Axis:
-        """The ranks of this pipeline stage, data group by data group. They have to access it first at the same time."""
-        if self.mesh is None or self.data.size == 1:
-            return self.tensor
-        return _group_axis("stage", group_over(self.mesh["data", "tensor"].mesh.flatten().tolist()))
 
 
 class _State:
@@ -181,7 +175,7 @@ def init_parallel(
     sizes = tuple(by_name[name] for name in _NAMES)
     if world == 1 and not dist.is_initialized():
         axes = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
-        _current.groups = ParallelGroups(**axes, mesh=None, ranks=members)
+        _current.groups = ParallelGroups(**axes, stage=axes["tensor"], mesh=None, ranks=members)
         return _current.groups
     device_type = device_type or next(iter(device_types()))
     if ranks is None:
@@ -193,16 +187,20 @@ def init_parallel(
 
 
 def other_groups(*, tensor: int, data: int, pipeline: int, device_type: str) -> ParallelGroups:
-    """The current groups if they have these sizes, else new ones over all processes, which do not become current."""
-    found = _current.groups
-    if found is not None and (found.tensor.size, found.data.size, found.pipeline.size) == (tensor, data, pipeline):
+    """Groups of all processes, in order: the current ones, or new ones that do not become current."""
+    found, ranks = _current.groups, tuple(range(dist.get_world_size()))
+    sizes = (pipeline, data, tensor)
+    if found is not None and ((found.pipeline.size, found.data.size, found.tensor.size), found.ranks) == (sizes, ranks):
         return found
-    mesh = init_device_mesh(device_type, (pipeline, data, tensor), mesh_dim_names=_NAMES)
-    return _groups_of(mesh, tuple(range(dist.get_world_size())))
+    return _groups_of(init_device_mesh(device_type, sizes, mesh_dim_names=_NAMES), ranks)
 
 
 def _groups_of(mesh: DeviceMesh, ranks: tuple[int, ...]) -> ParallelGroups:
-    return ParallelGroups(**{name: _mesh_axis(mesh[name]) for name in _NAMES}, mesh=mesh, ranks=ranks)
+    axes = {name: _mesh_axis(mesh[name]) for name in _NAMES}
+    stage = axes["tensor"]
+    if axes["data"].size > 1:
+        stage = _group_axis("stage", group_over(mesh["data", "tensor"].mesh.flatten().tolist()))
+    return ParallelGroups(**axes, stage=stage, mesh=mesh, ranks=ranks)
 
 
 def current_groups() -> ParallelGroups:
@@ -273,7 +271,7 @@ def _restore_axis(name: str, rank: int, ranks: tuple[int, ...]) -> Axis:
     if len(ranks) == 1:
         return Axis(name, 0, 1, ranks, None)
     groups = _current.groups
-    axes = [as_axis()] if groups is None else [groups.tensor, groups.data, groups.pipeline]
+    axes = [as_axis()] if groups is None else [groups.tensor, groups.data, groups.pipeline, groups.stage]
     for axis in axes:
         if (axis.rank, axis.ranks) == (rank, ranks):
             return axis

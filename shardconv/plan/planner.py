@@ -115,8 +115,8 @@ class Planner:
         ep, pp = self.rules.ep, 1 if stages is None else stages.count
         if ep > 1 and ep % tp:
             raise UsageError(
-                f"{option(ep=ep)} is not a multiple of {option(tp=tp)}: pass {option(ep=1)} or {option(ep=tp)} "
-                "(a split checkpoint keeps its own)"
+                f"{option(ep=ep)} is not a multiple of {option(tp=tp)}: pass {option(ep=1)}, or a multiple such as "
+                f"{option(ep=tp)}"
             )
         if (num_ranks := self.rules.ranks_per_stage(tp) * pp) > MAX_TP:
             given = f"{option(tp=tp)}{f', {option(ep=ep)}' * (ep > 1)} and {option(pp=pp)}"

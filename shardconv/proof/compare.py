@@ -261,7 +261,7 @@ def compare(
     if device != "cpu":
         move(model, torch.device(device))
     converted = convert_with_request(model, config_fields(model), request, axis)
-    extend_model_class(converted, axis)
+    extend_model_class(converted, axis, axis)
     backward_step(converted, inputs)
     return OutputDifferences(output, tokens, _gradient_error(expected.gradients, converted, axis), expected.note, cache)
 

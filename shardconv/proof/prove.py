@@ -216,13 +216,12 @@ def _plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[
     for tp in tps:
         try:
             plan = planner.plan(tp)
+            if plan.ranks_per_stage > tp:
+                raise PlanError("a proof has one data group", f"pass {option(ep=tp)}")
         except (PlanError, UsageError) as error:
             reasons[tp] = error.with_options()
         else:
-            if plan.ranks_per_stage == tp:
-                plans[tp] = plan
-            else:
-                reasons[tp] = f"a proof has one data group: pass {option(ep=tp)}"
+            plans[tp] = plan
     return plans, reasons
 
 

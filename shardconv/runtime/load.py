@@ -294,7 +294,7 @@ class _Loading:
                 built = self._convert(make())
             return fill(built, make, known_tensors(built, tensors, folder, dtype=self.dtype, unused=unused))
         model: nn.Module = load_shards(kind, tensors, self._convert, folder, dtype=self.dtype, unused=unused)
-        extend_model_class(model, self.ranks.all)
+        extend_model_class(model, self.ranks.tensor, self.ranks.all)
         if isinstance(model, ConvertedModel) and self.ranks.pipeline is not None:
             model.pipeline = self.ranks.pipeline
             refuse_parts(model)

@@ -977,7 +977,7 @@ CASES: Mapping[str, Case] = {
     ),
     # whole experts
     "expert parallel size that is not a multiple of tp": Case(
-        refused(error("--ep 3 is not a multiple of --tp", "pass --ep 1 or --ep")), base="mixtral",
+        refused(error("--ep 3 is not a multiple of --tp", "pass --ep 1, or a multiple")), base="mixtral",
         options=("--ep", "3"),
     ),
     "more expert parallel ranks than experts": Case(

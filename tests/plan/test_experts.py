@@ -108,7 +108,7 @@ def test_a_reshard_keeps_the_expert_parallel_size(mixtral, tmp_path):
     shardconv.split(mixtral, tmp_path / "old", tp=2, ep=4)
     report = shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=1)
     assert (report.tp, report.ep, len(report.rank_bytes)) == (1, 4, 4)
-    with pytest.raises(UsageError, match=r"ep=4 is not a multiple of tp=3: pass ep=1 or ep=3 .a split"):
+    with pytest.raises(UsageError, match=r"ep=4 is not a multiple of tp=3: pass ep=1, or a multiple such as ep=3"):
         shardconv.reshard(tmp_path / "old", tmp_path / "three", tp=3)
 
 
@@ -140,12 +140,18 @@ def test_plan_shows_the_rank_of_each_expert(mixtral):
     assert named == {"0": "0", "1": "0", "2": "0", "3": "1", "4": "1", "5": "1"}
 
 
+def test_a_proof_has_one_data_group(mixtral):
+    shown = call("plan", mixtral, "--prove", "--tp", 2, "--ep", 4).out
+    assert "a proof has one data group: pass --ep 2\n" in shown
+    assert "not proven" in shown
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "error", "message"),
     [
         ("mixtral", {"ep": 7, "tp": 1}, PlanError, "size, 7, is more than the number of experts, 6"),
-        ("mixtral", {"tp": 4}, UsageError, "ep=2 is not a multiple of tp=4: pass ep=1 or ep=4"),
-        ("mixtral", {"ep": 3}, UsageError, "ep=3 is not a multiple of tp=2: pass ep=1 or ep=2"),
+        ("mixtral", {"tp": 4}, UsageError, "ep=2 is not a multiple of tp=4: pass ep=1, or a multiple such as ep=4"),
+        ("mixtral", {"ep": 3}, UsageError, "ep=3 is not a multiple of tp=2: pass ep=1, or a multiple such as ep=2"),
         ("mixtral", {"ep": 0}, UsageError, r"ep is wrong \(got 0, expected a positive integer\)"),
         ("mixtral", {"ep": "2"}, UsageError, "ep is wrong"),
         ("mixtral", {"ep": 4096, "pp": 2}, UsageError, r"ep=4096 and pp=2 have 8192 ranks"),

@@ -1,10 +1,13 @@
 """Data groups that share experts: outputs, greedy tokens and gradients equal those of the unsharded model."""
 
 import copy
+import io
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import shardconv
@@ -29,6 +32,22 @@ SIZES = [(2, 4, 1, 8), (2, 4, 1, 5), (1, 4, 1, 6), (1, 2, 2, 3), (2, 2, 2, 5), (
 def with_experts(name, count):
     numbers = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), count)
     return replace(KINDS[name], config={**KINDS[name].config, **numbers})
+
+
+@contextmanager
+def current_groups(**options):
+    """Data groups of two ranks, which are current."""
+    try:
+        yield init_parallel(tensor=2, data=2, device_type="cpu", **options)
+    finally:
+        _current.groups = None
+
+
+def check_logits(model, unsharded):
+    ids = torch.arange(3, 12)[None]
+    with torch.inference_mode():
+        expected, found = (one(input_ids=ids).logits for one in (unsharded, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
 
 
 def check_outputs(axis, source, path, options):
@@ -79,10 +98,9 @@ def losses(model, batches):
 @on_ranks("four")
 def test_gradients_of_groups_with_other_numbers_of_tokens(axis, name):
     """Of each group's loss for dense parameters, and of the sum of both losses for experts."""
-    groups = init_parallel(tensor=2, data=2, device_type="cpu")
     unsharded = with_experts(name, 5).build(0.3)
-    model, own = shardconv.convert_model(copy.deepcopy(unsharded), ep=4), groups.data.rank
-    _current.groups = None
+    with current_groups() as groups:
+        model, own = shardconv.convert_model(copy.deepcopy(unsharded), ep=4), groups.data.rank
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(3, VOCAB, (2, tokens), generator=generator) for tokens in (9, 4)]
     (found,), expected = losses(model, [batches[own]]), losses(unsharded, batches)
@@ -97,6 +115,65 @@ def test_gradients_of_groups_with_other_numbers_of_tokens(axis, name):
         full = [torch.zeros_like(parameters[key]) if grad is None else grad for grad in grads]
         wanted = sum(full) if ".experts." in key else full[own]
         torch.testing.assert_close(gathered[key], wanted, rtol=1e-3, atol=1e-5 * max(wanted.abs().max().item(), 1))
+
+
+def check_other_order(axis, source, path):
+    with current_groups(ranks=[3, 2, 1, 0]):
+        check_logits(shardconv.load(path, device="cpu"), transformers.AutoModelForCausalLM.from_pretrained(source))
+
+
+def test_load_in_groups_of_another_order(ranks, tmp_path):
+    """A rank reads its own file, and has its own experts, whatever the order of the current groups."""
+    source = with_experts("mixtral", 8).write(tmp_path / "source")
+    shardconv.split(source, tmp_path / "split", tp=2, ep=4)
+    ranks("four", check_other_order, source, tmp_path / "split")
+
+
+@on_ranks("four")
+def test_a_pickled_model(axis):
+    with current_groups():
+        unsharded, file = with_experts("qwen3_moe", 5).build(0.3), io.BytesIO()
+        torch.save(shardconv.convert_model(copy.deepcopy(unsharded), ep=4), file)
+        file.seek(0)
+        check_logits(torch.load(file, weights_only=False), unsharded)
+
+
+def add_one(model, groups):
+    model.lm_head.weight.data += groups.data.rank
+
+
+def change_dtype(model, groups):
+    if dist.get_rank() == 1:
+        model.lm_head.weight.data = model.lm_head.weight.data.to(torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(add_one, "hold different values in lm_head"), (change_dtype, "lm_head|do not hold the same layers")],
+)
+@on_ranks("four")
+def test_groups_that_differ_are_refused_on_all_ranks(axis, change, message):
+    with current_groups() as groups:
+        model = with_experts("mixtral", 8).build(0.3)
+        change(model, groups)
+        with pytest.raises(ValueError, match=message):
+            shardconv.convert_model(model, ep=4)
+
+
+def check_seeds(axis, path):
+    """Ranks of a data group have the same seed, and groups have others."""
+    model = shardconv.load(path, device="cpu", tp=2, ep=4).train()
+    ids = torch.arange(3, 12)[None]
+    torch.manual_seed(dist.get_rank() // 2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.manual_seed(dist.get_rank() % 2)
+    with pytest.raises(RuntimeError, match="seeded differently"):
+        model(input_ids=ids)
+
+
+def test_dropout_with_a_seed_for_each_group(ranks, tmp_path):
+    dropping = replace(KINDS["qwen3_moe"], config={**KINDS["qwen3_moe"].config, "attention_dropout": 0.1})
+    ranks("four", check_seeds, dropping.write(tmp_path / "source"))
 
 
 def test_other_groups_are_refused(ranks):

@@ -263,7 +263,7 @@ OPTIONS = {
     ),
     "module of the caller": ("flux-tp2", {"model": torch.nn.Module}, UsageError, "is for one component"),
     "another tp": (
-        "flux-tp2", {"tp": 4}, UsageError, "flux-tp2: is split for 2 ranks .* shardconv reshard .*flux-tp2 --tp 4",
+        "flux-tp2", {"tp": 4}, UsageError, "flux-tp2: is split for tp=2 .* shardconv reshard .*flux-tp2 --tp 4",
     ),
     "another number of processes": ("flux-tp2", {}, WorldSizeError, "flux-tp2: is for 2 ranks, and there is 1 process"),
     "component of a model": (
@@ -351,7 +351,7 @@ RUNS = {
     "no picture": ("split --prompt x -o a.txt", "a.txt: is not a picture"),
     "missing folder": ("split --prompt x -o no/a.png", "no: is not a folder"),
     "source without tp": ("source --prompt x -o a.png", "source: is not split: pass --tp"),
-    "another tp": ("split --prompt x -o a.png --tp 4", "split: is split for 2 ranks (got --tp 4)"),
+    "another tp": ("split --prompt x -o a.png --tp 4", "split: is split for --tp 2 (got --tp 4)"),
     "adapter that no component has": ("split --prompt x -o a.png --adapter y", "split: no component has an adapter y"),
     "split pipeline to compare with": ("split --prompt x --check split", "split: is not an unsharded pipeline"),
     "dtype of a comparison": ("split --prompt x --check source --dtype bf16", "--check compares in float32"),

@@ -198,8 +198,8 @@ def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
     """
     if tp not in (None, stored):
         raise UsageError(
-            f"{path}: is split for {stored} ranks (got {option(tp=tp)}): remove {option('tp')}, or make a "
-            f"checkpoint for {tp} ranks with shardconv reshard {path} --tp {tp}"
+            f"{path}: is split for {option(tp=stored)} (got {option(tp=tp)}): remove it, or make another one with "
+            f"shardconv reshard {path} --tp {tp}"
         )
 
 
