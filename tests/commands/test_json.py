@@ -61,7 +61,7 @@ def test_output_conforms_to_its_schema(home, capfd, name):
         from tests.support.diffusion import write_diffusion  # noqa: PLC0415 - imports diffusers, which takes seconds
 
         write_diffusion(home / "pipeline", "flux")
-    words = [*COMMANDS[name].replace("HOME", str(home)).replace("DEMO", str(DEMO)).split(), "--json"]
+    words = [word.replace("HOME", str(home)).replace("DEMO", str(DEMO)) for word in COMMANDS[name].split()] + ["--json"]
     result = call(*words) if name != "plan-measure-link" else under_torchrun(*words)
     schema = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     output = result.out or capfd.readouterr().out  # rank 0 of a run is another process
