@@ -39,10 +39,6 @@ _REFUSED = {
         "save_pretrained would write the shards of one rank: call shardconv.gather_state_dict on all ranks, and save "
         "its result on one, or in an unsharded model"
     ),
-    "_load_ip_adapter_weights": (
-        "load_ip_adapter would add keys and values of all heads to the heads of one rank: load the IP adapter into an "
-        "unsharded pipeline"
-    ),
 }
 
 

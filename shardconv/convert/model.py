@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec.json import encode
@@ -26,6 +26,7 @@ from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
+from shardconv.distributed.agreement import run_on_all
 from shardconv.distributed.groups import ParallelGroups, current_groups, has_groups
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
@@ -47,6 +48,9 @@ DTYPE_NAMES = {
 }  # fmt: skip
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: The method of transformers of diffusers that sets attention processors with tensors.
+_LOAD_IP_ADAPTER = "_load_ip_adapter_weights"
 
 #: The rules of a conversion: a plan, a request to make one, or policies.
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
@@ -224,7 +228,39 @@ def convert_with_request(
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
         check_inputs(model, axis.size)
+    if axis.size > 1 and hasattr(model, _LOAD_IP_ADAPTER):
+        vars(model)[_LOAD_IP_ADAPTER] = partial(_load_ip_adapter, model, config, request, axis)
     return model
+
+
+def _load_ip_adapter(
+    model: Any, config: Mapping[str, object], request: Request, axis: Axis, *arguments: object, **options: object
+) -> None:
+    """Load an IP adapter as a transformer of diffusers does, and shard its keys and values by heads. All ranks call it.
+
+    Raises:
+        PlanError: if no rule shards them. The model then has its earlier attention processors.
+    """
+    before = model.attn_processors
+    run_on_all(axis, partial(getattr(type(model), _LOAD_IP_ADAPTER), model, *arguments, **options))
+    if isinstance(request, PlanRequest):
+        request = replace(request, allow_unmatched_rules=True)
+    elif isinstance(request, Plan) and request.rules is not None:
+        request = replace(request, rules=request.rules.with_optional_rules())
+
+    def prepare() -> Preparation:
+        if not isinstance(request, tuple):
+            inside = tuple(f"{name}." for name, _ in model.named_modules() if name.endswith(".processor"))
+            prepared = _prepare(model, config, request, axis, None, inside)
+            if any(".to_k_ip" in one.name for one in prepared.conversions):
+                return prepared
+        raise PlanError("the rules do not shard keys of IP adapters: load the adapter into an unsharded pipeline")
+
+    try:
+        convert(model, prepare, axis)
+    except Exception:
+        model.set_attn_processor(before)
+        raise
 
 
 def sort_keys(value: object) -> object:
@@ -235,10 +271,15 @@ def sort_keys(value: object) -> object:
 
 
 def _prepare(
-    model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis, groups: ParallelGroups | None
+    model: nn.Module,
+    config: Mapping[str, object],
+    request: Request,
+    axis: Axis,
+    groups: ParallelGroups | None,
+    inside: tuple[str, ...] = ("",),
 ) -> Preparation:
-    """Plan the tensors of a model, and prepare its parallel modules and overrides; changes nothing."""
-    state = model.state_dict()
+    """Plan the tensors ``inside`` modules, and prepare the parallel modules and overrides there; changes nothing."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(inside)}
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
@@ -254,10 +295,12 @@ def _prepare(
     prepared = Preparation(plan_conversions(model, plan, classes, axis, groups))
     replacements = prepared.replacements()
     check_chains(model, replacements, axis.size, is_planned=True)
+    converted = {module for name, module in model.named_modules() if f"{name}.".startswith(inside)}
     overrides = [
         override
         for model_rules in planner.rules.models
         for override in module_overrides(model, model_rules, axis, replacements)
+        if override.module in converted
     ]
     overrides += [] if policies is None else _policy_overrides(policies)
     check_partial_products(prepared.conversions, overrides)

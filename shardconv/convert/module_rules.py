@@ -17,6 +17,7 @@ from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import (
     Extension,
     GatheredOutput,
+    GatheredProcessor,
     InputGradientAllReduce,
     InputSlice,
     Overrides,
@@ -160,7 +161,8 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
         rows = {"rows": weight.shape[0]} if isinstance(weight, Tensor) else {}
         yield SharedOutput, {"num_shared": model_rules.on_rank(rule.shared_output, axis.size, **rows)}
     if rule.gathered_output:
-        yield GatheredOutput, {}
+        is_processor = "__call__" in vars(type(module))
+        yield GatheredProcessor if is_processor else GatheredOutput, {}
     if rule.allreduce_input_grad:
         yield InputGradientAllReduce, {}
     if rule.allreduce_output:

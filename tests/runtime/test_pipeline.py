@@ -23,7 +23,7 @@ from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipel
 from shardconv.support.errors import PeerError, PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError
 from tests.support.command import call
 from tests.support.damage import flip
-from tests.support.diffusion import CALLS, latents, write_diffusion
+from tests.support.diffusion import CALLS, IMAGES, latents, load_ip_adapter, write_diffusion
 from tests.support.matrix import cases
 from tests.support.ranks import on_ranks
 from tests.support.recording_group import recording_axis
@@ -181,34 +181,58 @@ def test_shards_are_not_saved_as_a_pipeline(axis, source, split, tmp_path):
         pipeline.save_pretrained(tmp_path / f"saved-{axis.rank}")
 
 
-def ip_adapter(width=64, image=8):
-    """An IP adapter for the FLUX pipeline, with one layer of two streams."""
-    layers = {f"0.to_{one}_ip.{kind}": torch.ones(*shape) for one in "kv" for kind, shape in
-              (("weight", (width, 32)), ("bias", (width,)))}  # fmt: skip
-    projection = {"proj.weight": torch.ones(4 * 32, image), "proj.bias": torch.ones(4 * 32)}
-    norm = {"norm.weight": torch.ones(32), "norm.bias": torch.ones(32)}
-    return {"image_proj": {**projection, **norm}, "ip_adapter": layers}
+def check_ip_adapter(axis, name, source, split):
+    """Of a pipeline that is loaded, and of a transformer that is converted; it can be replaced and removed."""
+    whole, loaded, converted = unsharded(source), shardconv.load(split, device="cpu", group=axis), unsharded(source)
+    shardconv.convert_model(converted.transformer, group=axis)
+    before = latents(whole, name)
+    load_ip_adapter(loaded, name, seed=1)
+    for pipeline in (whole, loaded, converted):
+        load_ip_adapter(pipeline, name)
+    expected = latents(whole, name, **IMAGES[name])
+    assert (expected - before).abs().max() > 1e-2 * before.abs().max()
+    for pipeline in (loaded, converted):
+        found = latents(pipeline, name, **IMAGES[name])
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        sizes = [
+            sum(one.numel() for key, one in of.transformer.named_parameters() if "_ip." in key)
+            for of in (pipeline, whole)
+        ]
+        assert sizes[0] * axis.size == sizes[1] > 0
+        pipeline.unload_ip_adapter()
+        assert (latents(pipeline, name) - before).abs().max() <= 1e-4 * before.abs().max()
 
 
-def load_ip_adapter(pipeline):
-    pipeline.load_ip_adapter(ip_adapter(), weight_name="", image_encoder_pretrained_model_name_or_path=None)
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TPS for name in IMAGES])
+def test_ip_adapters_are_sharded_by_heads(ranks, made, layout, name):
+    ranks(layout, check_ip_adapter, name, *made(name, TPS[layout]))
 
 
 @on_ranks("pair")
-def test_ip_adapter_is_not_loaded_into_shards(axis, source, split):
+def test_ip_adapters_that_differ_between_ranks_are_refused(axis, source, split):
+    """The pipeline is then as before."""
     pipeline = shardconv.load(split, device="cpu", group=axis)
-    with pytest.raises(
-        ValueError, match=r"\(FluxTransformer2DModel\): load_ip_adapter would add keys and values of all"
-    ):
-        load_ip_adapter(pipeline)
-    load_ip_adapter(unsharded(source))
+    before = latents(pipeline, "flux")
+    with pytest.raises(ValueError, match=r"hold different values in .*processor"):
+        load_ip_adapter(pipeline, "flux", seed=axis.rank)
+    assert latents(pipeline, "flux").equal(before)
 
 
-def test_transformer_with_an_ip_adapter_is_not_split(source, tmp_path):
+@on_ranks("pair", plan='[rules]\n"**.*" = { style = "replicate" }')
+def test_ip_adapters_that_no_rule_shards_are_refused(axis, rules, source):
     pipeline = unsharded(source)
-    load_ip_adapter(pipeline)
+    shardconv.convert_model(pipeline.transformer, rules, group=axis)
+    with pytest.raises(PlanError, match="the rules do not shard keys of IP adapters"):
+        load_ip_adapter(pipeline, "flux")
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("flux", "encoder_hid_proj"), ("sd3", "image_proj")])
+def test_transformer_with_an_ip_adapter_is_not_split(made, tmp_path, name, tensor):
+    """diffusers saves its tensors, and does not load them."""
+    pipeline = unsharded(made(name, 2)[0])
+    load_ip_adapter(pipeline, name)
     pipeline.transformer.save_pretrained(tmp_path / "transformer")
-    with pytest.raises(PlanError, match=r"encoder_hid_proj.*: no rule of family flux matches it"):
+    with pytest.raises(PlanError, match=rf"{tensor}.*: no rule of family .* matches it"):
         shardconv.split(tmp_path / "transformer", tmp_path / "split", tp=2)
 
 

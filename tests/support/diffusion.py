@@ -5,6 +5,9 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from diffusers.models.embeddings import ImageProjection, IPAdapterTimeImageProjection
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from transformers import (
     AutoTokenizer,
     CLIPTextConfig,
@@ -100,6 +103,43 @@ def write_diffusion(folder: Path, name: str, dtype: torch.dtype = torch.float32)
         torch.manual_seed(0)
         _PIPELINES[name]().to(dtype=dtype).save_pretrained(folder)
     return folder
+
+
+#: Features of images, and arguments of a call with them; Stable Diffusion 3 gets those of no image before them.
+_IMAGE = 8
+IMAGES: dict[str, dict[str, Any]] = {
+    "flux": {
+        "ip_adapter_image_embeds": [torch.ones(1, 1, _IMAGE)],
+        "negative_ip_adapter_image_embeds": [torch.zeros(1, 1, _IMAGE)],
+    },
+    "sd3": {"ip_adapter_image_embeds": torch.linspace(0, 1, 2 * 3 * _IMAGE).view(2, 3, _IMAGE)},
+}
+
+
+def _ip_adapter(name: str) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP adapter with random weights, with the names of published ones."""
+    width = _HEADS * _HEAD_DIM
+    if name == "flux":
+        projection = ImageProjection(_IMAGE, _WIDTH, 4).state_dict()
+        processors = [FluxIPAdapterAttnProcessor(width, _WIDTH)]
+    else:
+        projection = IPAdapterTimeImageProjection(_IMAGE, width, 64, heads=1, num_queries=2).state_dict()
+        processors = [SD3IPAdapterJointAttnProcessor2_0(width, width, _HEAD_DIM, 64) for _ in range(2)]
+    states = [(number, one.state_dict()) for number, one in enumerate(processors)]
+    layers = {f"{number}.{key.replace('ip.0.', 'ip.')}": value for number, one in states for key, value in one.items()}
+    return {
+        "image_proj": {key.replace("image_embeds", "proj"): value for key, value in projection.items()},
+        "ip_adapter": layers,
+    }
+
+
+def load_ip_adapter(pipeline: Any, name: str, seed: int = 0) -> None:
+    """Load an IP adapter into a pipeline as users do, with a scale of 0.7."""
+    encoder = {"flux": "image_encoder_pretrained_model_name_or_path", "sd3": "image_encoder_folder"}[name]
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        pipeline.load_ip_adapter(_ip_adapter(name), weight_name="", **{encoder: None})
+    pipeline.set_ip_adapter_scale(0.7)
 
 
 def latents(pipeline: Any, name: str, *, steps: int = 2, **call: Any) -> torch.Tensor:
