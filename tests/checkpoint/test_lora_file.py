@@ -10,6 +10,7 @@ pytest.importorskip("diffusers")
 
 import diffusers
 from diffusers.loaders import lora_conversion_utils
+from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
 from safetensors.torch import load_file, save_file
 
 import shardconv
@@ -108,7 +109,7 @@ REFUSED = {
     ),
     "IP adapter": (
         put("ip_adapter.0.to_k_ip.weight", WIDTH, WIDTH),
-        "ip_adapter.0.to_k_ip.weight: is a tensor of an IP adapter, which is not supported",
+        "ip_adapter.0.to_k_ip.weight: is a tensor of an IP adapter, which is not split",
     ),
     "layer whose name ends like a tensor of an IP adapter": (
         put("transformer.output_image_proj.lora_A.weight", 4, WIDTH), "does not have a layer output_image_proj: fuse",
@@ -220,6 +221,22 @@ ORIGINAL = {
             "double_stream_modulation_txt.lin": (64, 384),
         },
     ),
+    "Lumina2Transformer2DModel": (
+        {},
+        "_convert_non_diffusers_lumina2_lora_to_diffusers",
+        {
+            f"{part}.0.{name}": features
+            for part, count in (("layers", 6), ("noise_refiner", 6), ("context_refiner", 5))
+            for name, features in [
+                ("attention.qkv", (64, 128)),
+                ("attention.out", (64, 64)),
+                ("feed_forward.w1", (64, 256)),
+                ("feed_forward.w2", (256, 64)),
+                ("feed_forward.w3", (64, 256)),
+                ("adaLN_modulation.1", (64, 256)),
+            ][:count]
+        },
+    ),
     "LTX2VideoTransformer3DModel": (
         {},
         "_convert_non_diffusers_ltx2_lora_to_diffusers",
@@ -245,23 +262,80 @@ ORIGINAL = {
 }
 
 
+#: Features of queries, keys and values of the published Lumina 2, to those of the small model.
+LUMINA = {(2304, 768, 768): (64, 32, 32)}
+
+
+def adapter_of(folder, adapter):
+    """The tensors of the adapter of PEFT that a file becomes."""
+    shardconv.split(folder / "base", folder / "split", tp=2, adapters=[adapter])
+    shardconv.merge(folder / "split" / "adapters" / "lora", folder / "merged")
+    return load_file(folder / "merged" / "adapter_model.safetensors")
+
+
 @pytest.mark.parametrize("class_name", ORIGINAL)
-def test_names_are_those_of_the_converters_of_diffusers(tmp_path, class_name):
-    """Of files without an alpha, with which the converters multiply weights."""
+def test_names_are_those_of_the_converters_of_diffusers(tmp_path, monkeypatch, class_name):
+    """Of files without an alpha, with which the converters multiply weights; with the width of a small Lumina 2."""
     fields, converter, layers = ORIGINAL[class_name]
     kind = getattr(diffusers, class_name)
     build_small(kind, small_config({**default_fields(kind), **fields})).save_pretrained(tmp_path / "base")
     sizes = {name: (*features, 4, None) for name, features in layers.items()}
     adapter = write_lora(tmp_path / "lora.safetensors", {"diffusion_model.": sizes})
     stored = load_file(adapter)
-    if "hunyuan" in converter or "ltx2" in converter:
+    monkeypatch.setattr(torch, "split", lambda one, sizes, dim=0: one.split(LUMINA.get(tuple(sizes), sizes), dim))
+    if any(name in converter for name in ("hunyuan", "ltx2", "lumina2")):
         stored = {one.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): stored[one] for one in stored}
     expected = {
         name.replace("transformer.", f"{PREFIX}.", 1): one
         for name, one in getattr(lora_conversion_utils, converter)(stored).items()
     }
-    shardconv.split(tmp_path / "base", tmp_path / "split", tp=2, adapters=[adapter])
-    shardconv.merge(tmp_path / "split" / "adapters" / "lora", tmp_path / "merged")
-    found = load_file(tmp_path / "merged" / "adapter_model.safetensors")
+    found = adapter_of(tmp_path, adapter)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+#: Original layers of a small Stable Diffusion 3, to the features of input and output.
+SD3 = {
+    **{f"joint_blocks.0.{stream}_block.attn.qkv": (64, 192) for stream in ("x", "context")},
+    **{f"joint_blocks.0.{stream}_block.attn.proj": (64, 64) for stream in ("x", "context")},
+    **{f"joint_blocks.0.{stream}_block.mlp.fc1": (64, 256) for stream in ("x", "context")},
+    **{f"joint_blocks.0.{stream}_block.mlp.fc2": (256, 64) for stream in ("x", "context")},
+    "joint_blocks.0.x_block.attn2.qkv": (64, 192),
+    "joint_blocks.0.x_block.attn2.proj": (64, 64),
+    "joint_blocks.0.x_block.adaLN_modulation.1": (64, 576),
+    "joint_blocks.0.context_block.adaLN_modulation.1": (64, 384),
+    "joint_blocks.1.context_block.adaLN_modulation.1": (64, 128),
+    "t_embedder.mlp.0": (256, 64),
+    "y_embedder.mlp.2": (64, 64),
+    "context_embedder": (24, 64),
+    "final_layer.linear": (64, 32),
+    "final_layer.adaLN_modulation.1": (64, 128),
+}
+
+
+class Changes(dict):
+    """The changes of an original checkpoint; none of other tensors."""
+
+    def pop(self, name):
+        return super().pop(name, torch.zeros(6, 1))
+
+
+def test_layers_of_stable_diffusion_3_are_those_of_its_checkpoints(tmp_path):
+    """Products change the weights that diffusers converts; it does not convert names of adapters of this model."""
+    kind, fields = diffusers.SD3Transformer2DModel, {"qk_norm": "rms_norm", "dual_attention_layers": [0]}
+    build_small(kind, small_config({**default_fields(kind), **fields})).save_pretrained(tmp_path / "base")
+    parts = {"lora_unet_": {name: (*features, 4, None) for name, features in SD3.items()}}
+    adapter = write_lora(tmp_path / "lora.safetensors", parts)
+    stored, found = load_file(adapter), adapter_of(tmp_path, adapter)
+    names = {name: f"lora_unet_{name.replace('.', '_')}" for name in SD3}
+    products = {
+        f"{name}.weight": stored[f"{flat}.lora_up.weight"] @ stored[f"{flat}.lora_down.weight"]
+        for name, flat in names.items()
+    }
+    converted = convert_sd3_transformer_checkpoint_to_diffusers(Changes(products))
+    expected = {name.removesuffix(".weight"): one for name, one in converted.items() if one.any()}
+    modules = {name.removeprefix(f"{PREFIX}.").rpartition(".lora_")[0] for name in found}
+    assert modules == expected.keys()
+    for module, product in expected.items():
+        a, b = (found[f"{PREFIX}.{module}.lora_{one}.weight"] for one in "AB")
+        assert torch.equal(b @ a, product), module

@@ -9,7 +9,7 @@ import json
 import struct
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
@@ -47,6 +47,7 @@ class _Original(Data, frozen=True):
 
     classes: tuple[str, ...]
     layers: dict[str, Annotated[tuple[str, ...], Meta(min_length=1)]]
+    swapped: tuple[str, ...] = ()
 
     def rules(self, *, is_flat: bool) -> Iterator[LayoutRule]:
         """Yield the rules from original names, with underscores instead of dots if ``is_flat``."""
@@ -135,9 +136,11 @@ class LoraFile:
                     f"{path}: {first}: {class_name} does not have a layer {layer.name}: {fuse_in_diffusers(path)}"
                 )
             alphas |= {module: tensors[_ALPHA] for module in modules if _ALPHA in tensors}
+            swapped = {one for one in modules if names.is_swapped(layer, one)}
             for use, stored in tensors.items():
                 if use != _ALPHA:
-                    for module, spec, rows in self._pieces(use, stored, {one: names.rows(one) for one in modules}):
+                    rows_of = {one: names.rows(one) for one in modules}
+                    for module, spec, rows in self._pieces(use, stored, rows_of, swapped):
                         name = f"{PREFIX}{module}{SUFFIXES[use]}"
                         if name in specs:
                             raise PlanError(f"{path}: {stored}: is a second tensor of {module}: remove one of them")
@@ -155,9 +158,12 @@ class LoraFile:
         return Adapter(source, parse_settings(path, json.loads(settings)))
 
     def _pieces(
-        self, use: str, stored: str, rows_of: Mapping[str, int]
+        self, use: str, stored: str, rows_of: Mapping[str, int], swapped: Collection[str]
     ) -> Iterator[tuple[str, TensorSpec, JoinedRows]]:
-        """Yield the tensors of the modules that a layer consists of, which have rows of its tensor, or A as a whole."""
+        """Yield the tensors of the modules that a layer consists of, which have rows of its tensor, or A as a whole.
+
+        The two halves of the rows of ``swapped`` modules are in the other order.
+        """
         dtype, shape, _ = self.source.specs[stored]
         starts = [0, *accumulate(rows_of.values())]
         if len(rows_of) > 1 and use != A and shape[:1] != (starts[-1],):
@@ -168,8 +174,10 @@ class LoraFile:
         for module, (start, stop) in zip(rows_of, pairwise(starts), strict=True):
             own = shape if use == A or len(rows_of) == 1 else (stop - start, *shape[1:])
             unit, offset = num_bytes(dtype, own[1:]), 0 if own == shape else start
-            rows = Rows(stored, 0, num_bytes(dtype, own), offset * unit)
-            yield module, TensorSpec(dtype, own), JoinedRows((rows,), unit)
+            size = num_bytes(dtype, own)
+            half = size // 2 if module in swapped and use != A else 0
+            parts = (Rows(stored, 0, size - half, offset * unit + half), Rows(stored, size - half, size, offset * unit))
+            yield module, TensorSpec(dtype, own), JoinedRows(parts[: 1 + bool(half)], unit)
 
     def _settings(
         self, component: str, specs: Mapping[str, TensorSpec], alphas: Mapping[str, str]
@@ -208,17 +216,27 @@ class _BaseNames:
         weights = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
         self._flat = {other.replace(".", "_"): name for name in weights for other in other_names(name, rules)}
         originals = [one for one in _names().original if class_name in one.classes]
+        self._swapped = tuple(end for one in originals for end in one.swapped)
         self._original = {
             is_flat: [rule for one in originals for rule in one.rules(is_flat=is_flat)] for is_flat in (False, True)
         }
 
     def modules(self, layer: _Layer) -> tuple[str, ...]:
         """The modules in a layer of a file; none if one of them is not in the base model."""
-        if (found := self._flat.get(layer.name) if layer.is_flat else self._module(layer.name)) is not None:
+        if (found := self._own(layer)) is not None:
             return (found,)
         related = find_target(self._original[layer.is_flat], layer.name)
         names = () if related is None else tuple(related.sources)
         return names if all(map(self._module, names)) else ()
+
+    def is_swapped(self, layer: _Layer, module: str) -> bool:
+        """Whether the halves of the rows of an original layer are in the other order in its module."""
+        rows, columns = self._tensors[f"{module}.weight"].shape[:2]
+        return self._own(layer) is None and module.endswith(self._swapped) and rows == 2 * columns
+
+    def _own(self, layer: _Layer) -> str | None:
+        """The module with the name of a layer."""
+        return self._flat.get(layer.name) if layer.is_flat else self._module(layer.name)
 
     def _module(self, name: str) -> str | None:
         found = in_base(f"{name}.weight", self._tensors, self._rules)
@@ -235,8 +253,8 @@ def _parse(name: str, path: AnyPath) -> tuple[str, _Layer, str]:
     end = next((one for one in _names().uses if name.endswith(one)), None)
     if any(text in f".{name}" for text in _names().ip_adapters):
         raise PlanError(
-            f"{path}: {name}: is a tensor of an IP adapter, which is not supported: split the pipeline without it, or "
-            "load it into an unsharded pipeline with load_ip_adapter"
+            f"{path}: {name}: is a tensor of an IP adapter, which is not split: split the pipeline without it, and "
+            "call load_ip_adapter of the pipeline that shardconv.load returns"
         )
     if end is None:
         raise PlanError(
