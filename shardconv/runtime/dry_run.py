@@ -320,9 +320,20 @@ def _all(mask: Tensor, *arguments: Any, **options: Any) -> Tensor:
 
 
 def _sum(mask: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Return the number of elements for a mask on meta, as for :func:`_all`."""
-    is_full = mask.is_meta and mask.dtype == torch.bool and not arguments and not options
-    return torch.tensor(mask.numel()) if is_full else torch.sum(mask, *arguments, **options)
+    """Return the number of elements for a mask on meta, as for :func:`_all`; along a dim, :func:`_to_list` does."""
+    if not mask.is_meta or mask.dtype != torch.bool:
+        return torch.sum(mask, *arguments, **options)
+    counts = torch.ones(mask.shape, dtype=torch.bool).sum(*arguments, **options)
+    if not counts.dim():
+        return counts
+    on_meta = counts.to("meta")
+    on_meta.counts = counts  # type: ignore[attr-defined]
+    return on_meta
+
+
+def _to_list(tensor: Tensor) -> object:
+    """Return the values of a tensor, also of the sums of a mask."""
+    return getattr(tensor, "counts", tensor).tolist()
 
 
 _REPLACEMENTS: dict[Callable[..., object], Callable[..., object]] = {
@@ -331,4 +342,5 @@ _REPLACEMENTS: dict[Callable[..., object], Callable[..., object]] = {
     Tensor.__contains__: _is_in,
     Tensor.all: _all,
     Tensor.sum: _sum,
+    Tensor.tolist: _to_list,
 }

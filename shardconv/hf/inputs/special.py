@@ -197,8 +197,8 @@ def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
 
 def _fields_of_step(config: Mapping[str, object], given: Mapping[str, int | None]) -> Fields:
     entry = of_class(name := config.get("_class_name"))
-    if "step" not in entry:
-        raise RunError(f"the inputs of a {name} of real size are not known")
+    if "step" not in entry or "not_counted" in entry:
+        raise RunError(entry.get("not_counted", f"the inputs of a {name} of real size are not known"))
     chosen = {_CHOSEN[name]: size for name, size in given.items() if size is not None}
     return Fields(config, {**table()["sizes"], **table()["steps"], **entry["step"], **chosen})
 
@@ -215,6 +215,7 @@ def diffusion_inputs(
     """
     entry, config = of_class(type(model).__name__), config_fields(model)
     given = {**table()["inputs"], **table()["latents"].get(entry.get("latents"), {}), **entry.get("inputs", {})}
+    given |= {} if step is None else entry.get("step_inputs", {})
     names = [name for name in inspect.signature(model.forward).parameters if _has(config, given.get(name, {}))]
     fields = Fields(config, table()["sizes"]) if step is None else _fields_of_step(config, step)
     values = _DiffusionValues(generator, fields)
@@ -251,6 +252,9 @@ class _DiffusionValues(_Values):
 
     def _tuple(self, table: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(self.draw(table["tuple"]))
+
+    def _repeat(self, table: Mapping[str, Any]) -> list[Any]:
+        return [self.draw(table["of"]) for _ in range(self._fields.evaluate(table["repeat"]))]
 
     def _dict(self, table: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self.draw(one) for name, one in table["dict"].items()}
