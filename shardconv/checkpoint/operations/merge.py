@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, lay_out_source
 from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.verify import is_source_of
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.combined import every, paths, texts, total
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
@@ -40,12 +42,12 @@ class MergeReport(WriteReport):
         adapters: names of the adapters of the split checkpoint, which are merged into folders of their own.
     """
 
-    files: tuple[str, ...]
-    num_bytes: int
-    is_identical: bool | None
-    notes: tuple[str, ...] = ()
-    derived: tuple[str, ...] = ()
-    adapters: tuple[str, ...] = ()
+    files: Annotated[tuple[str, ...], paths]
+    num_bytes: Annotated[int, total]
+    is_identical: Annotated[bool | None, every]
+    notes: Annotated[tuple[str, ...], texts] = ()
+    derived: Annotated[tuple[str, ...], texts] = ()
+    adapters: Annotated[tuple[str, ...], paths] = ()
 
 
 @on_pipelines(Written("merge", open_split_folders, "{name}-merged", is_split=False, is_finished=is_source_of))

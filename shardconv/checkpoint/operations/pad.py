@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from shardconv.checkpoint.operations.pipeline import (
     open_source_pipeline,
 )
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
+from shardconv.checkpoint.output.combined import config_changes, listed, padding_of_all, path_keys, texts, total
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
@@ -65,13 +67,13 @@ class PadReport(WriteReport):
     """
 
     tp: int
-    family: str
-    source_bytes: int
-    num_bytes: int
-    padding: PaddingReport
-    config: tuple[ConfigChange, ...]
-    notes: tuple[str, ...]
-    left_out: Mapping[str, str]
+    family: Annotated[str, listed]
+    source_bytes: Annotated[int, total]
+    num_bytes: Annotated[int, total]
+    padding: Annotated[PaddingReport, padding_of_all]
+    config: Annotated[tuple[ConfigChange, ...], config_changes]
+    notes: Annotated[tuple[str, ...], texts]
+    left_out: Annotated[Mapping[str, str], path_keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +239,8 @@ class UnpadReport(WriteReport):
         derived: the reasons why the files differ from the padded ones, one phrase each; empty for safetensors files.
     """
 
-    num_bytes: int
-    derived: tuple[str, ...] = ()
+    num_bytes: Annotated[int, total]
+    derived: Annotated[tuple[str, ...], texts] = ()
 
 
 @on_pipelines(Written("unpad", open_padded_pipeline, "{name}-unpadded"))

@@ -19,9 +19,9 @@ from shardconv.checkpoint.adapters.lora_file import fuse_in_diffusers
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
 from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.checkpoint.operations.combined import combine
 from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder, find_destination
 from shardconv.checkpoint.output.job import Job, options_of
 from shardconv.checkpoint.output.team import Team

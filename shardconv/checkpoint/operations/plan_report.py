@@ -4,12 +4,27 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 from msgspec import Struct
 
 from shardconv.checkpoint.operations.pipeline import on_pipelines, report_each
 from shardconv.checkpoint.operations.split_sources import plan_sources
+from shardconv.checkpoint.output.combined import (
+    blocked,
+    listed,
+    no_padded_sizes,
+    padding_of_all,
+    path_keys,
+    paths,
+    supported,
+    supported_bytes,
+    tensors_by_path,
+    texts,
+    total,
+    totals_per_rank,
+    union,
+)
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
@@ -101,22 +116,22 @@ class PlanReport:
     """
 
     source: str
-    family: str | None
+    family: Annotated[str | None, listed]
     tp: int | None
-    num_tensors: int
-    num_bytes: int
-    assumed: tuple[str, ...]
-    left_out: Mapping[str, str]
-    supported_tp: tuple[int, ...]
-    supported_bytes: tuple[int, ...]
-    blocked_tp: tuple[BlockedTp, ...]
-    padded_tp: tuple[PaddedTp, ...]
-    padding: PaddingReport
-    rank_bytes: tuple[int, ...]
-    tensors: tuple[TensorReport, ...]
+    num_tensors: Annotated[int, total]
+    num_bytes: Annotated[int, total]
+    assumed: Annotated[tuple[str, ...], texts]
+    left_out: Annotated[Mapping[str, str], path_keys]
+    supported_tp: Annotated[tuple[int, ...], supported]
+    supported_bytes: Annotated[tuple[int, ...], supported_bytes]
+    blocked_tp: Annotated[tuple[BlockedTp, ...], blocked]
+    padded_tp: Annotated[tuple[PaddedTp, ...], no_padded_sizes]
+    padding: Annotated[PaddingReport, padding_of_all]
+    rank_bytes: Annotated[tuple[int, ...], totals_per_rank]
+    tensors: Annotated[tuple[TensorReport, ...], tensors_by_path]
     layout: str = NATIVE.name
-    num_quantized: int = 0
-    quantized_blocks: tuple[str, ...] = ()
+    num_quantized: Annotated[int, total] = 0
+    quantized_blocks: Annotated[tuple[str, ...], union] = ()
     ep: int = 1
     stored_tp: int | None = None
     stored_ep: int = 1
@@ -125,8 +140,8 @@ class PlanReport:
     even_stages: tuple[int, ...] = ()
     even_bytes: int = 0
     ranks: tuple[int, ...] = ()
-    quantization: str = ""
-    adapters: tuple[str, ...] = ()
+    quantization: Annotated[str, listed] = ""
+    adapters: Annotated[tuple[str, ...], paths] = ()
     engine: str | None = None
     components: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)

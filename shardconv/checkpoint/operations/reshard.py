@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from msgspec import structs
 
@@ -15,6 +16,7 @@ from shardconv.checkpoint.operations.split import SplitReport, split
 from shardconv.checkpoint.operations.split_writing import write_ranks
 from shardconv.checkpoint.operations.verify import is_right
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.combined import padding_of_all, texts, total, totals_per_rank
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, WriteOptions, WriteReport
@@ -60,11 +62,11 @@ class ReshardReport(WriteReport):
     tp: int
     old_layout: str
     layout: str
-    num_bytes: int
-    rank_bytes: tuple[int, ...]
-    notes: tuple[str, ...] = ()
-    padding: PaddingReport = NO_PADDING
-    files_per_rank: int = 1
+    num_bytes: Annotated[int, total]
+    rank_bytes: Annotated[tuple[int, ...], totals_per_rank]
+    notes: Annotated[tuple[str, ...], texts] = ()
+    padding: Annotated[PaddingReport, padding_of_all] = NO_PADDING
+    files_per_rank: Annotated[int, total] = 1
     old_pp: int = 1
     stages: tuple[int, ...] = ()
     old_ep: int = 1

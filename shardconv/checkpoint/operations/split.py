@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Annotated, Unpack
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter
 from shardconv.checkpoint.engine.copy import Progress
@@ -16,6 +16,7 @@ from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
 from shardconv.checkpoint.operations.verify import is_right
+from shardconv.checkpoint.output.combined import listed, padding_of_all, path_keys, paths, texts, total, totals_per_rank
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.team import Team
@@ -57,16 +58,16 @@ class SplitReport(WriteReport):
 
     tp: int
     ep: int = 1
-    family: str | None
+    family: Annotated[str | None, listed]
     layout: str
-    source_bytes: int
-    rank_bytes: tuple[int, ...]
-    assumed: tuple[str, ...]
-    left_out: Mapping[str, str]
-    padding: PaddingReport = NO_PADDING
-    derived: tuple[str, ...] = ()
-    files_per_rank: int = 1
-    adapters: tuple[str, ...] = ()
+    source_bytes: Annotated[int, total]
+    rank_bytes: Annotated[tuple[int, ...], totals_per_rank]
+    assumed: Annotated[tuple[str, ...], texts]
+    left_out: Annotated[Mapping[str, str], path_keys]
+    padding: Annotated[PaddingReport, padding_of_all] = NO_PADDING
+    derived: Annotated[tuple[str, ...], texts] = ()
+    files_per_rank: Annotated[int, total] = 1
+    adapters: Annotated[tuple[str, ...], paths] = ()
     ranks: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
 

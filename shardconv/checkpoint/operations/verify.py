@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from shardconv.checkpoint.engine.copy import Progress, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -15,6 +16,7 @@ from shardconv.checkpoint.operations.differences import (
 )
 from shardconv.checkpoint.operations.pipeline import on_pipelines, verify_each
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
+from shardconv.checkpoint.output.combined import every, path_keys, paths, some, texts, total, union
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_files, open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
@@ -68,18 +70,18 @@ class VerifyReport:
     against: str | None
     tp: int
     layout: str
-    num_tensors: int
-    num_bytes: int
-    other_weights: tuple[str, ...]
-    checked: tuple[str, ...]
-    is_compared: bool
-    has_checksums: bool
-    differences: tuple[str, ...]
-    left_out: Mapping[str, str]
+    num_tensors: Annotated[int, total]
+    num_bytes: Annotated[int, total]
+    other_weights: Annotated[tuple[str, ...], paths]
+    checked: Annotated[tuple[str, ...], union]
+    is_compared: Annotated[bool, every]
+    has_checksums: Annotated[bool, every]
+    differences: Annotated[tuple[str, ...], texts]
+    left_out: Annotated[Mapping[str, str], path_keys]
     seconds: float
     saved_by: str | None = None
     ranks: tuple[int, ...] = ()
-    is_damaged: bool = False
+    is_damaged: Annotated[bool, some] = False
     components: Mapping[str, str] = field(default_factory=dict)
     copied: Mapping[str, str] = field(default_factory=dict)
     pp: int = 1

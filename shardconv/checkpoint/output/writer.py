@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Self, TypedDict
+from typing import Annotated, NamedTuple, Self, TypedDict
 
 from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
 from shardconv.checkpoint.engine.layout import Layout
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
+from shardconv.checkpoint.output.combined import total
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder
 from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.checkpoint.output.job import Job, check_versions, job_of
@@ -83,7 +84,7 @@ class WriteReport:
     """
 
     path: str
-    num_tensors: int
+    num_tensors: Annotated[int, total]
     seconds: float
     dry_run: bool
     destination_exists: bool

@@ -1,0 +1,157 @@
+"""One report for a pipeline, from the reports on its components.
+
+The type of a field has the function that joins its values, as in ``num_bytes: Annotated[int, total]``; a field without
+one has the same value in all reports.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct, structs
+
+from shardconv.checkpoint.sources.pipeline import Pipeline
+from shardconv.plan.padded_config import ConfigChange
+from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
+
+#: The class of a report, a dataclass.
+R = TypeVar("R")
+
+
+class Joined(NamedTuple):
+    """A field of the reports on components.
+
+    Attributes:
+        name: its name.
+        reports: component to the report on it.
+    """
+
+    name: str
+    reports: Mapping[str, Any]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Component to the value of the field."""
+        return {component: getattr(report, self.name) for component, report in self.reports.items()}
+
+
+def combine(reports: Mapping[str, R], pipeline: Pipeline, **given: object) -> R:
+    """The report on a pipeline.
+
+    Args:
+        reports: component to the report on it.
+        pipeline: the pipeline, which has its components and the files that are left out beside them.
+        given: the fields that do not follow from the reports.
+    """
+    first: Any = next(iter(reports.values()))
+    given |= {"components": pipeline.components, "copied": pipeline.copied}
+    joins = {one.name: getattr(one.type, "__metadata__", (same,))[0] for one in fields(first)}
+    joined: dict[str, Any] = {name: join(Joined(name, reports)) for name, join in joins.items() if name not in given}
+    if "left_out" in joined:
+        joined["left_out"] |= pipeline.left_out
+    combined: R = replace(first, **joined, **given)
+    return combined
+
+
+def same(field: Joined) -> object:
+    """The value, which is the same in all reports."""
+    first, *others = field.values.values()
+    assert all(other == first for other in others), field.values
+    return first
+
+
+def total(field: Joined) -> int:
+    """The sum of numbers."""
+    return sum(field.values.values())
+
+
+def totals_per_rank(field: Joined) -> tuple[int, ...]:
+    """The sums of numbers of each rank."""
+    return tuple(map(sum, zip(*field.values.values(), strict=True)))
+
+
+def texts(field: Joined) -> tuple[str, ...]:
+    """Texts, each after the name of its component."""
+    return tuple(f"{component}: {text}" for component, found in field.values.items() for text in found)
+
+
+def paths(field: Joined) -> tuple[str, ...]:
+    """Names of files in the folders of components, as names in the folder of the pipeline."""
+    return tuple(f"{component}/{name}" for component, names in field.values.items() for name in names)
+
+
+def path_keys(field: Joined) -> dict[str, Any]:
+    """Tables by names of files, as in :func:`paths`."""
+    return {f"{component}/{name}": one for component, table in field.values.items() for name, one in table.items()}
+
+
+def union(field: Joined) -> tuple[object, ...]:
+    """The values of all reports, without repetitions."""
+    return tuple(dict.fromkeys(one for several in field.values.values() for one in several))
+
+
+def listed(field: Joined) -> str:
+    """Texts in one line, without repetitions."""
+    return ", ".join(dict.fromkeys(filter(None, field.values.values())))
+
+
+def every(field: Joined) -> bool | None:
+    """Whether all are true; None if that is unknown of some, and true of the others."""
+    found = {*field.values.values()}
+    return False if False in found else None if None in found else True
+
+
+def some(field: Joined) -> bool:
+    """Whether one is true."""
+    return any(field.values.values())
+
+
+def tensors_by_path(field: Joined) -> tuple[Struct, ...]:
+    """Reports on tensors, whose names begin with their component."""
+    tensors = ((component, one) for component, several in field.values.items() for one in several)
+    return tuple(structs.replace(one, name=f"{component}/{one.name}") for component, one in tensors)
+
+
+def padding_of_all(field: Joined) -> PaddingReport:
+    """The padded units of all components, and all bytes of padding divided by all other bytes."""
+    units, padding, others = [], 0.0, 0.0
+    for component, report in field.reports.items():
+        size, memory = sum(getattr(report, "rank_bytes", ())) or report.num_bytes, report.padding.memory
+        units += [replace(unit, name=f"{component}: {unit.name}") for unit in report.padding.units]
+        padding, others = padding + size * memory / (1 + memory), others + size / (1 + memory)
+    return PaddingReport(tuple(units), padding / others) if units else NO_PADDING
+
+
+def config_changes(field: Joined) -> tuple[ConfigChange, ...]:
+    """Changed fields of configs, whose names begin with their component."""
+    changes = ((component, one) for component, several in field.values.items() for one in several)
+    return tuple(replace(one, field=f"{component}/{one.field}") for component, one in changes)
+
+
+def supported(field: Joined) -> tuple[int, ...]:
+    """The sizes that all components support."""
+    return tuple(_supported(field.reports))
+
+
+def supported_bytes(field: Joined) -> tuple[int, ...]:
+    """The bytes of the rank that has most, for each of the sizes that all components support."""
+    return tuple(_supported(field.reports).values())
+
+
+def _supported(reports: Mapping[str, Any]) -> dict[int, int]:
+    first, *others = (dict(zip(one.supported_tp, one.supported_bytes, strict=True)) for one in reports.values())
+    return {tp: size + sum(one[tp] for one in others) for tp, size in first.items() if all(tp in one for one in others)}
+
+
+def blocked(field: Joined) -> tuple[BlockedTp, ...]:
+    """The sizes that some component does not support, each with the tensor of the first one."""
+    found: dict[int, BlockedTp] = {}
+    for component, sizes in field.values.items():
+        for one in sizes:
+            found.setdefault(one.tp, replace(one, tensor=f"{component}/{one.tensor}"))
+    return tuple(found[tp] for tp in sorted(found))
+
+
+def no_padded_sizes(_: Joined) -> tuple[PaddedTp, ...]:
+    """None: the sizes of components with padding are not combined."""
+    return ()
