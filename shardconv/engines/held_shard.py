@@ -19,20 +19,6 @@ from shardconv.plan.placement import Interval, Placement
 CPU = torch.device("cpu")
 
 
-class HeldRun(NamedTuple):
-    """A range of the sharded dim that the rank holds.
-
-    Attributes:
-        start: its first index.
-        stop: the index after its last.
-        local: the index of the first in the shard.
-    """
-
-    start: int
-    stop: int
-    local: int
-
-
 @dataclass(frozen=True, eq=False)
 class HeldShard:
     """One rank's shard of a full tensor, read on first use.
@@ -41,7 +27,7 @@ class HeldShard:
         name: name of the tensor, for messages.
         shape: shape of the full tensor.
         dim: the dim that is sharded.
-        runs: the ranges of that dim that the rank holds.
+        positions: [shape[dim]], the index in the shard of each index of that dim, -1 if this rank does not hold it.
         read: returns the shard, [*shape[:dim], held, *shape[dim + 1:]], contiguous; called at most once.
         remedy: the remedy if an element is used that this rank does not hold, for the message.
     """
@@ -49,17 +35,9 @@ class HeldShard:
     name: str
     shape: tuple[int, ...]
     dim: int
-    runs: tuple[HeldRun, ...]
+    positions: Tensor
     read: Callable[[], Tensor]
     remedy: str
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[shape[dim]], the index in the shard of each index of the sharded dim, -1 if this rank does not hold it."""
-        positions = torch.full((self.shape[self.dim],), -1, device=CPU)
-        for start, stop, local in self.runs:
-            positions[start:stop] = torch.arange(local, local + stop - start, device=CPU)
-        return positions
 
     @cached_property
     def rows(self) -> Tensor:
@@ -68,13 +46,14 @@ class HeldShard:
         return self.read().view(prod(before), -1, prod(after))
 
     def range_of(self, view: Tensor) -> Tensor | None:
-        """The elements of a view that is a range of the sharded dim, with all of the others, within one run.
+        """The elements of a view that is a range of the sharded dim, with all of the others.
 
         Args:
             view: a view of a contiguous tensor of the full shape.
 
         Returns:
-            [elements before the dim, size of the range, elements after it], a view of the shard; None for other views.
+            [elements before the dim, size of the range, elements after it], a view of the shard; None for other views,
+            or if the range is not one in the shard.
         """
         size = view.shape[self.dim] if view.dim() == len(self.shape) else 0
         after = prod(self.shape[self.dim + 1 :])
@@ -83,9 +62,8 @@ class HeldShard:
             return None
         if view.stride() != _contiguous_strides(self.shape):
             return None
-        found = (run for run in self.runs if run.start <= start and start + size <= run.stop)
-        run = next(found, None)
-        return None if run is None else self.rows.narrow(1, run.local + start - run.start, size)
+        positions = self.positions[start : start + size]
+        return self.rows.narrow(1, int(positions[0]), size) if _is_range(positions) else None
 
 
 @lru_cache(maxsize=256)
@@ -94,27 +72,21 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(prod(shape[at + 1 :]), 1) for at in range(len(shape)))
 
 
-def runs_of(placement: Placement, rank: int) -> tuple[HeldRun, ...]:
-    """The ranges of the sharded dim that a rank holds."""
-    runs, local = [], 0
-    for interval in placement.ranks[rank]:
-        if isinstance(interval, Interval):  # else padding
-            runs.append(HeldRun(interval.start, interval.stop, local))
-        local += interval.size
-    return tuple(runs)
+@lru_cache(maxsize=16)
+def positions_of(placement: Placement, rank: int) -> Tensor:
+    """The :attr:`HeldShard.positions` of a rank's shard."""
+    positions, local = torch.full((placement.size,), -1, device=CPU), 0
+    for entry in placement.ranks[rank]:
+        if isinstance(entry, Interval):  # else padding
+            positions[entry.start : entry.stop] = torch.arange(local, local + entry.size, device=CPU)
+        local += entry.size
+    return positions
 
 
-def runs_at(positions: Tensor) -> tuple[HeldRun, ...]:
-    """The runs with these :attr:`HeldShard.positions`."""
-    held = (positions >= 0).nonzero().flatten()
-    local = positions[held]
-    ends = ((held.diff() != 1) | (local.diff() != 1)).nonzero().flatten().tolist()
-    starts = [0, *(end + 1 for end in ends)] if len(held) else []
-    stops = [*(end + 1 for end in ends), len(held)]
-    return tuple(
-        HeldRun(int(held[first]), int(held[stop - 1]) + 1, int(local[first]))
-        for first, stop in zip(starts, stops, strict=False)
-    )
+def _is_range(positions: Tensor) -> bool:
+    """Whether positions, of which there is at least one, are held and consecutive."""
+    first = int(positions[0])
+    return first >= 0 and torch.equal(positions, torch.arange(first, first + len(positions), device=CPU))
 
 
 class ViewDim(NamedTuple):
@@ -197,11 +169,9 @@ def span_of(dims: Sequence[ViewDim]) -> tuple[int, int] | None:
 
 def gather(shard: HeldShard, selection: Selection, positions: Tensor) -> Tensor:
     """Return the elements of a selection, whose indices of the sharded dim are at ``positions`` in the shard."""
-    flat = positions.flatten()
-    first = int(flat[0])
-    is_range = bool((flat == torch.arange(first, first + len(flat), device=CPU)).all())
-    rows = shard.rows
-    rows = rows.narrow(1, first, len(flat)) if is_range else rows.index_select(1, flat.to(rows.device))
+    flat, rows = positions.flatten(), shard.rows
+    is_range = _is_range(flat)
+    rows = rows.narrow(1, int(flat[0]), len(flat)) if is_range else rows.index_select(1, flat.to(rows.device))
     strides, inner = [], len(flat)
     for dim in selection.dims:
         inner = inner // dim.size if dim.level == 1 else inner

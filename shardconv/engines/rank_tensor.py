@@ -15,7 +15,7 @@ from torch._C import _disabled_torch_function_impl  # torch's documentation of s
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
-from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, runs_at, select, span_of
+from shardconv.engines.held_shard import CPU, HeldShard, Selection, ViewDim, gather, select, span_of
 from shardconv.support.errors import NotHeldError
 
 #: Positional and keyword arguments of an operation, of any type.
@@ -188,7 +188,7 @@ class RankTensor(Tensor):
         new_positions = torch.full_like(positions, -1)
         new_positions[positions >= 0] = torch.arange(len(held_positions), device=CPU)
         shape = (*(dim.size for dim in before), len(positions), *(dim.size for dim in after))
-        result = HeldShard(shard.name, shape, len(before), runs_at(new_positions), read, shard.remedy)
+        result = HeldShard(shard.name, shape, len(before), new_positions, read, shard.remedy)
         device = torch.device(kwargs.get("device") or self.device)
         on_meta = {name: value for name, value in kwargs.items() if name != "device"}
         return RankTensor.of(result, func(self._view, *args, **on_meta).dtype, device).view(self.shape)
@@ -220,7 +220,7 @@ def _concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         return torch.cat([shard.read() for shard in shards if (shard.positions >= 0).any()], dim)
 
     first = shards[0]
-    result = HeldShard(first.name, tuple(joined.shape), dim, runs_at(torch.cat(positions)), read, first.remedy)
+    result = HeldShard(first.name, tuple(joined.shape), dim, torch.cat(positions), read, first.remedy)
     return RankTensor.of(result, joined.dtype, copies[0].device)
 
 

@@ -15,7 +15,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.checkpoint.split.stored_plan import stored_planner
-from shardconv.engines.held_shard import HeldShard, runs_of
+from shardconv.engines.held_shard import HeldShard, positions_of
 from shardconv.engines.rank_tensor import RankTensor
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
@@ -169,7 +169,7 @@ def rank_weights(source: RankSource, *, dry_run: bool = False) -> Iterator[tuple
         if placement.dim is None:
             yield name, read()
         else:
-            shard = HeldShard(name, spec.shape, placement.dim, runs_of(placement, reader.rank), read, remedy)
+            shard = HeldShard(name, spec.shape, placement.dim, positions_of(placement, reader.rank), read, remedy)
             yield name, RankTensor.of(shard, DTYPES[spec.dtype])
     if not dry_run:
         reader.finish()
