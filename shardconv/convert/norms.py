@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardconv.convert.modules import Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp, reduce_from_tp
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.sharding import local_intervals, take_shard
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement, intervals
 
 
@@ -73,7 +73,7 @@ class GlobalLayerNorm(Sharded):
 
 def _without_padding(features: Tensor, placement: Placement, rank: int) -> Tensor:
     """Remove padding from the features of a rank, [..., local features]."""
-    held = [features.narrow(-1, start, interval.size) for interval, start in local_intervals(placement, rank)]
+    held = [features.narrow(-1, start, interval.size) for interval, start in placement.local_intervals(rank)]
     return torch.cat(held, -1) if held else features[..., :0]
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardconv.plan.placement import Interval, Placement
+from shardconv.plan.placement import Placement
 
 #: The device of indices and shards. Given explicitly, as engines change the default device.
 CPU = torch.device("cpu")
@@ -75,11 +75,9 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def positions_of(placement: Placement, rank: int) -> Tensor:
     """The :attr:`HeldShard.positions` of a rank's shard."""
-    positions, local = torch.full((placement.size,), -1, device=CPU), 0
-    for entry in placement.ranks[rank]:
-        if isinstance(entry, Interval):  # else padding
-            positions[entry.start : entry.stop] = torch.arange(local, local + entry.size, device=CPU)
-        local += entry.size
+    positions = torch.full((placement.size,), -1, device=CPU)
+    for interval, local in placement.local_intervals(rank):
+        positions[interval.start : interval.stop] = torch.arange(local, local + interval.size, device=CPU)
     return positions
 
 

@@ -1,7 +1,7 @@
 """Clip the gradients of sharded parameters by the norm of all of them."""
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardconv.distributed import Axis, gather_from_tp
 from shardconv.layers.parallel_module import description
-from shardconv.layers.sharding import local_intervals
-from shardconv.plan.placement import Placement, intervals
+from shardconv.plan.placement import Placement, own_intervals
 
 
 @torch.no_grad()
@@ -84,19 +83,4 @@ def _own_elements(gradient: Tensor, placement: Placement, rank: int) -> Iterator
     if placement.dim is None:
         return iter([gradient] if rank == 0 else [])
     dim = placement.dim
-    return (gradient.narrow(dim, start, size) for start, size in _own_ranges(placement, rank))
-
-
-@lru_cache
-def _own_ranges(placement: Placement, rank: int) -> tuple[tuple[int, int], ...]:
-    """Start and size, in the shard of a rank, of each run of elements that no lower rank holds."""
-    lower = sorted(one for entries in placement.ranks[:rank] for one in intervals(entries))
-    found = []
-    for interval, position in local_intervals(placement, rank):
-        start = interval.start
-        for held in (*lower, (interval.stop, interval.stop)):
-            stop = min(held[0], interval.stop)
-            if stop > start:
-                found.append((position + start - interval.start, stop - start))
-            start = max(start, min(held[1], interval.stop))
-    return tuple(found)
+    return (gradient.narrow(dim, start, own.size) for own, start in own_intervals(placement, rank))

@@ -3,7 +3,6 @@
 The same placements (:mod:`shardconv.plan.placement`) describe rank files.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.overrides import wrap_torch_function
 
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.distributed.operations import identity, with_gradient
-from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, own_intervals, shard_dim
 
 
 def even_placement(dim: int, sizes: tuple[int, ...], tp: int, *, pad: bool = False, what: str) -> Placement:
@@ -137,20 +136,11 @@ def zero_padding_gradient(shard: Tensor, placement: Placement, axis: Axis) -> Te
     return with_gradient(shard, identity, partial(_without_padding, placement=placement, rank=axis.rank))
 
 
-def local_intervals(placement: Placement, rank: int) -> Iterator[tuple[Interval, int]]:
-    """Yield each interval of a rank, and its start in the rank's shard."""
-    position = 0
-    for entry in placement.ranks[rank]:
-        if isinstance(entry, Interval):
-            yield entry, position
-        position += entry.size
-
-
 def _without_padding(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     """Copy a rank's shard, with zeros in the padding."""
     assert placement.dim is not None
     copied = torch.zeros_like(shard)
-    for interval, position in local_intervals(placement, rank):
+    for interval, position in placement.local_intervals(rank):
         values = shard.narrow(placement.dim, position, interval.size)
         copied.narrow(placement.dim, position, interval.size).copy_(values)
     return copied
@@ -172,7 +162,7 @@ def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     assert placement.dim is not None
     dim = placement.dim
     full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
-    for interval, position in local_intervals(placement, rank):
+    for interval, position in placement.local_intervals(rank):
         values = shard.narrow(dim, position, interval.size)
         full.narrow(dim, interval.start, interval.size).copy_(values)
     return full
@@ -184,19 +174,16 @@ def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
 
     All shards have as many elements as the largest.
     """
-    located, start = [], 0
-    for rank in range(placement.num_ranks):
-        located += [(one.start, start + position, one.size) for one, position in local_intervals(placement, rank)]
-        start += placement.max_local_size
+    size = placement.max_local_size
+    located = (
+        (own.start, rank * size + position, own.size)
+        for rank in range(placement.num_ranks)
+        for own, position in own_intervals(placement, rank)
+    )
     runs: list[tuple[int, int]] = []
-    end = 0
-    for start, at, size in sorted(located):
-        if (skip := end - start) >= size:
-            continue  # already taken from another rank
-        begin, length = at + skip, size - skip
-        if runs and sum(runs[-1]) == begin:
+    for _, start, length in sorted(located):
+        if runs and sum(runs[-1]) == start:
             runs[-1] = (runs[-1][0], runs[-1][1] + length)
         else:
-            runs.append((begin, length))
-        end = start + size
+            runs.append((start, length))
     return tuple(runs)

@@ -6,10 +6,10 @@ one scale. The planner places the logical matrix, and the placement of each stor
 tensors of an adapter cover the weight that they adapt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardconv.plan.placement import IndivisibleError, Interval, IntervalOrPadding, Padding, Placement
+from shardconv.plan.placement import IndivisibleError, Interval, IntervalOrPadding, Padding, Placement, located
 from shardconv.support.structs import Data
 
 
@@ -147,7 +147,7 @@ class Grid(Data, frozen=True, cache_hash=True):
             return (entries[0].start // self.group,)
         return tuple(
             (entry.start + at if isinstance(entry, Interval) else 0) // self.group - (position + at) // self.group
-            for entry, position in _positions(entries)
+            for entry, position in located(entries)
             for at in range(entry.size)
         )
 
@@ -178,7 +178,7 @@ class Grid(Data, frozen=True, cache_hash=True):
                 f"either code 0 is another value, and padding would share its scale with other {axis} features, or the "
                 f"zero would be a scale to divide by"
             )
-        for entry, position in (each for entries in placement.ranks for each in _positions(entries)):
+        for entry, position in (each for entries in placement.ranks for each in located(entries)):
             if isinstance(entry, Padding) and (position % block or entry.size % block):
                 raise IndivisibleError(
                     f"{entry.size} {axis} features of padding after {position} are not full blocks of {block}"
@@ -203,11 +203,3 @@ class Grid(Data, frozen=True, cache_hash=True):
                 f"a boundary at feature {boundary} is inside a {grid_dim.kind} of {elements} {axis} features"
             )
         return Interval(entry.start // elements * entries, min(grid_dim.count(entry.stop), size))
-
-
-def _positions(entries: Sequence[IntervalOrPadding]) -> Iterator[tuple[IntervalOrPadding, int]]:
-    """The intervals and padding of a rank, each with its position in the shard."""
-    position = 0
-    for entry in entries:
-        yield entry, position
-        position += entry.size

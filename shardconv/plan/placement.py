@@ -4,7 +4,7 @@ Every sharding rule is a :class:`Placement`: one dim, and for each rank an order
 padding between them. Pure integer arithmetic, independent of bytes, files, models and torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -94,6 +94,12 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
         """Elements of a rank's shard along ``dim``, with padding; 0 if ``dim`` is None."""
         return sum(entry.size for entry in self.ranks[rank])
 
+    def local_intervals(self, rank: int) -> Iterator[tuple[Interval, int]]:
+        """Yield each interval of a rank, and its start in the rank's shard."""
+        for entry, position in located(self.ranks[rank]):
+            if isinstance(entry, Interval):
+                yield entry, position
+
     @property
     def max_local_size(self) -> int:
         """Elements of the largest shard along ``dim``; 0 if ``dim`` is None."""
@@ -149,6 +155,56 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
 def intervals(entries: Sequence[IntervalOrPadding]) -> list[Interval]:
     """The intervals among ``entries``, without padding."""
     return [entry for entry in entries if isinstance(entry, Interval)]
+
+
+def located(entries: Iterable[IntervalOrPadding]) -> Iterator[tuple[IntervalOrPadding, int]]:
+    """The intervals and padding of a rank, each with its position in the shard."""
+    position = 0
+    for entry in entries:
+        yield entry, position
+        position += entry.size
+
+
+def union(ascending: Iterable[Interval]) -> list[Interval]:
+    """Merge sorted intervals that overlap or touch."""
+    merged: list[Interval] = []
+    for interval in ascending:
+        if merged and interval.start <= merged[-1].stop:
+            merged[-1] = Interval(merged[-1].start, max(merged[-1].stop, interval.stop))
+        else:
+            merged.append(interval)
+    return merged
+
+
+def split_replicas(interval: Interval, held: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
+    """Split an interval at the bounds of ``held``, the disjoint sorted intervals of lower ranks.
+
+    Yields:
+        An interval, and whether a lower rank holds it.
+    """
+    start = interval.start
+    for other in held:
+        low, high = max(start, other.start), min(interval.stop, other.stop)
+        if low >= high:
+            continue
+        if start < low:
+            yield Interval(start, low), False
+        yield Interval(low, high), True
+        start = high
+    if start < interval.stop:
+        yield Interval(start, interval.stop), False
+
+
+@lru_cache
+def own_intervals(placement: Placement, rank: int) -> tuple[tuple[Interval, int], ...]:
+    """The intervals of a rank that no lower rank holds, each with its start in the rank's shard."""
+    lower = union(sorted(one for entries in placement.ranks[:rank] for one in intervals(entries)))
+    return tuple(
+        (own, position + own.start - interval.start)
+        for interval, position in placement.local_intervals(rank)
+        for own, is_replica in split_replicas(interval, lower)
+        if not is_replica
+    )
 
 
 def _check_ascending(entries: Sequence[IntervalOrPadding], size: int) -> None:

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
 from shardconv.distributed.new_groups import new_members_group
 from shardconv.layers.parallel_module import ParallelModule
-from shardconv.layers.sharding import local_intervals
 from shardconv.plan.placement import Interval, Placement, intervals
 
 
@@ -201,7 +200,7 @@ def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTen
     make = partial(DTensor.from_local, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     if chunks is None:
         return make(ChunkedShard(value, _chunks(value, placement, rank)), _mesh(axis, value), [Shard(dim)])
-    interval, position = next(local_intervals(placement, rank), (Interval(0, 0), 0))
+    interval, position = next(placement.local_intervals(rank), (Interval(0, 0), 0))
     local = value.narrow(dim, position, interval.size)
     if chunks == axis.size:
         return make(local, _mesh(axis, value), [Shard(dim)])
@@ -231,7 +230,7 @@ def _chunks(shard: Tensor, placement: Placement, rank: int) -> Iterator[Chunk]:
     dim = placement.dim
     assert dim is not None
     boundaries = sorted({bound for entries in placement.ranks for interval in intervals(entries) for bound in interval})
-    for interval, position in local_intervals(placement, rank):
+    for interval, position in placement.local_intervals(rank):
         inside = [bound for bound in boundaries if interval.start <= bound <= interval.stop]
         for start, stop in pairwise(inside):
             offsets = tuple(start if other == dim else 0 for other in range(shard.ndim))

@@ -13,8 +13,6 @@ from torch.distributed.tensor import DeviceMesh, Shard
 import shardconv
 from shardconv.convert.converted_model import gather_state_dict
 from shardconv.convert.model import convert_with_request
-from shardconv.layers.clipping import _own_ranges
-from shardconv.plan.placement import Interval, Padding, Placement
 from shardconv.plan.request import PlanRequest
 from shardconv.tensor import shard_parameter
 from tests.support.comparison import inputs_of
@@ -109,14 +107,3 @@ def test_dtensors_are_refused(axis):
 def test_parameters_without_gradients():
     assert shardconv.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0) == 0
     assert shardconv.clip_grad_norm_([], 1.0) == 0
-
-
-def test_each_element_is_counted_on_the_first_rank_that_holds_it():
-    ranks = (
-        (Interval(0, 4),),
-        (Interval(2, 6), Padding(2)),
-        (Interval(0, 1), Interval(3, 8)),
-        (Padding(3), Interval(6, 8)),
-    )
-    placement = Placement(0, 8, ranks)
-    assert [_own_ranges(placement, rank) for rank in range(4)] == [((0, 4),), ((2, 2),), ((4, 2),), ()]

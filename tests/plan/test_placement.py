@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, shard_dim
+from shardconv.plan.placement import IndivisibleError, Interval, Padding, Placement, Unit, own_intervals, shard_dim
 from tests.support.plans import held
 
 DECODER = msgspec.json.Decoder(Placement)
@@ -102,3 +102,15 @@ def test_json_round_trip(tp, parts):
 def test_json_that_is_not_a_placement_is_refused(data):
     with pytest.raises(ValueError, match=r"`dim`|length 2|got `str`"):
         msgspec.convert(data, Placement)
+
+
+def test_the_first_rank_that_holds_an_element_owns_it():
+    ranks = (
+        (Interval(0, 4),),
+        (Interval(2, 6), Padding(2)),
+        (Interval(0, 1), Interval(3, 8)),
+        (Padding(3), Interval(6, 8)),
+    )
+    placement = Placement(0, 8, ranks)
+    owned = [((Interval(0, 4), 0),), ((Interval(4, 6), 2),), ((Interval(6, 8), 4),), ()]
+    assert [own_intervals(placement, rank) for rank in range(4)] == owned

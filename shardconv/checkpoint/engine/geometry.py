@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple, Self
 
 from shardconv.files.containers.safetensors import DTYPE_BITS
-from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals
+from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals, located, split_replicas, union
 
 #: Gaps between held ranges with fewer bytes than this are read, too: another block would take as long.
 GAP_BYTES = 2**20
@@ -202,7 +202,7 @@ def geometry(
     shards = []
     for entries in chosen:
         shards.append(_shard_rows(entries, width, bits, held))
-        held = _union(sorted([*held, *intervals(entries)]))
+        held = union(sorted([*held, *intervals(entries)]))
     is_complete = held == [Interval(0, placement.size)]
     columns = None if is_complete else _columns(shards, width, is_one_row=width == num_bytes)
     return Geometry(num_bytes, width, tuple(shards), columns)
@@ -220,7 +220,7 @@ def _columns(shards: Sequence[ShardRows], width: int, *, is_one_row: bool) -> tu
     if any(shard.runs[0].local if shard.runs else shard.width for shard in shards):  # padding at the beginning
         held.append(Interval(0, min(_ROW_START, width)))
     columns: list[tuple[int, int]] = []
-    for start, stop in _union(sorted(held)):
+    for start, stop in union(sorted(held)):
         if columns and start - columns[-1][1] < GAP_BYTES:
             columns[-1] = (columns[-1][0], stop)
         else:
@@ -236,44 +236,13 @@ def _full_rows(num_bytes: int, rank: int) -> ShardRows:
 
 def _shard_rows(entries: Sequence[IntervalOrPadding], width: int, bits: int, held: Sequence[Interval]) -> ShardRows:
     runs = []
-    local = 0
-    for entry in entries:
+    for entry, position in located(entries):
         if isinstance(entry, Interval):
-            for interval, is_replica in _split_replicas(entry, held):
-                at = local + (interval.start - entry.start) * bits
+            for interval, is_replica in split_replicas(entry, held):
+                at = (position + interval.start - entry.start) * bits
                 start, size = _to_bytes(interval.start * bits), _to_bytes(interval.size * bits)
                 runs.append(Run(start, _to_bytes(at), size, is_replica))
-        local += entry.size * bits
-    return ShardRows.of_runs(width, _to_bytes(local), runs)
-
-
-def _union(ascending: Sequence[Interval]) -> list[Interval]:
-    union: list[Interval] = []
-    for interval in ascending:
-        if union and interval.start <= union[-1].stop:
-            union[-1] = Interval(union[-1].start, max(union[-1].stop, interval.stop))
-        else:
-            union.append(interval)
-    return union
-
-
-def _split_replicas(interval: Interval, held: Sequence[Interval]) -> Iterator[tuple[Interval, bool]]:
-    """Split an interval at the bounds of ``held``, the disjoint sorted intervals of lower ranks.
-
-    Yields:
-        An interval, and whether a lower rank holds it.
-    """
-    start = interval.start
-    for other in held:
-        low, high = max(start, other.start), min(interval.stop, other.stop)
-        if low >= high:
-            continue
-        if start < low:
-            yield Interval(start, low), False
-        yield Interval(low, high), True
-        start = high
-    if start < interval.stop:
-        yield Interval(start, interval.stop), False
+    return ShardRows.of_runs(width, _to_bytes(sum(entry.size for entry in entries) * bits), runs)
 
 
 def _to_bytes(bits: int) -> int:
