@@ -1,14 +1,19 @@
-"""Open input files, local or remote: read at any position by several threads, and checked for modifications."""
+"""Open input files, local or remote: read at any position by several threads, and checked for modifications.
+
+Also checksums of files, xxh3-128, in bounded memory.
+"""
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
 
+import xxhash
+
 from shardconv.files import storage
 from shardconv.files.fileio import Bytes, allow_open_files, read_exactly, will_need
-from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.folder import AnyPath, RemotePath, file_bytes
 from shardconv.support.errors import SourceError
 
 if TYPE_CHECKING:
@@ -302,3 +307,36 @@ def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
         else:
             merged.append((number, offset, offset + size, position))
     return [one[:3] for one in sorted(merged, key=lambda one: one[3])]
+
+
+#: Bytes of a file that are in memory at once.
+_CHUNK_BYTES = 2**20
+
+
+def checksum(data: bytes) -> str:
+    """The xxh3-128 checksum of data."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def checksum_file(path: AnyPath) -> str:
+    """Compute the xxh3-128 checksum of a file in bounded memory; errors as in :func:`chunks`."""
+    running = xxhash.xxh3_128()
+    for chunk in chunks(path):
+        running.update(chunk)
+    return running.hexdigest()
+
+
+def chunks(path: AnyPath) -> Iterator[Bytes]:
+    """The contents of a file.
+
+    Raises:
+        SourceError: if it cannot be read, or is modified meanwhile.
+    """
+    size = file_bytes(path)
+    with InputFiles([path], [b""], [size]) as inputs:
+        inputs.prefetch([(0, 0, size)])
+        for start in range(0, size, _CHUNK_BYTES):
+            chunk = memoryview(bytearray(min(_CHUNK_BYTES, size - start)))
+            inputs.read(0, chunk, start)
+            yield chunk
+        inputs.check_unchanged()

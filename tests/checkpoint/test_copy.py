@@ -13,8 +13,8 @@ from shardconv.checkpoint.engine import geometry as byte_ranges
 from shardconv.checkpoint.engine.copy import CopyJob, FileRows, Shards, held_stripes, split_into_stripes
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader, ShardWriter
+from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.input_files import InputFiles
-from shardconv.files.output_files import LocalOutputFiles
 from shardconv.plan.placement import Interval, Padding, Placement, Unit, shard_dim
 from shardconv.support.errors import IntegrityError
 from tests.support.checkpoints import llama_config, write_checkpoint

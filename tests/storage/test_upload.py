@@ -10,9 +10,9 @@ import pytest
 from obstore.store import LocalStore
 
 from shardconv.files.storage import parts, upload
+from shardconv.files.storage.clients import Key
 from shardconv.files.storage.read_ahead import Budget
 from shardconv.files.storage.upload import UploadFiles
-from shardconv.files.storage.write_requests import Key
 from shardconv.support.errors import OutputError
 from tests.support.matrix import MATRIX
 

@@ -12,10 +12,10 @@ import pytest
 
 import shardconv
 from shardconv.files.storage import remote_output, upload, write_requests
+from shardconv.files.storage.clients import Key
 from shardconv.files.storage.stores import open_store
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import parse
-from shardconv.files.storage.write_requests import Key
 from shardconv.support.errors import OutputError
 from tests.storage.written import PART, check_nothing_left, failing, without_identity
 from tests.support.checkpoints import contents

@@ -11,9 +11,8 @@ import xxhash
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Box
-from shardconv.files.fileio import Bytes, populate
+from shardconv.files.fileio import Bytes, OutputFiles, populate
 from shardconv.files.input_files import InputFiles
-from shardconv.files.output_files import OutputFiles
 from shardconv.support.errors import IntegrityError
 
 

@@ -29,8 +29,8 @@ from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest_file import write_sealed
 from shardconv.checkpoint.split.rank_files import file_differences
-from shardconv.checkpoint.split.sealed_file import write_sealed
 from shardconv.checkpoint.split.split_pipeline import (
     PipelineManifest,
     SplitComponent,
@@ -40,9 +40,8 @@ from shardconv.checkpoint.split.split_pipeline import (
     open_split_pipeline,
     read_pipeline_manifest,
 )
-from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath, permissions, walk
-from shardconv.files.input_files import InputFiles
+from shardconv.files.input_files import InputFiles, checksum_file
 from shardconv.files.paths import SourcePath, open_path, staging_folder
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE

@@ -13,10 +13,9 @@ from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
-from shardconv.files.checksums import checksum, checksum_file, chunks
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, file_bytes, permissions
-from shardconv.files.input_files import InputFiles
+from shardconv.files.input_files import checksum, checksum_file, chunks
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.support.errors import IntegrityError, SourceError
@@ -127,14 +126,11 @@ class AuxiliaryFiles:
 
 def _copy(path: AnyPath, target: Path, stopping: Event) -> str:
     """Copy a file with its permissions, and return its checksum; ends early if another thread is ``stopping``."""
-    size = file_bytes(path)
     running = xxhash.xxh3_128()
-    with InputFiles([path], [b""], [size]) as inputs, create(target, inputs.mode) as copy:
-        inputs.prefetch([(0, 0, size)])
-        for chunk in chunks(inputs, size):
+    with create(target, permissions([path])) as copy:
+        for chunk in chunks(path):
             if stopping.is_set():
                 raise InterruptedError("another thread failed, or the user interrupted the copy")
             running.update(chunk)
             copy.write(chunk)
-        inputs.check_unchanged()
     return running.hexdigest()

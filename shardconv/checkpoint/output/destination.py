@@ -12,8 +12,8 @@ from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, nested_staging, staged_folder, staging
 from shardconv.checkpoint.sources.megatron_source import LATEST_NAME
 from shardconv.files import storage
+from shardconv.files.fileio import LocalOutputFiles, OutputFiles
 from shardconv.files.folder import AnyPath
-from shardconv.files.output_files import LocalOutputFiles, OutputFiles
 from shardconv.files.paths import local_path
 from shardconv.files.storage.url import Location, is_url, parse
 from shardconv.files.weight_formats import CONFIG_NAME, INDEX_NAME, SAFETENSORS
@@ -35,7 +35,7 @@ class NewFolder(NamedTuple):
     Attributes:
         path: the local folder for its files that are not weights, and for its weights if it is local.
         create: creates files of known sizes in it, which threads write at any position. Takes the arguments of
-            :class:`~shardconv.files.output_files.LocalOutputFiles`.
+            :class:`~shardconv.files.fileio.LocalOutputFiles`.
     """
 
     path: Path

@@ -16,8 +16,8 @@ from msgspec import DecodeError, Struct, json
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.job import Job, difference
+from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.folder import AnyPath
-from shardconv.files.output_files import LocalOutputFiles
 from shardconv.files.paths import staging_folder
 from shardconv.support.errors import OutputError, option
 

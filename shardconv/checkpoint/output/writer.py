@@ -22,9 +22,9 @@ from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.checkpoint.output.job import Job, check_versions, job_of
 from shardconv.checkpoint.output.journal import Journal, ResumableWriter
 from shardconv.checkpoint.output.team import Checksums, Team
+from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
-from shardconv.files.output_files import LocalOutputFiles
 from shardconv.support.errors import UsageError, option
 
 #: Maps checksums to the first bytes of each file, before its shards.

@@ -16,9 +16,8 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import read_manifest
+from shardconv.checkpoint.split.manifest_file import encode, read_manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, auxiliary_paths, open_ranks
-from shardconv.checkpoint.split.sealed_file import encode
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path

@@ -18,13 +18,12 @@ from pathlib import Path
 from uuid import uuid4
 
 from shardconv.files.folder import RemotePath, remote_folder
-from shardconv.files.storage.clients import obstore, submit
+from shardconv.files.storage.clients import Key, Requests, create, exists, finish, obstore, read, submit
 from shardconv.files.storage.errors import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.stores import list_files, open_store
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
-from shardconv.files.storage.write_requests import Key, Requests, create, exists, finish, read
 from shardconv.support.errors import OutputError, ShardconvError, SourceError, option
 from shardconv.support.temporary import temporary_folder
 
@@ -169,7 +168,7 @@ class RemoteOutput:
     def create(
         self, paths: Sequence[Path], prefixes: Sequence[bytes], sizes: Sequence[int], _mode: int, *, may_exist: bool
     ) -> UploadFiles:
-        """Start new files; arguments as for :class:`~shardconv.files.output_files.LocalOutputFiles`."""
+        """Start new files; arguments as for :class:`~shardconv.files.fileio.LocalOutputFiles`."""
         assert not may_exist
         files = UploadFiles([self._key(path.relative_to(self._staged).as_posix()) for path in paths], prefixes, sizes)
         self._files.append(files)

@@ -7,10 +7,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Self
 
-from shardconv.files.storage.clients import obstore, submit, wait
+from shardconv.files.storage.clients import Key, finish, obstore, submit, wait
 from shardconv.files.storage.errors import explain_write, explained
 from shardconv.files.storage.parts import Part, PartMemory, no_room, part_bytes
-from shardconv.files.storage.write_requests import Key, finish
 from shardconv.support.errors import OutputError
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ class Upload:
 
 
 class UploadFiles:
-    """New files in a store, with the methods of :class:`~shardconv.files.output_files.LocalOutputFiles`.
+    """New files in a store, with the methods of :class:`~shardconv.files.fileio.LocalOutputFiles`.
 
     Args:
         keys: their places.

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from shardconv.convert.protocols import PretrainedModel
-from shardconv.hf.inputs.media import audio_inputs, image_inputs, is_type
+from shardconv.hf.inputs.derived import audio_inputs, image_inputs, is_type, text_inputs
 from shardconv.hf.inputs.special import diffusion_inputs, special_inputs
-from shardconv.hf.inputs.text import text_inputs
 
 
 def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Any]:

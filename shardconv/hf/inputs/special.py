@@ -17,8 +17,7 @@ from torch import Tensor
 from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.hf.diffusion import of_class, table
-from shardconv.hf.inputs.media import BATCH, GRID, LENGTH, pair_of
-from shardconv.hf.inputs.text import random_tokens, vocabulary_size
+from shardconv.hf.inputs.derived import BATCH, GRID, LENGTH, pair_of, random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
 from shardconv.support.errors import RunError, UsageError, option
 
