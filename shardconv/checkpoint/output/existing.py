@@ -146,12 +146,9 @@ def _all_files(folder: AnyPath) -> list[str]:
 def _split_files(folder: AnyPath) -> list[str]:
     """The auxiliary files of a split checkpoint, and all files of its adapters."""
     manifest = read_manifest(folder)
-    found = [*manifest.auxiliary_files]
-    for path in manifest.adapter_folders(folder).values():
-        adapter = read_manifest(path)
-        names = (MANIFEST_NAME, *adapter.rank_files, *adapter.auxiliary_files)
-        found += [relative_name(path / name, folder) for name in names]
-    return found
+    adapters = manifest.adapter_folders(folder).values()
+    of_adapters = (relative_name(path / name, folder) for path in adapters for name in _all_files(path))
+    return [*manifest.auxiliary_files, *of_adapters]
 
 
 def _files(folder: AnyPath) -> list[str]:

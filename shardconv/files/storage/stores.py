@@ -45,8 +45,16 @@ def open_store(location: Location) -> "ObjectStore":
 
 def open_web(url: str, headers: Mapping[str, str]) -> "ObjectStore":
     """The store of a web server: ``url`` is its root, and may have a query that is sent with every request."""
-    options = {**_CLIENT, "allow_http": url.startswith("http:"), "default_headers": dict(headers)}
-    store: ObjectStore = obstore_stores().HTTPStore(url, client_options=options, retry_config=RETRIES)
+    return _open("HTTPStore", url, url, headers)
+
+
+def _open(
+    kind: str, name: str, endpoint: str, headers: Mapping[str, str] | None = None, **settings: object
+) -> "ObjectStore":
+    """A store of a class of obstore; ``endpoint`` is the URL of its server, "" for the default."""
+    client = {**_CLIENT, "allow_http": endpoint.startswith("http:"), "default_headers": dict(headers or {})}
+    store_class = getattr(obstore_stores(), kind)
+    store: ObjectStore = store_class(name, client_options=client, retry_config=RETRIES, **settings)
     return store
 
 
@@ -105,14 +113,8 @@ def _open_s3(location: Location) -> "ObjectStore":
     endpoint = next(filter(None, variables), options.get("endpoint", ""))
     if endpoint:
         options["endpoint"] = _checked_endpoint(endpoint, "AWS_ENDPOINT_URL, or endpoint_url of the AWS profile,")
-    store: ObjectStore = obstore_stores().S3Store(
-        location.host,
-        config=options,
-        client_options={**_CLIENT, "allow_http": endpoint.startswith("http:")},
-        retry_config=RETRIES,
-        credential_provider=_credential_provider(options),
-    )
-    return store
+    provider = _credential_provider(options)
+    return _open("S3Store", location.host, endpoint, config=options, credential_provider=provider)
 
 
 def _checked_endpoint(url: str, setting: str) -> str:
@@ -127,24 +129,14 @@ def _open_gcs(location: Location) -> "ObjectStore":
     config: GCSConfig = {}
     if emulator:  # as in Google's libraries, which send it no credentials
         config = {"base_url": _checked_endpoint(emulator, "STORAGE_EMULATOR_HOST"), "bearer_token": "none"}
-    store: ObjectStore = obstore_stores().GCSStore(
-        location.host,
-        config=config,
-        client_options={**_CLIENT, "allow_http": emulator.startswith("http:")},
-        retry_config=RETRIES,
-    )
-    return store
+    return _open("GCSStore", location.host, emulator, config=config)
 
 
 def _open_azure(location: Location) -> "ObjectStore":
     options = _azure_options()
     if endpoint := options.get("endpoint", ""):
         _checked_endpoint(endpoint, f"the endpoint in {_CONNECTION_STRING}")
-    client = {**_CLIENT, "allow_http": endpoint.startswith("http:")}
-    store: ObjectStore = obstore_stores().AzureStore(
-        location.host, config=options, client_options=client, retry_config=RETRIES
-    )
-    return store
+    return _open("AzureStore", location.host, endpoint, config=options)
 
 
 def _open_http(location: Location) -> "ObjectStore":
