@@ -39,6 +39,7 @@ from shardconv.commands.shared import (
     padding_notes,
     stages_note,
 )
+from shardconv.plan.families.matcher import starred
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase
@@ -64,7 +65,6 @@ _APPLYING = {
 _NUMBER = re.compile(r"\d+")
 #: Alternatives in the pattern of a rule.
 _ALTERNATIVES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-_LAYER_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 _FAMILIES = Option(
     REPORT, "--list-families families", "List the families and the model types that they serve; with WORD, "
@@ -279,7 +279,7 @@ def _rank_lines(report: "PlanReport", tp: int) -> Iterator[str]:
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str, tuple[int, ...], str, str], list[TensorReport]] = {}
     for tensor in report.tensors:
-        name = tensor.name if show_all else _LAYER_NUMBER.sub(".*", tensor.name)
+        name = tensor.name if show_all else starred(tensor.name)
         groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
     rows = [(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
     return [_plan_row(*row, _placement(row[1]) if show_all else row[1].placement) for row in rows]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.distributed.devices import device_module
 from shardconv.layers.features import check_tag
+from shardconv.layers.init import state_of_first_rank
 
 
 class ParallelDropout(nn.Dropout):
@@ -86,7 +87,7 @@ def check_seeds(axis: Axis, device: torch.device, *, has_others: bool = False) -
         RuntimeError: if they differ.
     """
     state = torch.cat([_seeds(device), _other_seeds()]) if has_others else _seeds(device)
-    unequal = torch.tensor(int(not torch.equal(_state_of_first_rank(state, axis), state)), device=axis.message_device)
+    unequal = torch.tensor(int(not torch.equal(state_of_first_rank(state, axis), state)), device=axis.message_device)
     dist.all_reduce(unequal, op=dist.ReduceOp.MAX, group=axis.group)
     if unequal:
         raise RuntimeError(
@@ -150,7 +151,7 @@ def _other_seeds() -> Tensor:
 
 def share_seeds(axis: Axis, device: torch.device) -> None:
     """Copy the states of the first rank's default generators. All ranks must call it."""
-    state = _state_of_first_rank(_seeds(device), axis)
+    state = state_of_first_rank(_seeds(device), axis)
     cpu_size = len(torch.get_rng_state())
     torch.set_rng_state(state[:cpu_size])
     if (module := device_module(device)) is not None:
@@ -161,12 +162,6 @@ def _seeds(device: torch.device) -> Tensor:
     state = torch.get_rng_state()
     module = device_module(device)
     return state if module is None else torch.cat([state, module.get_rng_state(device)])
-
-
-def _state_of_first_rank(state: Tensor, axis: Axis) -> Tensor:
-    first = state.to(axis.message_device, copy=True)
-    dist.broadcast(first, axis.ranks[0], group=axis.group)
-    return first.cpu()
 
 
 @torch.library.custom_op("shardconv::dropout_mask", mutates_args=())

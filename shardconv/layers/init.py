@@ -106,9 +106,7 @@ def fill_shard_(shard: Tensor, placement: Placement | None, axis: Axis, init: In
     if axis.size == 1 and (placement is None or not placement.is_padded):
         init(shard)
         return
-    shape = list(shard.shape)
-    if placement is not None and placement.dim is not None:
-        shape[placement.dim] = placement.size
+    shape = shard.shape if placement is None else placement.full_shape(shard.shape)
     full = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     _draw_like_first_rank(full, axis, init)
     shard.copy_(full if placement is None else take_shard(full, placement, axis.rank))
@@ -119,13 +117,19 @@ def _draw_like_first_rank(full: Tensor, axis: Axis, init: Initializer) -> None:
     device = torch.get_device_module(full.device) if full.device.type != "cpu" else torch.random
     local = device.get_rng_state()
     init(full)
-    first = local.to(axis.message_device, copy=True)
-    dist.broadcast(first, axis.ranks[0], group=axis.group)
-    if not torch.equal(first.cpu(), local.cpu()):  # the ranks were seeded differently
+    first = state_of_first_rank(local, axis)
+    if not torch.equal(first, local.cpu()):  # the ranks were seeded differently
         after = device.get_rng_state()
-        device.set_rng_state(first.cpu())
+        device.set_rng_state(first)
         init(full)
         device.set_rng_state(after)
+
+
+def state_of_first_rank(state: Tensor, axis: Axis) -> Tensor:
+    """The state of a generator on the first rank, on the CPU. All ranks must call it."""
+    first = state.to(axis.message_device, copy=True)
+    dist.broadcast(first, axis.ranks[0], group=axis.group)
+    return first.cpu()
 
 
 def init_affine_weight_(

@@ -81,10 +81,8 @@ class ParallelModule(nn.Module):
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the full tensor of a parameter."""
-        shape, placement = list(self.own_tensor(name).shape), self.placements.get(name)
-        if placement is not None and placement.dim is not None:
-            shape[placement.dim] = placement.size
-        return tuple(shape)
+        shape, placement = tuple(self.own_tensor(name).shape), self.placements.get(name)
+        return shape if placement is None else placement.full_shape(shape)
 
     def gather_parameter(self, name: str) -> Tensor:
         """Gather the full tensor of a parameter, in its original order; differentiable. All ranks must call it."""

@@ -160,11 +160,10 @@ def _add_replicas(shard: Tensor, placement: Placement, axis: Axis) -> Tensor:
 def _put_shard(shard: Tensor, placement: Placement, rank: int) -> Tensor:
     """Return a full tensor that has the rank's shard at its intervals, and zeros elsewhere."""
     assert placement.dim is not None
-    dim = placement.dim
-    full = shard.new_zeros((*shard.shape[:dim], placement.size, *shard.shape[dim + 1 :]))
+    full = shard.new_zeros(placement.full_shape(shard.shape))
     for interval, position in placement.local_intervals(rank):
-        values = shard.narrow(dim, position, interval.size)
-        full.narrow(dim, interval.start, interval.size).copy_(values)
+        values = shard.narrow(placement.dim, position, interval.size)
+        full.narrow(placement.dim, interval.start, interval.size).copy_(values)
     return full
 
 

@@ -138,6 +138,12 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
             return tuple(shape)
         return (*shape[: self.dim], self.local_size(rank), *shape[self.dim + 1 :])
 
+    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the full tensor of a shard of shape ``shape``."""
+        if self.dim is None:
+            return tuple(shape)
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
     def describe(self) -> str:
         """A short description for reports."""
         if self.dim is None:

@@ -5,13 +5,14 @@ loads its shards.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from shardconv.convert.converted_model import RANDOM_FIELDS, extend_model_class
 from shardconv.convert.model import config_fields, convert_with_request
@@ -34,16 +35,8 @@ _CACHES = ("past_key_values", "cache_params", "past_buckets_states", "mems", "st
 
 def copy_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Copies of inputs for one call, as some models write into their inputs."""
-    return {name: _mapped(Tensor.clone, value) for name, value in inputs.items()}
-
-
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with a change of its tensors, also in lists and tuples."""
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, one) for one in value)
-    if isinstance(value, dict):
-        return {name: _mapped(change, one) for name, one in value.items()}
-    return change(value) if isinstance(value, Tensor) else value
+    copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, dict(inputs))
+    return copied
 
 
 def float_tensors(output: Mapping[str, object]) -> dict[str, Tensor]:
@@ -251,7 +244,7 @@ def compare(
         device: device of the sharded model.
     """
     expected = Reference(*torch.load(reference, weights_only=True))
-    inputs = {name: _mapped(lambda tensor: tensor.to(device), value) for name, value in expected.inputs.items()}
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), expected.inputs)
     output, tokens, cache = _compare_outputs(load(split, device=device, group=axis), inputs, expected)
     if expected.gradients is None:
         return OutputDifferences(output, tokens, None, expected.note, cache)

@@ -18,7 +18,7 @@ from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
 from shardconv.plan.families.family import NAMES_FAMILY, Family, Mount, units_named
 from shardconv.plan.families.loading import expand_family, load_family
-from shardconv.plan.families.matcher import Matcher, name_regex
+from shardconv.plan.families.matcher import Matcher, name_regex, starred
 from shardconv.plan.families.rule import ModuleRule, Rule
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import TensorSpec
@@ -26,7 +26,7 @@ from shardconv.plan.planner import Planner
 from shardconv.plan.request import family_of
 from shardconv.plan.rule_set import RuleSet, rules_for
 from shardconv.proof.proposal import propose_rules
-from shardconv.proof.prove import require_config, without_numbers
+from shardconv.proof.prove import require_config
 from shardconv.support.errors import PlanError
 
 #: The tensor parallel size of the plans that are compared.
@@ -180,7 +180,7 @@ def propose_plan(
     rules = _expanded(proposal).rules
     used = [rules[index] for index in _first_matching(rules, source.specs)]
     matcher = Matcher.of_patterns(rule.pattern for rule in rules)
-    missing = without_numbers(name for name in source.specs if matcher.match(name) is None)
+    missing = {starred(name) for name in source.specs if matcher.match(name) is None}
     head = [f"# Proposed for {type(model).__name__}. Prove it: shardconv plan SRC --rules THIS --prove"]
     head += [f"# No rule: on disk, but not in the model: {name}" for name in sorted(missing)]
     # The module overrides of the model type's family would apply to modules that the proposal shards differently.

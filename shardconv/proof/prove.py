@@ -4,8 +4,7 @@ Reads headers and config of the source only. The small model is randomly initial
 the source that the small model does not have, which the proof does not cover.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -19,6 +18,7 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.plan.families.family import NAMES_FAMILY
+from shardconv.plan.families.matcher import starred
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
@@ -156,7 +156,7 @@ def prove(
         supported_tp=tp_sizes(planner).usable(pad=pads),
         num_grids=len({name for name, _ in grids}),
         grid_differences=differences,
-        unreached=tuple(sorted(without_numbers(tensors) - without_numbers(small.specs))),
+        unreached=tuple(sorted({*map(starred, tensors)} - {*map(starred, small.specs)})),
         is_proven=bool(proofs) and all(proof.has_passed for proof in proofs) and not differences,
     )
 
@@ -197,11 +197,6 @@ def require_config(source: Source) -> Mapping[str, object]:
             f"{option(config='FILE')}"
         )
     return source.config
-
-
-def without_numbers(names: Iterable[str]) -> set[str]:
-    """Names of tensors with a star for each number, so that all layers have the same names."""
-    return {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
 
 
 def _small_plans(planner: Planner, tps: Sequence[int]) -> tuple[dict[int, Plan], dict[int, str]]:

@@ -196,7 +196,7 @@ def _dtensor(name: str, value: Tensor, placement: Placement, axis: Axis) -> DTen
         )
     if dim is None or chunks == 1:
         return DTensor.from_local(value, _mesh(axis, value), [Replicate()], run_check=False)
-    shape = torch.Size((*value.shape[:dim], placement.size, *value.shape[dim + 1 :]))
+    shape = torch.Size(placement.full_shape(value.shape))
     make = partial(DTensor.from_local, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride())
     if chunks is None:
         return make(ChunkedShard(value, _chunks(value, placement, rank)), _mesh(axis, value), [Shard(dim)])

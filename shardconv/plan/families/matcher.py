@@ -80,6 +80,9 @@ def layer_key(patterns: Iterable[str]) -> Callable[[str], str]:
 #: Return a name with 0 instead of each number between dots, such as the numbers of layers and experts.
 without_numbers = partial(_NUMBER.sub, ".0")
 
+#: Return a name with a star instead of each of these numbers, so that all layers have the same names.
+starred = partial(_NUMBER.sub, ".*")
+
 
 _compiled = lru_cache(maxsize=4096)(re.compile)
 
@@ -96,7 +99,7 @@ def _last_components(pattern: str) -> set[str | None]:
 def pattern_for(name: str) -> str:
     """The pattern that matches the module of a tensor in every layer."""
     module, _, leaf = name.rpartition(".")
-    return _NUMBER.sub(".*", f"{module if leaf in _LEAVES else name}.")[:-1]
+    return starred(f"{module if leaf in _LEAVES else name}.")[:-1]
 
 
 @lru_cache(maxsize=4096)
