@@ -5,15 +5,7 @@ from typing import Any
 import click
 
 from shardconv.commands.command import OneProcessCommand
-from shardconv.commands.options import (
-    CONFIG,
-    DIRS,
-    FROM,
-    WRITE_OPTIONS,
-    SourcePath,
-    destination_option,
-    display_options,
-)
+from shardconv.commands.options import SPLIT_SOURCE, WRITE_OPTIONS, SourcePath, destination_option, display_options
 from shardconv.commands.shared import adapter_notes, show_written, source_progress
 from shardconv.support.console import Console
 
@@ -24,7 +16,7 @@ _OUTPUT = destination_option(
 
 @click.command(
     cls=OneProcessCommand,
-    params=[DIRS, CONFIG, FROM, _OUTPUT, *WRITE_OPTIONS, *display_options()],
+    params=[*SPLIT_SOURCE, _OUTPUT, *WRITE_OPTIONS, *display_options()],
     epilog="shardconv merge llama-tp8\nshardconv merge llama-tp8 -o llama.safetensors --overwrite",
 )
 def merge(console: Console, src: tuple[SourcePath, ...], output: SourcePath | None, **options: Any) -> None:

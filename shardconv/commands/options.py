@@ -128,12 +128,9 @@ FROM = Option(
     type=click.Choice(SOURCE_LAYOUTS),
 )  # fmt: skip
 #: Options for reading a source.
-SOURCE_OPTIONS = (
-    CONFIG,
-    FOLLOW_LINKS,
-    IGNORE,
-    FROM,
-)
+SOURCE_OPTIONS = (CONFIG, FOLLOW_LINKS, IGNORE, FROM)
+#: The folders of a split checkpoint, or rank files of another tool, and options for reading them.
+SPLIT_SOURCE = (DIRS, CONFIG, FROM)
 
 # --- plan -----------------------------------------------------------------------------------------------------------
 

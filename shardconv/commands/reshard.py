@@ -7,12 +7,10 @@ import click
 from shardconv.commands.command import OneProcessCommand
 from shardconv.commands.options import (
     CHECKSUMS,
-    CONFIG,
-    DIRS,
     EP,
-    FROM,
     MAX_FILE_SIZE,
     PAD,
+    SPLIT_SOURCE,
     STAGE_OPTIONS,
     TP,
     WRITE_OPTIONS,
@@ -37,9 +35,7 @@ from shardconv.support.formatting import counted
 @click.command(
     cls=OneProcessCommand,
     params=[
-        DIRS,
-        CONFIG,
-        FROM,
+        *SPLIT_SOURCE,
         TP,
         *STAGE_OPTIONS,
         EP,

@@ -11,12 +11,9 @@ from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, OneProcessCommand, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import (
-    CONFIG,
     DIRS,
-    FOLLOW_LINKS,
-    FROM,
     HTML_OPTIONS,
-    IGNORE,
+    SOURCE_OPTIONS,
     SOURCE_PATH,
     SourcePath,
     display_options,
@@ -44,10 +41,7 @@ _ENGINE = "Also compare with the model that this engine, which has to be install
     cls=OneProcessCommand,
     params=[
         DIRS,
-        CONFIG,
-        FOLLOW_LINKS,
-        IGNORE,
-        FROM,
+        *SOURCE_OPTIONS,
         Option(CHECKS, "--against", _AGAINST, type=SOURCE_PATH, metavar="SRC"),
         Option(CHECKS, "--engine", _ENGINE, type=click.Choice([CHECKED])),
         threads_option(CHECKS, "reading"),
