@@ -17,17 +17,7 @@ from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-from shardconv.convert.code_values import (
-    UNKNOWN,
-    Value,
-    calculated,
-    either,
-    item_of,
-    items_of,
-    joined,
-    negated,
-    unpacked,
-)
+from shardconv.convert.code_values import UNKNOWN, Value, calculated, either, joined
 
 _MAX_DEPTH = 16
 #: Maximum number of functions that are read for one module; results of others are unknown.
@@ -160,7 +150,7 @@ class CodeReader(ABC):
                     (one.asname or one.name, Value(getattr(found, one.name, UNKNOWN))) for one in imported
                 )
             case ast.For(target=target, iter=items, body=body, orelse=orelse):
-                for item in items_of(self._value(items, names)):
+                for item in self._value(items, names).known_items:
                     self._assign(target, item, names)
                     self._run(body, names)
                 self._run(orelse, names)
@@ -217,9 +207,9 @@ class CodeReader(ABC):
             case ast.Name(id=name):
                 names.values[name] = value
             case ast.Starred(value=inner):
-                self._assign(inner, item_of(value), names)
+                self._assign(inner, value.item, names)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                for one, item in zip(targets, unpacked(value, len(targets)), strict=True):
+                for one, item in zip(targets, value.unpacked(len(targets)), strict=True):
                     self._assign(one, item, names)
 
     def _value(self, node: ast.expr, names: Names) -> Value:
@@ -251,7 +241,7 @@ class CodeReader(ABC):
         """Evaluate an expression of one or several values."""
         match node:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return negated(self._value(operand, names))
+                return self._value(operand, names).negated()
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 is_true = self._truth(test, names)
                 taken = [one for one, skipped in ((body, False), (orelse, True)) if is_true is not skipped]
@@ -267,10 +257,10 @@ class CodeReader(ABC):
         """The items of a comprehension."""
         first, *others = loops
         found = []
-        for one in (items := items_of(self._value(first.iter, names))):
+        for one in (items := self._value(first.iter, names).known_items):
             self._assign(first.target, one, names)
             for other in others:
-                self._assign(other.target, item_of(self._value(other.iter, names)), names)
+                self._assign(other.target, self._value(other.iter, names).item, names)
             found.append(self._value(item, names))
         return found[0] if len(items) == 1 else Value(items=tuple(found))
 

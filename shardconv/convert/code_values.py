@@ -107,49 +107,51 @@ class Value:
         """Whether one dim has all local features of a layer."""
         return (self.is_sharded and not self.is_split) or any(one.is_raw for one in self.items or ())
 
+    @property
+    def width(self) -> "Value":
+        """The size of the last dim of a tensor."""
+        return Value(kind="width") if self.shard is None else Value(self.shard.local, full=self.shard.full)
+
+    @property
+    def item(self) -> "Value":
+        """Any item of a sequence; of tensors, the tensors in it have the same features."""
+        return joined(self.items or (self,))
+
+    @property
+    def known_items(self) -> "Sequence[Value]":
+        """The items of a sequence, if they are known; else one item that represents all of them."""
+        return [self.item] if self.items is None else self.items
+
+    def unpacked(self, number: int) -> "list[Value]":
+        """The items where it is assigned to this number of targets."""
+        if self.items is not None and len(self.items) == number:
+            return list(self.items)
+        if self.kind == "shape":
+            return [*[Value()] * (number - 1), self.width]
+        return [self.item] * number
+
+    def subscript(self, index: "Value", *, is_slice: bool = False) -> "Value":
+        """An item, or a slice."""
+        if self.kind == "shape":
+            return self.width if index.number in LAST_DIMS else Value(is_many=is_slice)
+        if self.is_sharded:
+            return self
+        try:
+            if self.items is not None:
+                return self.items[index.number] if index.number is not None else joined(self.items)
+            known = isinstance(self.object, nn.ModuleList | nn.ModuleDict | nn.Sequential | Mapping | list | tuple)
+            return Value(self.object[index.object]) if known and index.object is not UNKNOWN else Value()
+        except (LookupError, TypeError):
+            return Value()
+
+    def negated(self) -> "Value":
+        """The negative of a number; another value as it is."""
+        return replace(self, object=-self.pair[1], full=-self.pair[0]) if self.pair else self
+
 
 def flat(values: Iterable[Value]) -> list[Value]:
     """The sizes in arguments, which are numbers, or one tuple of them."""
     return [one for value in values for one in (value.items if value.items is not None else [value])]
-
-
-def item_of(value: Value) -> Value:
-    """Any item of a sequence; of tensors, the tensors in it have the same features."""
-    return joined(value.items or (value,))
-
-
-def items_of(value: Value) -> Sequence[Value]:
-    """The items of a sequence, if they are known; else one item that represents all of them."""
-    return [item_of(value)] if value.items is None else value.items
-
-
-def unpacked(value: Value, number: int) -> list[Value]:
-    """The items of a value that is assigned to this number of targets."""
-    if value.items is not None and len(value.items) == number:
-        return list(value.items)
-    if value.kind == "shape":
-        return [*[Value()] * (number - 1), last_size(value.shard)]
-    return [item_of(value)] * number
-
-
-def last_size(shard: LocalFeatures | None) -> Value:
-    """The size of the last dim of a tensor."""
-    return Value(kind="width") if shard is None else Value(shard.local, full=shard.full)
-
-
-def subscript(base: Value, index: Value, *, is_slice: bool = False) -> Value:
-    """An item, or a slice, of a value."""
-    if base.kind == "shape":
-        return last_size(base.shard) if index.number in LAST_DIMS else Value(is_many=is_slice)
-    if base.is_sharded:
-        return base
-    try:
-        if base.items is not None:
-            return base.items[index.number] if index.number is not None else joined(base.items)
-        known = isinstance(base.object, nn.ModuleList | nn.ModuleDict | nn.Sequential | Mapping | list | tuple)
-        return Value(base.object[index.object]) if known and index.object is not UNKNOWN else Value()
-    except (LookupError, TypeError):
-        return Value()
 
 
 def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
@@ -165,11 +167,6 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
         full, number = map(calculate, left.pair, right.pair)
     counts, is_local = left.counts + right.counts, left.is_local or right.is_local
     return Value(number, full=None if full == number else full, counts=counts, is_local=is_local)
-
-
-def negated(value: Value) -> Value:
-    """The negative of a number; another value as it is."""
-    return replace(value, object=-value.pair[1], full=-value.pair[0]) if value.pair else value
 
 
 def joined(values: Iterable[Value]) -> Value:

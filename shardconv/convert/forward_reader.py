@@ -16,19 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardconv.convert.code_reader import CodeReader, Names
-from shardconv.convert.code_values import (
-    LAST_DIMS,
-    UNKNOWN,
-    Count,
-    LocalFeatures,
-    Value,
-    calculated,
-    flat,
-    items_of,
-    joined,
-    last_size,
-    subscript,
-)
+from shardconv.convert.code_values import LAST_DIMS, UNKNOWN, Count, LocalFeatures, Value, calculated, flat, joined
 from shardconv.convert.feature_checks import is_elementwise
 from shardconv.layers import ParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
@@ -144,7 +132,7 @@ class ForwardReader(CodeReader):
     def _on_subscript(self, node: ast.Subscript, names: Names) -> Value:
         base = self._value(node.value, names)
         if not base.is_last or base.shard is None:
-            return subscript(base, self._value(node.slice, names), is_slice=isinstance(node.slice, ast.Slice))
+            return base.subscript(self._value(node.slice, names), is_slice=isinstance(node.slice, ast.Slice))
         match node.slice:
             case ast.Tuple(elts=[first, *others, last]) if len(others) == 1 or ast.unparse(first) == "...":
                 return self._index(base, base.shard, last, names)
@@ -199,7 +187,7 @@ class ForwardReader(CodeReader):
         if function is checkpoint and inputs:
             return self._call(inputs[0], inputs[1:], {})
         if function is map and len(inputs) > 1:
-            rows = zip(*map(items_of, inputs[1:]), strict=False)
+            rows = zip(*(one.known_items for one in inputs[1:]), strict=False)
             found = [self._call(inputs[0], list(row), {}) for row in rows]
             return found[0] if len(found) == 1 else Value(items=tuple(found))
         if function is getattr and len(inputs) > 1 and isinstance(objects[1], str):
@@ -246,7 +234,7 @@ class ForwardReader(CodeReader):
         """Read a method of a tensor, or a function of the same name."""
         if name == "size" and base.kind in ("weight", "tensor"):
             shape = self._attribute(base, "shape")
-            return subscript(shape, inputs[0]) if inputs else shape
+            return shape.subscript(inputs[0]) if inputs else shape
         if not base.is_sharded or base.shard is None:
             return base if base.kind == "weight" and name not in _OF_TYPE else joined([base, *inputs])
         if name in _TRANSPOSING:
@@ -364,7 +352,7 @@ class ForwardReader(CodeReader):
 def _attribute_of_tensor(base: Value, name: str) -> Value:
     if name == "shape" and base.kind == "weight":
         is_known = base.shard is not None and isinstance(base.object, nn.Linear)
-        rows = last_size(base.shard) if is_known else Value()
+        rows = base.width if is_known else Value()
         return Value(items=(replace(rows, is_local=True), Value(is_local=True)))
     if name == "shape" and base.kind == "tensor" and not base.is_split:
         return replace(base, kind="shape")
