@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr, replace
 
 from shardconv.plan.engines import SHARDCONV, engine_named
 from shardconv.plan.families.config_fields import with_defaults
-from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, Family, fields_read, units_named
+from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, Family
 from shardconv.plan.families.library_plans import library_family
 from shardconv.plan.families.loading import expand_family, family_for, load_family, model_type_of, parse_plan_file
 from shardconv.plan.families.matcher import Matcher
@@ -193,10 +193,9 @@ def _reads_heads(family: Family, names: Iterable[str]) -> bool:
     """Whether a rule that applies to a tensor, or a module override, reads head counts or the head size."""
     matcher = Matcher.of_patterns(rule.pattern for rule in family.rules)
     matched = {match.pattern_index for name in names if (match := matcher.match(name)) is not None}
-    rules = tuple(family.rules[index] for index in sorted(matched))
-    named = units_named((*rules, *family.modules))
-    units = {name: unit for name, unit in family.units.items() if name in named}
-    read = fields_read(replace(family, rules=rules, units=units, config={}))
+    applied = replace(family, rules=tuple(family.rules[index] for index in sorted(matched)), config={})
+    named = applied.units_named()
+    read = replace(applied, units={name: unit for name, unit in family.units.items() if name in named}).fields_read()
     return not HEAD_FIELDS.isdisjoint(with_defaults(read, family.config))
 
 
@@ -266,7 +265,7 @@ def _with_user_rules(base: Family, user: Family | None, request: PlanRequest) ->
 
 def _check_read(user: Family, family: Family) -> None:
     """Check that rules read each config field for which a plan file has a default."""
-    if unread := sorted(set(user.config) - fields_read(family)):
+    if unread := sorted(set(user.config) - family.fields_read()):
         raise PlanError(f"{user.origin}: [config] {unread[0]}: no rule reads this field: correct or remove it")
 
 

@@ -13,18 +13,7 @@ from msgspec.structs import replace
 
 from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
 from shardconv.plan.families.config_fields import lookup, select_fields, with_defaults
-from shardconv.plan.families.family import (
-    LIBRARIES,
-    NAMES_FAMILY,
-    NUM_LAYERS,
-    PLAN_FILE,
-    TIED,
-    Family,
-    Submodel,
-    check_units,
-    fields_read,
-    units_named,
-)
+from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, NUM_LAYERS, PLAN_FILE, TIED, Family, Submodel
 from shardconv.plan.families.loading import family_for, load_family
 from shardconv.plan.families.rule import Rule
 from shardconv.plan.model_rules import MAX_MULTIPLE, ModelRules, UsedRules
@@ -156,22 +145,21 @@ class RuleSet(Data, frozen=True, eq=False):
             PlanError: if a rule names a unit that does not exist.
         """
         for model_rules in self.models:
-            check_units(model_rules.family)
+            model_rules.family.check_units()
 
 
 def _stored(model_rules: ModelRules) -> ModelRules:
     family = model_rules.family
-    rules, modules = list(model_rules.rules()), [rule for _, rule in model_rules.modules()]
-    units = {name: unit for name, unit in family.units.items() if name in units_named((*rules, *modules))}
     kept = Family(
         family.name,
         prefix=family.prefix,
-        units=units,
-        rules=tuple(replace(rule, when={}, block="") for rule in rules),
-        modules=tuple(replace(rule, when={}, block="") for rule in modules),
+        rules=tuple(replace(rule, when={}, block="") for rule in model_rules.rules()),
+        modules=tuple(replace(rule, when={}, block="") for _, rule in model_rules.modules()),
         stages=family.stages,
     )
-    names = with_defaults({*fields_read(kept), *OTHER_FIELDS}, family.config)
+    named = kept.units_named()
+    kept = replace(kept, units={name: unit for name, unit in family.units.items() if name in named})
+    names = with_defaults({*kept.fields_read(), *OTHER_FIELDS}, family.config)
     kept = replace(kept, config={name: value for name, value in family.config.items() if name in names})
     config = None if model_rules.config is None else select_fields(model_rules.config, names)
     return ModelRules(kept, config, model_rules.at, model_rules.pad, blocks=model_rules.blocks)

@@ -16,7 +16,7 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import config_path
 from shardconv.hf.build import small_model
 from shardconv.hf.inputs import example_inputs
-from shardconv.plan.families.family import NAMES_FAMILY, Family, Mount, units_named
+from shardconv.plan.families.family import NAMES_FAMILY, Family, Mount
 from shardconv.plan.families.loading import expand_family, load_family
 from shardconv.plan.families.matcher import Matcher, name_regex, starred
 from shardconv.plan.families.rule import ModuleRule, Rule
@@ -68,7 +68,7 @@ def with_blocks(proposal: Family, model: PretrainedModel) -> Family:
             found = _with_block(proposal, Mount(path, name), blocks[name])
             if found is not None and _effect(found, specs, model) == expected:
                 proposal = found
-    used = units_named((*proposal.rules, *proposal.modules))
+    used = proposal.units_named()
     return replace(proposal, units={name: unit for name, unit in proposal.units.items() if name in used})
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from shardconv.plan.families.config_fields import NAME, fields_in, replaced
-from shardconv.plan.families.family import PLAN_FILE, Family, Mount, fields_read, merge_stages
+from shardconv.plan.families.family import PLAN_FILE, Family, Mount, merge_stages
 from shardconv.plan.families.rule import SIZE_NAMES, ModuleRule, Rule, UnitRule
 from shardconv.support.errors import PlanError
 
@@ -153,7 +153,7 @@ class _Expansion:
 
     def _fields_read(self, block: Family, depth: int = 0) -> set[str]:
         """The config fields that a block and the blocks in it read, without the replaced ones."""
-        read = fields_read(block) - set(block.units) - SIZE_NAMES
+        read = block.fields_read() - set(block.units) - SIZE_NAMES
         for inner in block.blocks if depth < _MAX_DEPTH else ():
             read |= self._fields_read(self.find(inner.block), depth + 1) - inner.fields.keys()
             read = read.union(*map(fields_in, inner.fields.values()))

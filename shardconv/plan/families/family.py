@@ -3,7 +3,7 @@
 Plain data, which loading.py parses. tensor_groups.py applies the rules to tensors.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from difflib import get_close_matches
 from typing import Annotated
@@ -147,46 +147,44 @@ class Family(Data, frozen=True):
             gathered=self.gathered or base.gathered,
             numbered=self.numbered | base.numbered,
         )
-        check_units(family)
+        family.check_units()
         return family
+
+    def fields_read(self) -> set[str]:
+        """The names in all expressions and conditions of the family or block: config fields and units."""
+        rules: tuple[Rule | ModuleRule, ...] = (*self.rules, *self.modules)
+        expressions = {*self.config.values()}
+        for named in (*self.units.values(), *rules):
+            expressions |= {*named.sizes(), *named.expressions()}
+        return set().union(*map(fields_in, expressions), *(rule.when for rule in rules))
+
+    def units_named(self) -> set[str]:
+        """The names that may be units, in rules and module overrides."""
+        return set().union(*(rule.reads() for rule in (*self.rules, *self.modules)))
+
+    def check_units(self) -> None:
+        """Check that every named unit exists, and that rules with ``shard_if_divisible`` units have ``otherwise``.
+
+        Raises:
+            PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
+        """
+        rules: tuple[Rule | ModuleRule, ...] = (*self.rules, *self.modules)
+        for rule in rules:
+            where = f"{rule.origin}: {rule.LABEL} {rule.pattern!r}"
+            for unit in rule.units:
+                if unit not in self.units:
+                    raise PlanError(f"{where}: {_unknown_unit(unit, self.units.keys() - self.numbered)}")
+            kinds = {self.units[unit].shard_if_divisible for unit in rule.units} or {False}
+            if isinstance(rule, Rule) and kinds != {bool(rule.otherwise)}:
+                raise PlanError(
+                    f"{where}: set otherwise for the rule and shard_if_divisible = true for all of its units, or "
+                    "neither"
+                )
 
 
 def merge_stages(first: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
     """Add the entries of ``[stages]`` for other patterns after the first ones."""
     return {**first, **{pattern: kind for pattern, kind in others.items() if pattern not in first}}
-
-
-def fields_read(family: Family) -> set[str]:
-    """The names in all expressions and conditions of a family or a block: config fields and units."""
-    rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
-    expressions = {*family.config.values()}
-    for named in (*family.units.values(), *rules):
-        expressions |= {*named.sizes(), *named.expressions()}
-    return set().union(*map(fields_in, expressions), *(rule.when for rule in rules))
-
-
-def units_named(rules: Iterable[Rule | ModuleRule]) -> set[str]:
-    """The names that may be units."""
-    return set().union(*(rule.reads() for rule in rules))
-
-
-def check_units(family: Family) -> None:
-    """Check that every named unit exists, and that rules with ``shard_if_divisible`` units have ``otherwise``.
-
-    Raises:
-        PlanError: if a rule or a module override names another unit, or ``otherwise`` is missing or not needed.
-    """
-    rules: tuple[Rule | ModuleRule, ...] = (*family.rules, *family.modules)
-    for rule in rules:
-        where = f"{rule.origin}: {rule.LABEL} {rule.pattern!r}"
-        for unit in rule.units:
-            if unit not in family.units:
-                raise PlanError(f"{where}: {_unknown_unit(unit, family.units.keys() - family.numbered)}")
-        kinds = {family.units[unit].shard_if_divisible for unit in rule.units} or {False}
-        if isinstance(rule, Rule) and kinds != {bool(rule.otherwise)}:
-            raise PlanError(
-                f"{where}: set otherwise for the rule and shard_if_divisible = true for all of its units, or neither"
-            )
 
 
 def _unknown_unit(name: str, units: AbstractSet[str]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from shardconv.plan.families.expansion import expand_blocks
-from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel, check_units, units_named
+from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel
 from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.structs import convert, parse_table
@@ -136,7 +136,7 @@ def expand_family(family: Family, base: Family) -> Family:
                 f"whose rules also use it: correct or rename it, or replace the unit of the family with override = true"
             )
     expanded = expand_blocks(family, base, load_block)
-    named = units_named((*family.rules, *family.modules)) - family.units.keys()
+    named = family.units_named() - family.units.keys()
     if numbered := sorted(named & (expanded.numbered | base.numbered)):
         raise PlanError(
             f"{family.origin}: the number in unit {numbered[0]!r} depends on the order of [blocks], which may change: "
@@ -268,7 +268,7 @@ def parse_block(name: str, data: Mapping[str, object]) -> Family:
         raise PlanError(
             f"{block.origin}: unit {overrides[0]}: override = true is not for blocks, as they inherit no units"
         )
-    check_units(block)
+    block.check_units()
     return block
 
 
