@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import shardconv
-from shardconv.files.storage import remote_output, upload, write_requests
+from shardconv.files.storage import clients, remote_output, upload
 from shardconv.files.storage.clients import Key
 from shardconv.files.storage.stores import open_store
 from shardconv.files.storage.upload import UploadFiles
@@ -176,7 +176,7 @@ def test_a_lock_that_cannot_be_removed_does_not_remove_the_checkpoint(made, s3):
 
 
 def test_urls_of_requests_that_the_store_does_not_answer_are_named(made, s3, monkeypatch):
-    monkeypatch.setattr(write_requests, "_ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(clients, "_ABORT_SECONDS", 0.2)
     monkeypatch.setattr(remote_output.RemoteOutput, "_upload", raise_interrupt)
     s3.released.clear()
     s3.fault = lambda method, path, _: "wait" if method == "HEAD" and "/out/silent/" in path else None
