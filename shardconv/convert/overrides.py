@@ -260,7 +260,7 @@ class GatheredOutput(ParallelModule):
 
 
 class GatheredProcessor(ParallelModule):
-    """An attention processor of diffusers that projects heads, and returns those of an IP adapter as they are."""
+    """An attention processor of diffusers that returns heads of an IP adapter beside projected heads."""
 
     to_k_ip: Sequence[ParallelModule]
 

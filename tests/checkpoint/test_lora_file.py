@@ -262,7 +262,7 @@ ORIGINAL = {
 }
 
 
-#: Features of queries, keys and values of the published Lumina 2, to those of the small model.
+#: Features of queries, keys and values of the published Lumina 2, to the features of the small model.
 LUMINA = {(2304, 768, 768): (64, 32, 32)}
 
 

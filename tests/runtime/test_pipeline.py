@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import shardconv
 from shardconv.hf.package import quiet
+from shardconv.layers.sharding import take_shard
 from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipeline
 from shardconv.support.errors import PeerError, PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError
 from tests.support.command import call
@@ -206,6 +207,46 @@ def check_ip_adapter(axis, name, source, split):
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TPS for name in IMAGES])
 def test_ip_adapters_are_sharded_by_heads(ranks, made, layout, name):
     ranks(layout, check_ip_adapter, name, *made(name, TPS[layout]))
+
+
+def last_call(pipeline, name):
+    """The arguments of the transformer in the last step."""
+    calls = []
+    hook = pipeline.transformer.register_forward_pre_hook(
+        lambda _, __, options: calls.append(options), with_kwargs=True
+    )
+    latents(pipeline, name, **IMAGES[name])
+    hook.remove()
+    return calls[-1]
+
+
+def check_ip_gradients(axis, name, source, pad):
+    """Also of padded heads: three ranks have four heads."""
+    whole, converted = unsharded(source), unsharded(source)
+    shardconv.convert_model(converted.transformer, pad=pad, group=axis)
+    for pipeline in (whole, converted):
+        load_ip_adapter(pipeline, name)
+    call = last_call(whole, name)
+    expected, found = (one.transformer(**call)[0] for one in (whole, converted))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for output in (expected, found):
+        output.square().sum().backward()
+    parts = dict(converted.transformer.named_modules())
+    for key, parameter in whole.transformer.named_parameters():
+        is_zero = key.endswith("to_k_ip.0.bias")  # it adds the same to all scores
+        if ("processor" in key or "image" in key) and not is_zero:
+            module, _, own = key.rpartition(".")
+            local = parts[module].get_parameter(own).grad
+            placement = getattr(parts[module], "placements", {}).get(own)
+            gradient = parameter.grad if placement is None else take_shard(parameter.grad, placement, axis.rank)
+            assert (local - gradient).abs().max() <= 1e-3 * parameter.grad.abs().max(), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "pad"), [("pair", "flux", False), ("pair", "sd3", False), ("three", "flux", True)]
+)
+def test_gradients_of_ip_adapters(ranks, made, layout, name, pad):
+    ranks(layout, check_ip_gradients, name, made(name, 2)[0], pad)
 
 
 @on_ranks("pair")

@@ -105,7 +105,7 @@ def write_diffusion(folder: Path, name: str, dtype: torch.dtype = torch.float32)
     return folder
 
 
-#: Features of images, and arguments of a call with them; Stable Diffusion 3 gets those of no image before them.
+#: Features of images, and arguments of a call with them; Stable Diffusion 3 gets features of no image before them.
 _IMAGE = 8
 IMAGES: dict[str, dict[str, Any]] = {
     "flux": {
