@@ -21,7 +21,7 @@ from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pi
 from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import INDEX_NAME
-from shardconv.hf.pipelines import build_pipeline
+from shardconv.hf.diffusion import build_pipeline
 from shardconv.runtime.device import as_torch_dtype
 from shardconv.runtime.rank_tensors import is_quantized
 from shardconv.runtime.ranks import connect_ranks

@@ -23,8 +23,8 @@ from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, open_sp
 from shardconv.distributed.agreement import gather, is_first_rank, run_on_first
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import INDEX_NAME
+from shardconv.hf.diffusion import build_pipeline
 from shardconv.hf.package import hide_progress, hide_warnings, import_diffusers
-from shardconv.hf.pipelines import build_pipeline
 from shardconv.runtime.comparison import apply_adapter
 from shardconv.runtime.load import load
 from shardconv.runtime.pipeline import adapted_components
