@@ -179,10 +179,15 @@ def test_height_between_patches_is_refused(tmp_path, name, fields, height, expec
     ("name", "reason"),
     [
         ("PriorTransformer", "the inputs of a PriorTransformer of real size are not known"),
-        ("MochiTransformer3DModel", of_class("MochiTransformer3DModel")["not_counted"]),
+        *(
+            (name, of_class(name)["not_counted"])
+            for name in ("MochiTransformer3DModel", "SanaWMLTX2RefinerTransformer3DModel")
+        ),
+        ("CosmosTransformer3DModel", "a CosmosTransformer3DModel needs torchvision: pip install torchvision"),
     ],
 )
-def test_steps_that_are_not_counted(tmp_path, name, reason):
+def test_steps_that_are_not_counted(tmp_path, monkeypatch, name, reason):
+    monkeypatch.setattr("shardconv.hf.inputs.special.find_spec", lambda _: None)
     report = cost_of_config(tmp_path, name, num_layers=1)
     assert report.costs[1].weight_bytes
     assert report.costs[1].not_counted == reason

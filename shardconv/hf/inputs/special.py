@@ -7,6 +7,7 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -166,8 +167,10 @@ def step_sizes(config: Mapping[str, object], given: Mapping[str, int | None]) ->
         given: values that replace defaults; None for the default.
 
     Raises:
-        RunError: if the inputs of the class are not known.
+        RunError: if the step is not counted.
     """
+    if reason := _why_not_counted(config):
+        raise RunError(reason)
     fields = _fields_of_step(config, given)
     return {name: fields.evaluate(size) for name, size in _CHOSEN.items()}
 
@@ -182,10 +185,9 @@ def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
     Raises:
         UsageError: if a side is not a multiple of a patch, or the model makes pictures, which do not have frames.
     """
-    step = of_class(config.get("_class_name")).get("step")
-    if step is None:  # the step is not counted
+    if _why_not_counted(config):
         return
-    patch = _fields_of_step(config, {}).evaluate("patch_pixels")
+    step, patch = of_class(config.get("_class_name"))["step"], _fields_of_step(config, {}).evaluate("patch_pixels")
     for name, size in given.items():
         if name == "frames" and "pixel_frames" not in step:
             raise UsageError(f"{option(frames=size)} is for models of videos: remove it")
@@ -195,11 +197,18 @@ def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
 
 
 def _fields_of_step(config: Mapping[str, object], given: Mapping[str, int | None]) -> Fields:
+    chosen = {_CHOSEN[name]: size for name, size in given.items() if size is not None}
+    step = of_class(config.get("_class_name"))["step"]
+    return Fields(config, {**table()["sizes"], **table()["steps"], **step, **chosen})
+
+
+def _why_not_counted(config: Mapping[str, object]) -> str:
+    """The reason why a denoising step is not counted; "" if it is."""
     entry = of_class(name := config.get("_class_name"))
     if "step" not in entry or "not_counted" in entry:
-        raise RunError(entry.get("not_counted", f"the inputs of a {name} of real size are not known"))
-    chosen = {_CHOSEN[name]: size for name, size in given.items() if size is not None}
-    return Fields(config, {**table()["sizes"], **table()["steps"], **entry["step"], **chosen})
+        return str(entry.get("not_counted", f"the inputs of a {name} of real size are not known"))
+    missing = [one for field, one in entry.get("needs", {}).items() if config.get(field) and find_spec(one) is None]
+    return f"a {name} needs {missing[0]}: pip install {missing[0]}" if missing else ""
 
 
 def diffusion_inputs(
