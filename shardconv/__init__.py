@@ -64,33 +64,17 @@ _HOMES = {
     "shardconv.checkpoint.operations.split": ("split",),
     "shardconv.checkpoint.operations.verify": ("verify",),
     "shardconv.convert": (
-        "convert_model",
-        "convert_parallel_embedding",
-        "convert_parallel_linear",
-        "gather_state_dict",
+        "convert_model", "convert_parallel_embedding", "convert_parallel_linear", "gather_state_dict",
         "load_full_state_dict",
     ),
     "shardconv.distributed": ("destroy_parallel", "init_parallel"),
     "shardconv.engines.check": ("check_engine",),
     "shardconv.support.errors": (
-        "IntegrityError",
-        "PlanError",
-        "PlanWarning",
-        "ShardconvError",
-        "SourceError",
-        "SplitCheckpointError",
+        "IntegrityError", "PlanError", "PlanWarning", "ShardconvError", "SourceError", "SplitCheckpointError",
     ),
     "shardconv.layers": (
-        "ColumnParallelLinear",
-        "LoRALinear",
-        "ParallelCrossEntropyLoss",
-        "ParallelDropout",
-        "ParallelEmbedding",
-        "ParallelLinear",
-        "RowParallelLinear",
-        "VocabParallelClassifier",
-        "VocabParallelEmbedding",
-        "clip_grad_norm_",
+        "ColumnParallelLinear", "LoRALinear", "ParallelCrossEntropyLoss", "ParallelDropout", "ParallelEmbedding",
+        "ParallelLinear", "RowParallelLinear", "VocabParallelClassifier", "VocabParallelEmbedding", "clip_grad_norm_",
     ),
     "shardconv.plan.placement": ("Placement",),
     "shardconv.plan.plan": ("Plan",),
@@ -100,7 +84,7 @@ _HOMES = {
     "shardconv.proof.prove": ("prove",),
     "shardconv.runtime": ("load",),
     "shardconv.runtime.estimate": ("estimate_cost",),
-}
+}  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 

@@ -124,14 +124,9 @@ def _channels(vision: ModelConfig) -> int:
 
 #: Inputs of ``forward`` that belong to audio.
 AUDIO_INPUTS = {
-    "input_features",
-    "input_values",
-    "input_features_mask",
-    "feature_attention_mask",
-    "padding_mask",
-    "sample",
+    "input_features", "input_values", "input_features_mask", "feature_attention_mask", "padding_mask", "sample",
     "chunk_sample_lengths",
-}
+}  # fmt: skip
 
 
 def audio_inputs(model: PretrainedModel, names: Container[str], generator: torch.Generator) -> dict[str, Tensor]:
