@@ -1,7 +1,7 @@
 """``--tp`` with several sizes, and ``--memory``, of ``plan``: the tensor parallel sizes that a report lists."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,37 +15,28 @@ if TYPE_CHECKING:
     from shardconv.runtime.cost_report import CostReport
 
 
-class _Sizes(click.ParamType[tuple[int, ...]]):
-    """Tensor parallel sizes with commas between them."""
-
-    name = "sizes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The sizes of a text, ascending."""
-        return tuple(sorted({int(COUNT.convert(text, param, ctx)) for text in value.split(",")}))
+def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Tensor parallel sizes with commas between them, ascending."""
+    texts = () if value is None else value.split(",")
+    return tuple(sorted({int(COUNT.convert(text, parameter, context)) for text in texts})) or None
 
 
-class _Memory(click.ParamType[int]):
-    """Bytes, or a size such as 80GB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes of a text."""
-        try:
-            return parse_size(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def _bytes(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """The bytes of a size such as 80GB."""
+    try:
+        return None if value is None else parse_size(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
 
 
 TPS = Option(
     PLAN, "--tp tps", "Show the placement of every tensor for this tensor parallel size; with several sizes, such as "
     "2,4,8, list only these. [default: list all]",
-    type=_Sizes(), metavar="N[,N...]",
+    callback=_sizes, metavar="N[,N...]",
 )  # fmt: skip
 MEMORY = Option(
     REPORT, "--memory", "List only sizes whose weights per rank fit, or with --cost the total. SIZE is such as 80GB.",
-    type=_Memory(), metavar="SIZE",
+    callback=_bytes, metavar="SIZE",
 )  # fmt: skip
 
 
