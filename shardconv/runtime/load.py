@@ -113,7 +113,7 @@ def load(
         SplitCheckpointError: if the checkpoint or the rank's file cannot be used; on all ranks.
         SourceError: if the source cannot be read, or changes while it is loaded; on all ranks.
         PlanError: if no plan of the source is known to be correct; on all ranks.
-        UsageError: if ``options`` are given for a split checkpoint, or another ``tp``, or the dtype is unknown, or
+        UsageError: if ``options``, or other sizes than its own, are given for a split checkpoint, the dtype is unknown,
             ``model`` is a module, or ranks cannot use the device; on all ranks.
 
     Warns:

@@ -67,13 +67,22 @@ def check_outputs(axis, source, path, options):
 @pytest.mark.parametrize(("tp", "ep", "pp", "experts"), SIZES)
 @pytest.mark.parametrize("name", cases(KINDS, lambda name: name == "qwen3_moe"))
 def test_outputs_equal_those_of_the_unsharded_model(ranks, tmp_path, name, tp, ep, pp, experts):
-    """From rank files, and from the source."""
-    source = tmp_path / "source"
+    """From rank files, whose sizes may be given, and from the source."""
+    source, sizes = tmp_path / "source", {"tp": tp, "ep": ep, "pp": pp}
     with_experts(name, experts).build(0.3).save_pretrained(source)
-    shardconv.split(source, tmp_path / "split", tp=tp, ep=ep, pp=pp)
-    held = ranks("four", check_outputs, source, tmp_path / "split", {})
+    shardconv.split(source, tmp_path / "split", **sizes)
+    held = ranks("four", check_outputs, source, tmp_path / "split", sizes)
     assert max(held) <= -(-experts // ep) / experts
-    assert ranks("four", check_outputs, source, source, {"tp": tp, "ep": ep, "pp": pp}) == held
+    assert ranks("four", check_outputs, source, source, sizes) == held
+
+
+@pytest.mark.parametrize(("name", "command"), [("tp", "--tp 1"), ("ep", "--tp 2 --ep 1"), ("pp", "--tp 2 --pp 1")])
+def test_other_sizes_than_those_of_a_split_are_refused(tmp_path, name, command):
+    source, sizes = with_experts("mixtral", 4).write(tmp_path / "source"), {"tp": 2, "ep": 2, "pp": 2}
+    shardconv.split(source, tmp_path / "split", **sizes)
+    message = rf'is split for tp=2 ep=2 stages="1,1" \(got {name}=1\): .* shardconv reshard .*split {command}$'
+    with pytest.raises(UsageError, match=message):
+        shardconv.load(tmp_path / "split", device="cpu", **{**sizes, name: 1})
 
 
 def check_adapter(axis, source, lora, path):

@@ -433,6 +433,7 @@ NEEDS_TOKENIZER = (
     ("arguments", "code", "message"),
     [
         (["SPLIT", "--tp", 4], 2, "is split for --tp 2 (got --tp 4): remove it"),
+        (["SPLIT", "--tp", 2, "--ep", 4], 2, "is split for --tp 2 (got --ep 4): remove it"),
         (["SPLIT", "--rules", "llama"], 2, "is a split checkpoint, which stores its plan: remove --rules"),
         (["DEMO", "--tp", 3], 1, "is not a multiple of 3"),
         (["DEMO"], 1, "or load it without splitting it: --tp N"),

@@ -25,7 +25,6 @@ from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import StageChoice, chosen_stages
-from shardconv.plan.stages import as_option as stages_option
 from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
@@ -150,13 +149,13 @@ def open_loadable(
 
     Args:
         path: the folder of a split checkpoint, or a source.
-        tp: tensor parallel size of a source; None for a split checkpoint.
+        tp: tensor parallel size of a source; None for the size of a split checkpoint.
         pp: number of pipeline stages of a source, as in :func:`~shardconv.split`.
         stages: number of layers of each.
         options: how the source is read and planned; a split checkpoint has its plan.
 
     Raises:
-        UsageError: if options are given for a split checkpoint, or it is for another tensor parallel size.
+        UsageError: if options for a plan, or other sizes than its own, are given for a split checkpoint.
         SplitCheckpointError: if the manifest is not valid, or there is none and ``tp`` is None.
         SourceError: if the source cannot be read.
         PlanError: if no plan is known to be correct.
@@ -178,20 +177,23 @@ def open_loadable(
 def _refuse_options(
     path: AnyPath, manifest: Manifest, tp: int | None, chosen: StageChoice, options: PlanOptions
 ) -> None:
-    """Refuse options that a split checkpoint does not use."""
-    num_layers = manifest.plan.num_layers
-    if (chosen.count, chosen.num_layers or num_layers) != (manifest.plan.pp, num_layers):
-        given = stages_option(chosen.num_layers) if chosen.num_layers else option(pp=chosen.count)
+    """Refuse options that a split checkpoint does not use, and sizes other than its own."""
+    plan, layers = manifest.plan, ",".join(map(str, chosen.num_layers))
+    stages = {"stages": layers} if layers else {"pp": chosen.count}
+    own = {"tp": plan.tp, "ep": plan.ep, "pp": plan.pp, "stages": ",".join(map(str, plan.num_layers))}
+    given: dict[str, object] = {"tp": tp, "ep": options.get("ep"), **stages}
+    if other := {name: size for name, size in given.items() if size not in (None, own[name])}:
+        named = " ".join(option(**{name: size}) for name, size in other.items())
+        again = " ".join(f"--{name} {size}" for name, size in {"tp": plan.tp, **other}.items())
         raise UsageError(
-            f"{path}: is split for {manifest.size_options} (got {given}): remove it, or make another one with "
-            "shardconv reshard"
+            f"{path}: is split for {manifest.size_options} (got {named}): remove it, or make another one with "
+            f"shardconv reshard {path} {again}"
         )
-    refuse_other_tp(path, manifest.tp, tp)
-    refuse_changes(path, options)
+    refuse_changes(path, {**options, "ep": None})
 
 
 def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
-    """Refuse a tensor parallel size other than the split checkpoint's or pipeline's; None is accepted.
+    """Refuse a tensor parallel size other than the split pipeline's; None is accepted.
 
     Raises:
         UsageError: if ``tp`` is another one.
