@@ -146,7 +146,8 @@ def rank_files(report: "SplitReport | ReshardReport") -> str:
     if report.files_per_rank == 1:
         files = f"{counted(count, 'rank file')}{which} of {sizes(report.rank_bytes)}"
     else:
-        files = f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {report.files_per_rank} files each"
+        most = f"{'up to ' if report.stages else ''}{report.files_per_rank}"
+        files = f"{counted(count, 'rank')}{which} of {sizes(report.rank_bytes)} in {most} files each"
     return f"{files}{layout_note(report.layout)}{stages_note(report.stages)}"
 
 

@@ -169,8 +169,7 @@ def _intervals(tensor: TensorReport) -> list[tuple[IntervalOrPadding, ...]]:
     """The intervals of each rank of all pipeline stages; none where another stage holds the tensor."""
     tp = len(tensor.shard_shapes)
     stages = range(len(tensor.shard_bytes) // tp)
-    held = tensor.stages or stages
-    return [entries if stage in held else () for stage in stages for entries in tensor.intervals]
+    return [entries if stage in tensor.stages else () for stage in stages for entries in tensor.intervals]
 
 
 def _held(tensor: TensorReport) -> list[Held]:

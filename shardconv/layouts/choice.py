@@ -86,7 +86,8 @@ def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[
     names = [tensor.name for tensor in layout.file_tensors(tensors)]
     _check_needed(name, groups, names)
     weights = names if quantized is None else quantized.as_weights(names)
-    return replace(layout, constants=tuple(constant for rule in constants for constant in rule.constants(weights)))
+    pairs = [*zip(names, weights, strict=True)]
+    return replace(layout, constants=tuple(constant for rule in constants for constant in rule.constants(pairs)))
 
 
 def check_stages(layout: FileLayout, pp: int) -> None:

@@ -39,6 +39,8 @@ class FileTensor(Data, frozen=True):
             of E numbers or a matrix of E rows.
         implied: names of further source tensors, which are not in the file, as their values follow from their grids.
         dim: the dim of the members along which they are concatenated.
+        is_head: whether it is a head that is tied to the embedding, its only member, whose name it has on pipeline
+            stages without the head.
     """
 
     name: str
@@ -48,6 +50,7 @@ class FileTensor(Data, frozen=True):
     is_vector: bool = False
     implied: tuple[str, ...] = ()
     dim: int = 0
+    is_head: bool = False
 
     def shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """The shape on a rank.
@@ -100,12 +103,14 @@ class Constant(Data, frozen=True):
         dtype: its dtype in safetensors.
         shape: its shape.
         value: of every element.
+        beside: name of the file tensor that it belongs to: a pipeline stage has both or neither.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     value: int | float
+    beside: str = ""
 
     @property
     def data(self) -> bytes:
@@ -193,12 +198,14 @@ class FileLayout(Data, frozen=True):
         if self.has_offsets:
             raise PlanError(f"layout {self.name}: offsets require the names and shapes of the source tensors")
         self._check_members(tensors, plan)
-        self._check_names(tensors)
+        names = self._check_names(tensors)
         num_bytes = 0
         for constant in self.constants:
             num_bytes += len(constant.data)
             if num_bytes > _MAX_CONSTANT_BYTES:
                 raise PlanError(f"layout {self.name}: its constants have more than {_MAX_CONSTANT_BYTES} bytes")
+            if constant.beside not in names:
+                raise PlanError(f"{constant.name}: layout {self.name} does not have {constant.beside:.200} beside it")
         if num_bytes % _ALIGNMENT:
             raise PlanError(f"layout {self.name}: its constants have {num_bytes} bytes, which is not a multiple of 8")
         for tensor in self.changed:
@@ -236,11 +243,14 @@ class FileLayout(Data, frozen=True):
                 got = ", ".join(f"{member} of {dtype}" for dtype, member in reversed(dtypes.items()))
                 raise PlanError(f"{tensor.name}: its members have several dtypes (got {got}, expected one): {REMEDY}")
 
-    def _check_names(self, tensors: Mapping[str, TensorSpec]) -> None:
-        names = [tensor.name for tensor in self.file_tensors(tensors)] + [constant.name for constant in self.constants]
-        ((name, count),) = Counter([*names, "__metadata__"]).most_common(1)
+    def _check_names(self, tensors: Mapping[str, TensorSpec]) -> set[str]:
+        """Check the names in a file, and return those of the file tensors."""
+        names = [tensor.name for tensor in self.file_tensors(tensors)]
+        all_names = [*names, *(constant.name for constant in self.constants), "__metadata__"]
+        ((name, count),) = Counter(all_names).most_common(1)
         if count > 1:
             raise PlanError(f"{name}: layout {self.name} has {count} tensors of this name (expected one): {REMEDY}")
+        return {*names}
 
     def _check_padding(self, tensor: FileTensor, rows: int, plan: Plan) -> None:
         """Check that all ranks together have the ``rows`` of the source tensors, padded to the required multiple."""

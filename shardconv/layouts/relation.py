@@ -65,6 +65,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             segments are followed by their second groups, and so on.
         rows: the config field with the number of rows, of which the file may have more as padding.
         permuted: the order of elements of the only source, if it has all experts.
+        is_head: whether the file tensor is a head that is tied to its only source, the embedding.
     """
 
     sources: tuple[str, ...]
@@ -84,6 +85,7 @@ class RuleTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: str | None = None
     rows: str | None = None
     permuted: PermutedTable | None = None
+    is_head: bool = False
 
 
 class ConstantTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -225,12 +227,12 @@ class ConstantRule(NamedTuple):
     target: Pattern
     table: ConstantTable
 
-    def constants(self, names: Iterable[str]) -> Iterator[Constant]:
-        """The constants of rank files with tensors of these names."""
+    def constants(self, names: Iterable[tuple[str, str]]) -> Iterator[Constant]:
+        """The constants of rank files, of which ``names`` has the file tensors, each with its name for rules."""
         table, beside = self.table, Pattern(self.table.beside)
-        for name in names:
-            if (match := beside.match(name)) is not None:
-                yield Constant(self.target.name(match), table.dtype, table.shape, table.value)
+        for name, in_rules in names:
+            if (match := beside.match(in_rules)) is not None:
+                yield Constant(self.target.name(match), table.dtype, table.shape, table.value, name)
 
 
 class Related(NamedTuple):
@@ -300,7 +302,8 @@ def _file_tensor(
     kept = tuple(names[step - 1 :: step] if rule.is_last else names)
     implied = tuple(name for name in names if name not in kept)
     target = rule.target.name(Match(texts))
-    return FileTensor(target, kept, count if rule.is_stacked else 0, rule.options.squeeze, implied=implied)
+    options, stack = rule.options, count if rule.is_stacked else 0
+    return FileTensor(target, kept, stack, options.squeeze, implied=implied, is_head=options.is_head)
 
 
 def parse_rules(target: str, table: RuleTable) -> Iterator[LayoutRule]:

@@ -85,7 +85,7 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
         grid: how the stored tensor covers its logical matrix, which the rule is for; None without quantization.
         edits: for each rank the integers that are subtracted from the values of its shard, and added again by a merge:
             one for all of them, or one for each. None if shards have the source's values.
-        stages: the pipeline stages that hold the tensor, ascending; () for all.
+        stages: the pipeline stages that hold the tensor, ascending.
     """
 
     placement: Placement
@@ -94,7 +94,7 @@ class TensorPlan(Data, frozen=True, omit_defaults=True, cache_hash=True):
     reason: Reason
     grid: Grid | None = None
     edits: tuple[tuple[int, ...], ...] | None = None
-    stages: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    stages: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)] = (0,)
 
     @property
     def sharding(self) -> tuple[Placement, str, tuple[int, ...]]:
@@ -189,8 +189,7 @@ class Plan(Data, frozen=True, dict=True):
 
     def holds(self, rank: int, name: str) -> bool:
         """Whether the stage of a rank holds a tensor."""
-        stages = self.distinct[self.index_of[name]].stages
-        return not stages or rank // self.ranks_per_stage in stages
+        return rank // self.ranks_per_stage in self.distinct[self.index_of[name]].stages
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlan]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
+from msgspec.structs import replace
+
+from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
 from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule_set import RuleSet
@@ -26,10 +28,13 @@ class Stages(Data, frozen=True):
     Attributes:
         layers: the placement of the layer axis, whose ranks are the stages.
         is_tied: whether the head is the embedding table, which the last stage then has, too.
+        has_copies: whether all stages have the embedding, the final norm and the heads, for an engine that does not
+            start without them.
     """
 
     layers: Placement
     is_tied: bool = False
+    has_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.layers != place_layers(self.num_layers):
@@ -53,12 +58,12 @@ class Stages(Data, frozen=True):
     @property
     def finest(self) -> "Stages":
         """Stages of one layer each."""
-        return Stages(place_layers((1,) * self.layers.size), self.is_tied)
+        return replace(self, layers=place_layers((1,) * self.layers.size))
 
     def of_kind(self, kind: str) -> tuple[int, ...]:
-        """The stages that hold a tensor outside of layers, by its kind in ``[stages]`` of a family; () for all."""
-        ends = STAGES[kind] + (STAGES[HEAD] if kind == EMBEDDING and self.is_tied else ())
-        return tuple(range(self.count)[end] for end in ends)
+        """The stages that hold a tensor outside of layers, by its kind in ``[stages]`` of a family."""
+        kinds = [ALL] if self.has_copies else [kind, HEAD] if kind == EMBEDDING and self.is_tied else [kind]
+        return tuple(sorted({stage for one in kinds for stage in range(self.count)[STAGES[one]]}))
 
     def of_layer(self, number: int) -> tuple[int, ...]:
         """The stage that holds a layer. Layers after the last one are MTP layers, which the last stage has."""
@@ -228,19 +233,17 @@ class StageFinder:
                 "checkpoint, or the checkpoint with all layers"
             )
         is_tied = _is_tied(self._rules, has_head=any(one.kind == HEAD for one in found))
-        return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied)
+        has_copies = (model_rules.config or {}).get("model_type") in self._rules.in_all_stages
+        return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied, has_copies)
 
     def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:
-        """The stages that hold a tensor; () for all.
+        """The stages that hold a tensor.
 
         Raises:
             PlanError: if it is unknown.
         """
         found = self.locate(name)
-        if found.layer is not None:
-            return stages.of_layer(found.layer)
-        config = found.model_rules.config or {}
-        return () if config.get("model_type") in self._rules.in_all_stages else stages.of_kind(found.kind)
+        return stages.of_kind(found.kind) if found.layer is None else stages.of_layer(found.layer)
 
     def locate(self, name: str) -> Located:
         """The module of a tensor.

@@ -17,6 +17,7 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -88,13 +89,13 @@ def keep_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
     """
     finder, located = StageFinder(plan.rules), dict[str, Located]()
     assert plan.stages is not None
+    stages = replace(plan.stages, has_copies=False)
     for name in [*_names(model, finder)]:
         located[name] = finder.locate(name)
-        stages = finder.stages_of(name, plan.stages)
-        if stages and axis.rank not in stages:
+        if axis.rank not in finder.stages_of(name, stages):
             _remove(model, name)
-    _Stage(axis, model).connect(_Parts.of(model, located, finder), plan.stages.layers_of(axis.rank))
-    if not plan.stages.is_tied or axis.rank < axis.size - 1:
+    _Stage(axis, model).connect(_Parts.of(model, located, finder), stages.layers_of(axis.rank))
+    if not stages.is_tied or axis.rank < axis.size - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
 
 

@@ -14,7 +14,7 @@ from safetensors import deserialize
 import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.input_files import LocalFile
-from shardconv.support.errors import OutputError, PlanError, SplitCheckpointError, UsageError
+from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.damage import flip, place
@@ -262,11 +262,78 @@ def test_reshard_keeps_the_stages(source, tmp_path):
     assert "--tp 2 --pp 1\n" in call("plan", tmp_path / "old", "--tp", 2, "--pp", 1).out
 
 
-def test_reshard_of_several_files_into_stages(source, tmp_path):
-    shardconv.split(source, tmp_path / "old", tp=2, max_file_size=20_000)
-    shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=2, pp=2)
-    shardconv.split(source, tmp_path / "expected", tp=2, pp=2)
+LIMIT = 20_000
+#: Layout to the name of a file of several of a rank.
+NAMES = {
+    "native": "rank-{rank}-of-4-file-{file}-of-{count}.safetensors",
+    "vllm": "model-pp-{stage}-tp-{tp_rank}-part-{file}.safetensors",
+}
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_several_files_per_rank(source, tmp_path, layout):
+    """A stage with more layers has more files, which together have the tensors of one file without a limit."""
+    options = {"tp": 2, "stages": "1,3", "layout": layout}
+    one = shardconv.split(source, tmp_path / "one", **options)
+    report = shardconv.split(source, tmp_path / "out", max_file_size=LIMIT, **options)
+    held, counts = [], []
+    for rank, name in enumerate(read_manifest(tmp_path / "one").rank_files):
+        stage, tp_rank = divmod(rank, 2)
+        marks = {"rank": rank, "stage": stage, "tp_rank": tp_rank}
+        counts.append(len([*(tmp_path / "out").glob(NAMES[layout].format(**marks, file="*", count="*"))]))
+        files = [tmp_path / "out" / NAMES[layout].format(**marks, file=n, count=counts[-1]) for n in range(counts[-1])]
+        tensors = [tensors_of(file) for file in files]
+        held += files
+        assert all(file.stat().st_size <= LIMIT or len(has) == 1 for file, has in zip(files, tensors, strict=True))
+        assert sum(map(len, tensors)) == len(tensors_of(tmp_path / "one" / name))
+        assert {key: value for has in tensors for key, value in has.items()} == tensors_of(tmp_path / "one" / name)
+    assert 1 < counts[0] == counts[1] < counts[2] == counts[3] == report.files_per_rank
+    assert sorted(held) == sorted((tmp_path / "out").glob("*-*.safetensors"))
+    assert one.files_per_rank == 1
+    assert sum(report.rank_bytes) == sum(file.stat().st_size for file in held)
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.parametrize("old", [{"tp": 2}, {"tp": 1, "pp": 4}])
+@pytest.mark.parametrize("layout", NAMES)
+def test_reshard_of_several_files(source, tmp_path, old, layout):
+    shardconv.split(source, tmp_path / "old", layout=layout, max_file_size=LIMIT, **old)
+    shardconv.reshard(tmp_path / "old", tmp_path / "new", tp=2, stages="3,1")
+    shardconv.split(source, tmp_path / "expected", tp=2, stages="3,1", layout=layout, max_file_size=LIMIT)
     assert contents(tmp_path / "new") == contents(tmp_path / "expected")
+
+
+def test_several_files_of_some_ranks(source, tmp_path):
+    options = {"tp": 2, "stages": "1,3", "max_file_size": LIMIT}
+    shardconv.split(source, tmp_path / "all", **options)
+    for ranks in ("0,3", "1-2"):
+        shardconv.split(source, tmp_path / ranks, ranks=ranks, **options)
+        assert shardconv.verify(tmp_path / ranks, against=source).differences == ()
+        for file in rank_files(tmp_path / ranks):
+            assert tensors_of(file) == tensors_of(tmp_path / "all" / file.name)
+    shardconv.merge([tmp_path / "1-2", tmp_path / "0,3"], tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+
+
+def test_several_files_of_an_interrupted_split(source, tmp_path):
+    arguments = ["split", source, "--tp", 2, "--stages", "1,3", "--max-file-size", LIMIT]
+    with failing_after(4):
+        assert call(*arguments, "-o", tmp_path / "out", "--resume").code == 1
+    found = call(*arguments, "-o", tmp_path / "out", "--resume", "--json")
+    assert json.loads(found.out)["resumed_bytes"]
+    assert "in up to " in call(*arguments, "-o", tmp_path / "expected").out
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
+def test_damage_names_one_of_several_files(source, tmp_path):
+    shardconv.split(source, tmp_path / "out", tp=2, stages="1,3", max_file_size=LIMIT)
+    damaged = rank_files(tmp_path / "out")[-1]
+    flip(damaged)
+    (found,) = shardconv.verify(tmp_path / "out").differences
+    assert damaged.name in found
+    assert "rank-2-of-4" not in found
 
 
 def test_plan_has_the_stages(source, tmp_path):
@@ -285,7 +352,6 @@ def test_stages_of_a_source_without_a_number_of_layers(source, tmp_path):
 
 
 REFUSED = {
-    "several files": ({"max_file_size": 1000}, PlanError, "max_file_size is not supported with pp=2"),
     "megatron": ({"layout": "megatron"}, UsageError, "layout megatron does not have pipeline stages"),
     "meta": ({"layout": "meta"}, UsageError, "layout meta does not have pipeline stages"),
 }

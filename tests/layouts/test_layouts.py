@@ -16,6 +16,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 import shardconv
@@ -305,6 +306,7 @@ LIES = {
     "a constant of a negative shape": lambda layout: layout["constants"][0].update(shape=[-1]),
     "a constant of an unknown dtype": lambda layout: layout["constants"][0].update(dtype="F7"),
     "a constant that does not fit": lambda layout: layout["constants"][0].update(dtype="I8", value=1000),
+    "a constant beside nothing": lambda layout: layout["constants"][0].update(beside="no.weight"),
     "constants of an odd size": lambda layout: layout["constants"][0].update(dtype="U8", value=1, shape=[1]),
     "offsets": lambda layout: layout.update(has_offsets=True),
     "no multiple": lambda layout: layout.update(padded_to={"lm_head.weight": 0}),
@@ -378,12 +380,10 @@ def laid_out(draw):
         left = [name for name in left if name not in members]
         if draw(st.booleans()):
             changed.append(FileTensor(f"x{len(changed)}", tuple(members), stack, dim=dim))
-    constants = [Constant(f"c{number}", "F32", (2,), number / 2) for number in range(draw(st.integers(0, 2)))]
-    return (
-        tp,
-        tensors,
-        FileLayout("any", "{ranks}-{rank}.safetensors", changed=tuple(changed), constants=tuple(constants)),
-    )
+    layout = FileLayout("any", "{ranks}-{rank}.safetensors", changed=tuple(changed))
+    beside = layout.file_tensors(tensors)[0].name
+    constants = [Constant(f"c{number}", "F32", (2,), number / 2, beside) for number in range(draw(st.integers(0, 2)))]
+    return tp, tensors, replace(layout, constants=tuple(constants))
 
 
 def write_source(path, tensors):

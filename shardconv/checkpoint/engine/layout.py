@@ -7,8 +7,8 @@ headers that are computed again from its manifest.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import accumulate, chain, islice
 from math import prod
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
+from shardconv.plan.families.family import HEAD
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.stages import StageFinder, Stages
 from shardconv.support.errors import PlanError, option
 
 #: Names of the manifests of split and of padded checkpoints, and of split pipelines.
@@ -44,20 +44,20 @@ class Layout:
         headers: of each file.
         shards: for each source tensor, in order, the positions of its shards, on the ranks that hold it and have files
             here.
+        files_per_rank: for each rank the number of its files, which follow each other.
         constants: for each rank the bytes at the beginning of the data section of its first file, before all shards;
             empty for none.
-        files_per_rank: number of files of each rank, which follow each other; 1 for the files of full tensors.
     """
 
     headers: tuple[Header, ...]
     shards: tuple[Shards, ...]
+    files_per_rank: tuple[int, ...]
     constants: tuple[bytes, ...] = ()
-    files_per_rank: int = 1
 
     @property
     def prefixes(self) -> list[bytes]:
         """The bytes of each file before its shards; equal ones are one object."""
-        first = dict(zip(range(0, len(self.headers), self.files_per_rank), self.constants, strict=False))
+        first = dict(zip(accumulate(self.files_per_rank, initial=0), self.constants, strict=False))
         parts = [(header.prefix, first.get(number, b"")) for number, header in enumerate(self.headers)]
         joined = {(prefix, constants): prefix + constants for prefix, constants in parts}
         return [joined[part] for part in parts]
@@ -70,12 +70,18 @@ class Layout:
     @property
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes of the files of each rank."""
-        count = self.files_per_rank
-        return tuple(sum(self.file_bytes[at : at + count]) for at in range(0, len(self.headers), count))
+        sizes = iter(self.file_bytes)
+        return tuple(sum(islice(sizes, count)) for count in self.files_per_rank)
+
+    @property
+    def rank_of(self) -> list[int]:
+        """The rank of each file."""
+        return [rank for rank, count in enumerate(self.files_per_rank) for _ in range(count)]
 
     def files_of(self, rank: int) -> slice:
         """The files of a rank."""
-        return slice(rank * self.files_per_rank, (rank + 1) * self.files_per_rank)
+        start = sum(self.files_per_rank[:rank])
+        return slice(start, start + self.files_per_rank[rank])
 
     def tensors_of(self, rank: int) -> dict[str, TensorInfo]:
         """Name to tensor of the files of a rank."""
@@ -110,7 +116,7 @@ def lay_out_ranks(
         ranks: the ranks whose files there are, in order; None for all.
 
     Raises:
-        PlanError: if shards do not form the tensors of the layout.
+        PlanError: if shards do not form the tensors of the layout, or there are too many files.
     """
     is_torchao = any(one.grid is not None and one.grid.suffix == VALUES for one in plan.tensors.values())
     metadata = all_names(metadata) if is_torchao else metadata
@@ -120,15 +126,21 @@ def lay_out_ranks(
     files: dict[int, list[_RankFile]] = {}
     for stage in range(plan.pp):
         files |= _lay_out_stage(stage, first_equal, tensors, plan, metadata, layout)
-    count = len(files[0])
-    file_of = {name: at for rank in files for at, file in enumerate(files[rank]) for name in file.positions}
+    _check_number(sum(len(files[first]) for first in first_equal), layout)
     chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
     held_in = {stages: _held(stages, chosen, plan.ranks_per_stage) for stages in {one.stages for one in plan.distinct}}
-    numbers_of = {
-        (stages, file): [at * count + file for at in held]
-        for stages, (held, _) in held_in.items()
-        for file in range(count)
-    }
+    counts = tuple(len(files[first_equal[rank]]) for rank in chosen)
+    starts = [*accumulate(counts, initial=0)]
+    file_of = [  # of each stage
+        {name: at for at, file in enumerate(files[stage * plan.ranks_per_stage]) for name in file.positions}
+        for stage in range(plan.pp)
+    ]
+
+    @cache
+    def numbers_of(stages: tuple[int, ...], of_rank: tuple[int, ...]) -> list[int]:
+        """The files with a tensor; ``of_rank`` is the number of its file on a rank of each of its stages."""
+        file = dict(zip(stages, of_rank, strict=True))
+        return [starts[at] + file[chosen[at] // plan.ranks_per_stage] for at in held_in[stages][0]]
 
     # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
     has_full_values = layout.has_offsets or layout.engine is not None
@@ -142,23 +154,33 @@ def lay_out_ranks(
         held, stage_ranks = held_in[planned.stages]
         values = None if has_full_values or planned.edits is None else [planned.edits[rank] for rank in stage_ranks]
         edits = edits_of(name, spec, plan, values)
-        found = [files[first_equal[chosen[at]]][file_of[name]].positions[name] for at in held]
+        numbers = numbers_of(planned.stages, tuple(file_of[stage][name] for stage in planned.stages))
+        found = [
+            files[first_equal[chosen[at]]][number - starts[at]].positions[name]
+            for at, number in zip(held, numbers, strict=True)
+        ]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
-        numbers = numbers_of[planned.stages, file_of[name]]
         return Shards(geometry(placements[name], spec.dtype, spec.shape, stage_ranks), numbers, offsets, edits, rows)
 
     shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
     headers = tuple(file.header for rank in chosen for file in files[first_equal[rank]])
-    constants = [
-        b"".join(one.data for one in _constants_of(rank // plan.ranks_per_stage, plan, layout)) for rank in chosen
-    ]
-    return Layout(headers, shards, tuple(constants), count)
+    constants = [b"".join(one.data for one in files[first_equal[rank]][0].constants) for rank in chosen]
+    return Layout(headers, shards, counts, tuple(constants))
+
+
+def _check_number(count: int, layout: FileLayout) -> None:
+    """Check the number of files of all ranks, of which those with a limit of the size may be many."""
+    if layout.max_file_bytes is not None and count > _MAX_FILES:
+        raise PlanError(
+            f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
+            f"at most {_MAX_FILES} files): pass a larger {option('max_file_size')}"
+        )
 
 
 def _held(stages: tuple[int, ...], ranks: Sequence[int], per_stage: int) -> tuple[list[int], tuple[int, ...]]:
-    """The indexes of the ``ranks`` whose stage is one of ``stages`` (all if empty), and their ranks in the stage."""
-    held = [at for at, rank in enumerate(ranks) if not stages or rank // per_stage in stages]
+    """The indexes of the ``ranks`` whose stage is one of ``stages``, and their ranks in the stage."""
+    held = [at for at, rank in enumerate(ranks) if rank // per_stage in stages]
     return held, tuple(ranks[at] % per_stage for at in held)
 
 
@@ -173,30 +195,10 @@ def _first_equal(plan: Plan, placements: Iterable[Placement], *, has_offsets: bo
     return [stage * per_stage + rank for stage in range(plan.pp) for rank in first]
 
 
-def _named_in_stage(file_tensors: Iterable[FileTensor], stage: int, plan: Plan, stages: Stages) -> Iterator[FileTensor]:
-    """Yield the file tensors of a stage. A tied head has the name of the embedding on stages without the head.
-
-    Raises:
-        PlanError: if the stage of a name is unknown.
-    """
-    finder = StageFinder(plan.rules)
-    for tensor in file_tensors:
-        is_renamed = len(tensor.members) == 1 and tensor.name != tensor.members[0]
-        named = finder.stages_of(tensor.name, stages) if is_renamed else ()
-        yield replace(tensor, name=tensor.members[0]) if named and stage not in named else tensor
-
-
-def _constants_of(stage: int, plan: Plan, layout: FileLayout) -> Sequence[Constant]:
-    """The constants of a layout in the files of a stage: those beside its tensors.
-
-    Raises:
-        PlanError: if the stage of a constant is unknown.
-    """
-    if plan.stages is None:
-        return layout.constants
-    finder = StageFinder(plan.rules)
-    held = {constant: finder.stages_of(constant.name, plan.stages) for constant in layout.constants}
-    return [constant for constant, stages in held.items() if not stages or stage in stages]
+def _named_in_stage(tensor: FileTensor, stage: int, plan: Plan) -> FileTensor:
+    """A file tensor of a stage. A tied head has the name of the embedding on stages without the head."""
+    is_embedding = tensor.is_head and plan.stages is not None and stage not in plan.stages.of_kind(HEAD)
+    return replace(tensor, name=tensor.members[0]) if is_embedding else tensor
 
 
 def edits_of(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[int]] | None = None) -> Edits | None:
@@ -213,10 +215,11 @@ class _Position(NamedTuple):
 
 
 class _RankFile(NamedTuple):
-    """The header of a rank file, and the position of each source tensor's shard in the file."""
+    """A rank file: its header, the position of each source tensor's shard, and its constants."""
 
     header: Header
     positions: dict[str, _Position]
+    constants: Sequence[Constant]
 
 
 def _lay_out_stage(
@@ -232,28 +235,18 @@ def _lay_out_stage(
     The tensors are divided over files in the same way on all of these ranks, as they have all shapes of the stage.
 
     Raises:
-        PlanError: if shards do not form the tensors of the layout, or there are too many files, or several for a rank
-            with several stages.
+        PlanError: if shards do not form the tensors of the layout.
     """
     lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
     ranks = list(dict.fromkeys(first_equal[stage * plan.ranks_per_stage : (stage + 1) * plan.ranks_per_stage]))
     held = layout.file_tensors([name for name in tensors if plan.holds(ranks[0], name)])
-    one = held if plan.stages is None else list(_named_in_stage(held, stage, plan, plan.stages))
-    first = _constants_of(stage, plan, layout)
+    names = {tensor.name for tensor in held}
+    first = [constant for constant in layout.constants if constant.beside in names]
+    one = [_named_in_stage(tensor, stage, plan) for tensor in held]
     files = {rank: [lay_out(rank, one, first)] for rank in ranks}
     if layout.max_file_bytes is None:
         return files
-    if plan.stages is not None:
-        raise PlanError(
-            f"{option('max_file_size')} is not supported with {option(pp=plan.pp)}: remove it, as each rank has one "
-            "file of the layers of its stage"
-        )
-    groups = _divide(one, [file.header for (file,) in files.values()], layout)
-    if (count := len(groups) * plan.ranks_per_stage) > _MAX_FILES:
-        raise PlanError(
-            f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
-            f"at most {_MAX_FILES} files): pass a larger {option('max_file_size')}"
-        )
+    groups = _divide(one, [file for (file,) in files.values()], layout.max_file_bytes)
     constants = [first, *([()] * (len(groups) - 1))]
     return {rank: list(map(partial(lay_out, rank), groups, constants)) for rank in ranks} if len(groups) > 1 else files
 
@@ -291,7 +284,7 @@ def _lay_out_rank(
             tensor, header.data_offset + header.tensors[tensor.name].start, tensors, shapes
         )
     }
-    return _RankFile(header, positions)
+    return _RankFile(header, positions, constants)
 
 
 def _offsets_metadata(shapes: Mapping[str, tuple[int, ...]], placements: Mapping[str, Placement], rank: int) -> str:
@@ -329,21 +322,21 @@ def _positions(
 
 
 def _divide(
-    file_tensors: Sequence[FileTensor], headers: Sequence[Header], layout: FileLayout
+    file_tensors: Sequence[FileTensor], files: Sequence[_RankFile], max_file_bytes: int
 ) -> list[list[FileTensor]]:
     """Divide the tensors of a rank over files that fit the limit or have one tensor, equally on all ranks.
 
     Args:
         file_tensors: the tensors, in order.
-        headers: of files with all tensors, of ranks with different shapes; no other file has a longer header.
-        layout: has the limit.
+        files: with all tensors, of ranks with different shapes; no other file has a longer header.
+        max_file_bytes: the limit.
     """
-    others = max(header.data_offset for header in headers) + sum(len(constant.data) for constant in layout.constants)
+    others = max(file.header.data_offset for file in files) + sum(len(one.data) for one in files[0].constants)
     groups: list[list[FileTensor]] = [[]]
     used = others
     for tensor in file_tensors:
-        size = max(header.tensors[tensor.name].num_bytes for header in headers)
-        if groups[-1] and used + size > (layout.max_file_bytes or 0):
+        size = max(file.header.tensors[tensor.name].num_bytes for file in files)
+        if groups[-1] and used + size > max_file_bytes:
             groups.append([])
             used = others
         groups[-1].append(tensor)
@@ -358,7 +351,8 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec])
         headers: of each source file.
         tensors: name to dtype and shape of the tensors, in order.
     """
-    return _lay_out_files_of(headers, {name: unsharded(num_bytes(*spec[:2])) for name, spec in tensors.items()})
+    full = {name: unsharded(num_bytes(*spec[:2])) for name, spec in tensors.items()}
+    return _lay_out_files_of(headers, full, files_per_rank=(1,) * len(headers))
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
@@ -379,11 +373,13 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
     return _lay_out_files_of(
         [padded(header) for header in headers],
         {name: geometry(plan.placement(name), spec.dtype, spec.shape) for name, spec in tensors.items()},
-        files_per_rank=len(headers),
+        files_per_rank=(len(headers),),
     )
 
 
-def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, Geometry], *, files_per_rank: int = 1) -> Layout:
+def _lay_out_files_of(
+    headers: Sequence[Header], tensors: Mapping[str, Geometry], *, files_per_rank: tuple[int, ...]
+) -> Layout:
     """The layout of files with one shard of each tensor."""
     positions = {
         name: (file, (header.data_offset + info.start,))
@@ -391,4 +387,4 @@ def _lay_out_files_of(headers: Sequence[Header], tensors: Mapping[str, Geometry]
         for name, info in header.tensors.items()
     }
     shards = (Shards(one, *positions[name]) for name, one in tensors.items())
-    return Layout(tuple(headers), tuple(shards), files_per_rank=files_per_rank)
+    return Layout(tuple(headers), tuple(shards), files_per_rank)

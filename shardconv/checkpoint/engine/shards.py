@@ -48,7 +48,7 @@ class ShardReader:
         labels: for each file its name in messages.
         names: for each tensor its name.
         checksums: for each rank and stripe the expected checksum, or None.
-        files_per_rank: number of files of a rank, which share checksums.
+        rank_of: for each file its rank, whose files share checksums; empty if each file is a rank.
         remedy: the end of messages about damaged files.
     """
 
@@ -60,7 +60,7 @@ class ShardReader:
         labels: Sequence[str],
         names: Sequence[str],
         checksums: Sequence[Sequence[str]] | None = None,
-        files_per_rank: int = 1,
+        rank_of: Sequence[int] = (),
         remedy: str = "",
     ) -> None:
         self.tensors = tensors
@@ -68,7 +68,7 @@ class ShardReader:
         self._labels = labels
         self._names = names
         self._checksums = checksums
-        self._files_per_rank = files_per_rank
+        self._rank_of = rank_of or range(len(labels))
         self._remedy = remedy
 
     def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
@@ -110,13 +110,13 @@ class ShardReader:
                 data = views[file][offset : offset + size]
                 if not populate(data):
                     self._files.read(file, memoryview(bytearray(size)), offset)  # raises the reason
-                state.update(file // self._files_per_rank, data)
+                state.update(self._rank_of[file], data)
         self.finish(state, stripe)
 
     def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
         self._files.read_ranges(file, data, ranges)
         if self._checksums is not None:
-            state.update(file // self._files_per_rank, data)
+            state.update(self._rank_of[file], data)
 
     def _copy_boxes(
         self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
@@ -157,7 +157,7 @@ class ShardReader:
     def _label(self, rank: int, stripe: Stripe) -> str:
         """The names of the files of a rank that hold a stripe."""
         files = sorted({file for span in stripe for file in self.tensors[span.tensor].files})
-        return ", ".join(self._labels[file] for file in files if file // self._files_per_rank == rank)
+        return ", ".join(self._labels[file] for file in files if self._rank_of[file] == rank)
 
     def prefetch(self, stripe: Stripe) -> None:
         """Prefetch a stripe."""
@@ -182,7 +182,7 @@ class ShardWriter:
         files: the open files.
         num_stripes: number of stripes.
         with_checksums: whether to compute checksums.
-        files_per_rank: number of files of a rank, which share checksums.
+        rank_of: for each file its rank, whose files share checksums; empty if each file is a rank.
 
     Attributes:
         checksums: for each rank and stripe the checksum.
@@ -195,14 +195,14 @@ class ShardWriter:
         *,
         num_stripes: int,
         with_checksums: bool,
-        files_per_rank: int = 1,
+        rank_of: Sequence[int] = (),
     ) -> None:
         self.tensors = tensors
         self._files = files
         self._with_checksums = with_checksums
         empty = xxhash.xxh3_128().hexdigest()
-        self._files_per_rank = files_per_rank
-        self.checksums = [[empty] * num_stripes for _ in range(0, files.num_files, files_per_rank)]
+        self._rank_of = rank_of or range(files.num_files)
+        self.checksums = [[empty] * num_stripes for _ in {*self._rank_of}]
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
         """Write the bytes of a block to every shard that holds some of them."""
@@ -217,7 +217,7 @@ class ShardWriter:
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
-                state.update(file // self._files_per_rank, data)
+                state.update(self._rank_of[file], data)
             self._files.write_ranges(file, data, shards.ranges(rank, low, high))
 
     def prefetch(self, stripe: Stripe) -> None:

@@ -59,7 +59,7 @@ class TensorReport(Struct, frozen=True):
         dim: the sharded dim, from 0; None if the tensor is replicated.
         intervals: for each rank of a stage its intervals of ``dim`` as ``[start, stop]``, and padding between them as
             ``{"padding": size}``; empty if the tensor is replicated.
-        stages: the pipeline stages that hold the tensor; empty for all.
+        stages: the pipeline stages that hold the tensor, from 0.
     """
 
     name: str
@@ -73,7 +73,7 @@ class TensorReport(Struct, frozen=True):
     units: tuple[str, ...]
     dim: int | None
     intervals: tuple[tuple[IntervalOrPadding, ...], ...]
-    stages: tuple[int, ...] = ()
+    stages: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,15 +260,14 @@ def _even_stages(
     if plan.stages is None:
         return (), 0
     finder, finest, per_stage = StageFinder(planner.rules), plan.stages.finest, plan.ranks_per_stage
-    of_layer = [[0] * per_stage for _ in range(finest.count)]
+    of_layer, on_all = [[0] * per_stage for _ in range(finest.count)], [0] * per_stage
     for tensor in tensors:
-        first = min(tensor.stages, default=0) * per_stage
-        matrix = planner.group_of[tensor.name].matrix_of(tensor.name)
-        for layer in finder.stages_of(matrix, finest):  # tensors of all stages do not change their order
+        first = tensor.stages[0] * per_stage
+        layers = finder.stages_of(planner.group_of[tensor.name].matrix_of(tensor.name), finest)
+        for totals in [on_all] if len(layers) == finest.count else [of_layer[layer] for layer in layers]:
             for rank, size in enumerate(tensor.shard_bytes[first : first + per_stage]):
-                of_layer[layer][rank] += size
+                totals[rank] += size
     even = even_stages([max(sizes) for sizes in of_layer], plan.pp)
-    on_all = rank_bytes([tensor for tensor in tensors if not tensor.stages], per_stage)
     bounds = pairwise(accumulate(even, initial=0))
     stages = ([sum(sizes) for sizes in zip(*of_layer[start:stop], strict=True)] for start, stop in bounds)
     largest = max(size + shared for sizes in stages for size, shared in zip(sizes, on_all, strict=True))
@@ -303,11 +302,11 @@ def _describe(planned: TensorPlan) -> str:
 
 def _fields(spec: TensorSpec, planned: TensorPlan, plan: Plan) -> tuple[Any, ...]:
     """The fields of a report on a tensor after its name."""
-    placement, held = planned.placement, planned.stages or tuple(range(plan.pp))
+    placement = planned.placement
     shapes = tuple(placement.shard_shape(spec.shape, rank) for rank in range(placement.num_ranks))
     shard_bytes = tuple(num_bytes(spec.dtype, shape) for shape in shapes)
     return (
         spec.dtype, spec.shape, _describe(planned), planned.describe(), shapes,
-        tuple(size if stage in held else 0 for stage in range(plan.pp) for size in shard_bytes),
+        tuple(size if stage in planned.stages else 0 for stage in range(plan.pp) for size in shard_bytes),
         planned.style, planned.units, placement.dim, () if placement.dim is None else placement.ranks, planned.stages,
     )  # fmt: skip

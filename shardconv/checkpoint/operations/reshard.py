@@ -51,7 +51,7 @@ class ReshardReport(WriteReport):
         rank_bytes: for each new rank the bytes of its files.
         notes: why the source differs from rank files of another tool, and assumptions.
         padding: padded units and their cost.
-        files_per_rank: number of files of each new rank.
+        files_per_rank: number of files of each new rank, at most: that of the pipeline stage with most.
         old_pp: number of pipeline stages of the old split checkpoint.
         stages: number of layers of each pipeline stage of the new one; empty for one stage.
         old_ep: expert parallel size of the old split checkpoint; 1 if each expert is sharded.
@@ -180,7 +180,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         num_bytes=total_bytes(new.source_tensors.values()),
         rank_bytes=new.rank_layout.rank_bytes,
         padding=padding,
-        files_per_rank=new.files_per_rank,
+        files_per_rank=max(new.files_per_rank),
     )
 
 
@@ -228,14 +228,11 @@ def _plan_reshard(
         file_layout = old.layout
     else:
         request = request_for(request, layout)
-        file_layout = choose_layout(layout, quantized_tensors(old), old.config)
+        chosen_layout = choose_layout(layout, quantized_tensors(old), old.config)
+        file_layout = with_max_file_size(chosen_layout, old.layout.max_file_bytes)
     planner = stored_planner(old, request.engine, ep=ep, pad=pad)
     plan = planner.plan(tp, planner.stages(chosen))
     check_stages(file_layout, plan.pp)
-    inherited = None if plan.stages is not None else old.layout.max_file_bytes
-    if file_layout.max_file_bytes != inherited:
-        file_layout = structs.replace(file_layout, max_file_bytes=inherited)
-        file_layout = NATIVE if file_layout == NATIVE else file_layout  # a default that a manifest leaves out
     file_layout = with_max_file_size(file_layout, max_file_size)
     return old.with_plan(plan, request, file_layout, checksums=checksums), padding_report(planner, tp)
 

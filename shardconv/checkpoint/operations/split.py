@@ -51,7 +51,7 @@ class SplitReport(WriteReport):
         left_out: name to reason of files of the source that were left out; names of hidden folders end with /.
         padding: padded units and their cost.
         derived: why a merge does not give the bytes of the source's files, one phrase each; empty if it does.
-        files_per_rank: number of files of each rank.
+        files_per_rank: number of files of each rank, at most: that of the pipeline stage with most.
         adapters: names of the adapters that were split with the model.
         ranks: the ranks whose files were written to ``path``.
     """
@@ -198,7 +198,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         left_out=source.left_out,
         padding=padding_report(planned.planner, plan_tp),
         derived=source.derived,
-        files_per_rank=manifest.files_per_rank,
+        files_per_rank=max(manifest.files_per_rank, default=1),
         adapters=tuple(of_adapters),
         ranks=held,
     )

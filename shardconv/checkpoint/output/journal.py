@@ -159,15 +159,21 @@ class ResumableWriter(ShardWriter):
         files: the open files.
         journal: the journal.
         num_stripes: number of stripes.
-        sizes: as for the base class.
+        rank_of: as for the base class.
     """
 
     _files: LocalOutputFiles
 
     def __init__(
-        self, tensors: Sequence[Shards], files: LocalOutputFiles, *, journal: Journal, num_stripes: int, **sizes: int
+        self,
+        tensors: Sequence[Shards],
+        files: LocalOutputFiles,
+        *,
+        journal: Journal,
+        num_stripes: int,
+        rank_of: Sequence[int] = (),
     ) -> None:
-        super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, **sizes)
+        super().__init__(tensors, files, num_stripes=num_stripes, with_checksums=True, rank_of=rank_of)
         self._journal = journal
 
     def finish(self, state: StripeState, stripe: Stripe, /) -> None:
@@ -196,7 +202,7 @@ class ResumableWriter(ShardWriter):
             for at in range(0, size, scratch.block_bytes):
                 data = scratch.take("block", min(size - at, scratch.block_bytes))
                 self._files.read(file, data, offset + at)
-                state.update(file // self._files_per_rank, data)
+                state.update(self._rank_of[file], data)
 
 
 def _digests(state: StripeState) -> dict[int, str]:

@@ -113,7 +113,7 @@ class Weights(NamedTuple):
         shards: for each tensor the positions of its shards.
         stripes: the stripes of the full tensors.
         identify: computes the prefixes, which have the same lengths, from the checksums; None if there are none.
-        files_per_rank: number of files of each rank.
+        rank_of: for each file its rank; empty if each file is a rank.
     """
 
     names: Sequence[str]
@@ -122,14 +122,14 @@ class Weights(NamedTuple):
     shards: Sequence[Shards]
     stripes: Sequence[Stripe]
     identify: Identify | None = None
-    files_per_rank: int = 1
+    rank_of: Sequence[int] = ()
 
     @classmethod
     def of_layout(
         cls, names: Sequence[str], layout: Layout, stripes: Sequence[Stripe], identify: Identify | None = None
     ) -> Self:
         """The files of a layout."""
-        return cls(names, layout.prefixes, layout.file_bytes, layout.shards, stripes, identify, layout.files_per_rank)
+        return cls(names, layout.prefixes, layout.file_bytes, layout.shards, stripes, identify, layout.rank_of)
 
 
 class Staged(NamedTuple):
@@ -285,14 +285,18 @@ class CheckpointWriter:
             parent.mkdir(parents=True, exist_ok=True)
         may_exist = journal is not None and journal.is_continued
         with folder.create(paths, weights.prefixes, weights.sizes, inputs.mode, may_exist=may_exist) as outputs:
-            sizes = {"num_stripes": len(weights.stripes), "files_per_rank": weights.files_per_rank}
+            num_stripes, rank_of = len(weights.stripes), weights.rank_of
             writer: ShardWriter
             if journal is not None and isinstance(outputs, LocalOutputFiles):
-                writer = ResumableWriter(weights.shards, outputs, journal=journal, **sizes)
+                writer = ResumableWriter(
+                    weights.shards, outputs, journal=journal, num_stripes=num_stripes, rank_of=rank_of
+                )
                 resume = writer.resume if may_exist else None
             else:
                 with_checksums = weights.identify is not None
-                writer = ShardWriter(weights.shards, outputs, with_checksums=with_checksums, **sizes)
+                writer = ShardWriter(
+                    weights.shards, outputs, num_stripes=num_stripes, with_checksums=with_checksums, rank_of=rank_of
+                )
                 resume = None
             held = held_stripes(weights.stripes, weights.shards) if paths else []
             job = CopyJob(held, reader, [writer], resume=resume, in_order=outputs.in_order)

@@ -218,18 +218,18 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         )
 
     @property
-    def files_per_rank(self) -> int:
-        """Number of files of each rank."""
+    def files_per_rank(self) -> tuple[int, ...]:
+        """For each rank of the folder the number of its files."""
         is_one = self.layout.max_file_bytes is None and not self.is_padded
-        return 1 if is_one else self.rank_layout.files_per_rank
+        return (1,) * len(self.ranks) if is_one else self.rank_layout.files_per_rank
 
     @property
     def rank_files(self) -> list[str]:
         """The names of the rank files."""
         if self.is_padded:
             return [name for name, _ in self.source_files]
-        count = self.files_per_rank
-        return [self._rank_file(rank, file, count) for rank in self.ranks for file in range(count)]
+        counts = zip(self.ranks, self.files_per_rank, strict=True)
+        return [self._rank_file(rank, file, count) for rank, count in counts for file in range(count)]
 
     def _rank_file(self, rank: int, file: int = 0, count: int = 1) -> str:
         """The name of one of the ``count`` files of a rank."""
@@ -237,11 +237,12 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
 
     @property
     def rank_indexes(self) -> dict[str, str]:
-        """Name to text of the index of each rank's files; empty for one file per rank, and for engines."""
-        if self.files_per_rank == 1 or self.layout.engine is not None or self.is_padded:
+        """Name to text of the index of the files of each rank with several; none for engines."""
+        if max(self.files_per_rank) == 1 or self.layout.engine is not None or self.is_padded:
             return {}
         layout, names, indexes = self.rank_layout, self.rank_files, {}
-        for at, rank in enumerate(self.ranks):
+        several = [(at, rank) for at, rank in enumerate(self.ranks) if layout.files_per_rank[at] > 1]
+        for at, rank in several:
             files = zip(names[layout.files_of(at)], layout.headers[layout.files_of(at)], strict=True)
             weight_map = {tensor: name for name, header in files for tensor in header.tensors}
             total = sum(info.num_bytes for info in layout.tensors_of(at).values())

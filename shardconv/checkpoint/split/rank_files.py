@@ -53,7 +53,7 @@ def open_ranks(
     labels = [path.name if for_report and len(folders) == 1 else str(path) for path in paths]
     reader = ShardReader(
         layout.shards, inputs, labels=labels, names=list(manifest.tensors), checksums=checksums,
-        files_per_rank=layout.files_per_rank, remedy="" if for_report else f": {AGAIN}",
+        rank_of=layout.rank_of, remedy="" if for_report else f": {AGAIN}",
     )  # fmt: skip
     return reader, inputs
 

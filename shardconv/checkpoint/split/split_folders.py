@@ -234,8 +234,8 @@ def _checksums_of(folder: SplitFolder, stripe: int) -> set[str]:
 
 def _replicated_stripes(manifest: Manifest) -> Iterator[int]:
     """Yield the numbers of the stripes of which every rank has the same bytes."""
-    planned = [manifest.plan.tensors[name] for name in manifest.tensors]
-    is_replicated = [one.placement.dim is None and one.edits is None and not one.stages for one in planned]
+    pp, planned = manifest.plan.pp, [manifest.plan.tensors[name] for name in manifest.tensors]
+    is_replicated = [one.placement.dim is None and one.edits is None and len(one.stages) == pp for one in planned]
     for number, stripe in enumerate(manifest.stripes if manifest.checksums else ()):
         if all(is_replicated[span.tensor] for span in stripe):
             yield number

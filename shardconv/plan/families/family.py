@@ -29,8 +29,9 @@ PLAN_FILE = "plan file"
 #: Kinds of modules in ``[stages]``: a sequence of layers; the embedding table, to which a head may be tied; and a head.
 LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
 
-#: Kind of modules to the stages that hold their tensors, as indexes; none for layers, which are divided, and for all.
-STAGES: dict[str, tuple[int, ...]] = {LAYERS: (), EMBEDDING: (0,), "first": (0,), "last": (-1,), HEAD: (-1,), "all": ()}
+#: Kind of modules to the part of all stages that holds their tensors. Layers, which are divided, are not among them.
+_FIRST, _LAST, ALL = slice(1), slice(-1, None), "all"
+STAGES = {EMBEDDING: _FIRST, "first": _FIRST, "last": _LAST, HEAD: _LAST, ALL: slice(None)}
 
 
 #: The config fields that stages read: the number of layers, for which a family may have a default such as ``n_layer``,
@@ -95,8 +96,8 @@ class Family(Data, frozen=True):
         rules: rules in the order in which they are tried; the first whose pattern matches applies.
         modules: module overrides; all that match apply, where two set the same attribute, the last one.
         submodels: prefix of the tensor names of each submodel of a composite model, to the submodel.
-        stages: pattern of modules to their kind, one of :data:`STAGES`: which pipeline stages hold their tensors. The
-            first pattern that matches applies.
+        stages: pattern of modules to their kind, ``layers`` or one of :data:`STAGES`: which pipeline stages hold their
+            tensors. The first pattern that matches applies.
         blocks: the blocks that it mounts; their rules are tried after its own.
         origin: where it comes from, for the report.
         gathered: why attention is not sharded by heads; "" where it is.
@@ -125,8 +126,8 @@ class Family(Data, frozen=True):
             check_expression(expression)
         for pattern, kind in self.stages.items():
             check_pattern(pattern)
-            if kind not in STAGES:
-                raise ValueError(f"stages {pattern!r}: {kind!r:.60} is unknown (expected one of {', '.join(STAGES)})")
+            if kind not in (kinds := (LAYERS, *STAGES)):
+                raise ValueError(f"stages {pattern!r}: {kind!r:.60} is unknown (expected one of {', '.join(kinds)})")
 
     def with_base(self, base: "Family") -> "Family":
         """Add the rules, units, defaults and submodels of ``base``, over which this family's take precedence.
