@@ -153,7 +153,7 @@ def _open(path: AnyPath, options: dict[str, Any]) -> "Loadable":
         path, tp=options["tp"], pp=options["pp"], stages=options["stages"], options=options["plan"]
     )
     if options["adapter"] is not None:
-        SplitAdapter.open(options["adapter"], path, checkpoint.manifest.tp)
+        SplitAdapter.open(options["adapter"], path, checkpoint.manifest)
     return checkpoint
 
 

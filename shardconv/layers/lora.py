@@ -250,6 +250,11 @@ class LoRAEmbedding(LoRALayer):
         sizes = layer.num_embeddings, layer.embedding_dim
         self._add_product(layer, rank, alpha, sizes, device, magnitude=has_magnitude, lora_bias=False)
 
+    @property
+    def embedding_dim(self) -> int:
+        """Size of a row of the full table."""
+        return self.layer.embedding_dim
+
     def forward(self, input: Tensor) -> Tensor:
         """Look up the rows of ids, [*]; for the shape of the output see the layer."""
         output = self.layer(input)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardconv.checkpoint.adapters.adapter import SplitAdapter
+from shardconv.checkpoint.adapters.adapter import adapter_folder
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.differences import is_other_model, tensor_differences
@@ -97,7 +97,7 @@ def _compare_on_first(
         is_trusted=options.trust_remote_code,
     )
     if options.adapter is not None:
-        apply_adapter(unsharded, SplitAdapter.open(options.adapter, folder, model.axis.size).folder)
+        apply_adapter(unsharded, adapter_folder(options.adapter, folder))
     unsharded = unsharded.to(model.device).eval()
     expected = output_values(unsharded(**given))
     if not model.config.is_encoder_decoder:

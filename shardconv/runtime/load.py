@@ -38,7 +38,7 @@ from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.caller_module import build_by_caller, check_builder, fill
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
-from shardconv.runtime.model_stage import check_runs, keep_stage, refuse_parts
+from shardconv.runtime.model_stage import check_runs, connect_stage, keep_stage, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
@@ -132,7 +132,7 @@ def load(
     checkpoint, found_device, ranks = connect_ranks(find, device, group)
     place, manifest, on_all = checkpoint.path, checkpoint.manifest, partial(run_on_all, ranks.all)
     plan = on_all(partial(runnable_plan, manifest, place, ranks.all.rank, dequantize=dequantize))
-    on_all(partial(_refuse_with_stages, place, plan, model, adapter))
+    on_all(partial(_refuse_with_stages, place, plan, model))
     build = on_all(partial(_builder, checkpoint, plan, model, unused, is_trusted=trust_remote_code))
     dequantizer = applied = None
     if dequantize:
@@ -140,7 +140,7 @@ def load(
     elif model is None or dtype is not None:  # a module of the caller may take the stored values
         on_all(partial(refuse_quantized, manifest, place))
     if adapter is not None:
-        applied = _open_adapter(adapter, place, manifest.tp, ranks.tensor, dtype, verify=verify)
+        applied = _open_adapter(adapter, checkpoint, ranks.all, dtype, verify=verify)
     loading = _Loading(checkpoint, plan, ranks, found_device, dtype, dequantizer, applied)
     steps = loading.steps(progress, verify=verify)
     tensors = on_all(partial(loading.read_tensors, steps, verify=verify))
@@ -159,12 +159,11 @@ def _open(
     return open_loadable(open_path(path), tp=tp, pp=pp, stages=stages, options=options)
 
 
-def _refuse_with_stages(path: AnyPath, plan: Plan, model: object, adapter: object) -> None:
-    """Refuse arguments that are not supported for pipeline stages."""
-    given = "model" if model is not None else "adapter" if adapter is not None else ""
-    if given and plan.stages is not None:
+def _refuse_with_stages(path: AnyPath, plan: Plan, model: object) -> None:
+    """Refuse a module of the caller in pipeline stages."""
+    if model is not None and plan.stages is not None:
         raise UsageError(
-            f"{path}: {option(given)} is not supported with pipeline stages: remove it, or make a checkpoint without "
+            f"{path}: {option('model')} is not supported with pipeline stages: remove it, or make a checkpoint without "
             f"them (shardconv reshard {path} --tp N --pp 1)"
         )
 
@@ -186,13 +185,16 @@ def _builder(
 
 
 def _open_adapter(
-    adapter: StrPath, base: AnyPath, tp: int, axis: Axis, dtype: torch.dtype | None, *, verify: bool
+    adapter: StrPath, base: Loadable, axis: Axis, dtype: torch.dtype | None, *, verify: bool
 ) -> RankAdapter:
     """Open an adapter, which has to be the same on all ranks."""
-    opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base, tp))
+    opened = run_on_all(axis, partial(SplitAdapter.open, local_path(adapter), base.path, base.manifest))
     remote = run_on_all(axis, partial(remote_versions, opened.manifest.rank_paths(opened.folder)))
     check_same(opened.folder, axis, {"adapters": comparable(opened.manifest.shared), REMOTE_VERSIONS: remote})
-    return run_on_all(axis, partial(RankAdapter.read, opened, axis.rank, dtype, verify=verify))
+    stage, rank = divmod(axis.rank, base.manifest.plan.ranks_per_stage)
+    per_stage = opened.manifest.plan.ranks_per_stage  # data groups of the base model have equal shards
+    own = stage * per_stage + rank % per_stage
+    return run_on_all(axis, partial(RankAdapter.read, opened, own, dtype, verify=verify))
 
 
 #: Step of :func:`load` to the callback for its progress; a step that is not taken, or not reported, is not there.
@@ -277,6 +279,8 @@ class _Loading:
         model = build(self, tensors)
         if self.adapter is not None:
             self.adapter.attach(model, self.ranks.tensor, self.plan.rules)
+        if self.ranks.pipeline is not None:
+            connect_stage(model, self.plan, self.ranks.pipeline)
         if self.device.type != "cpu":
             move(model, self.device, progress)
         return model
@@ -302,7 +306,7 @@ class _Loading:
 
     def _convert(self, model: nn.Module) -> nn.Module:
         if self.ranks.pipeline is not None:
-            keep_stage(model, self.plan, self.ranks.pipeline)
+            keep_stage(model, self.plan, self.ranks.pipeline.rank)
         config = self.checkpoint.manifest.config or {}
         tensor, groups = self.ranks.tensor, self.ranks.groups
         return convert_with_request(model, config, self.plan, tensor, groups=groups, has_values=False)

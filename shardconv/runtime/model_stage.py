@@ -27,7 +27,7 @@ from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import ModelClass
 from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS
 from shardconv.plan.plan import Plan
-from shardconv.plan.stages import Located, StageFinder
+from shardconv.plan.stages import StageFinder
 from shardconv.runtime.dry_run import MetaFunctions
 from shardconv.support.errors import RunError, one_line
 
@@ -46,7 +46,7 @@ def check_runs(kind: ModelClass, plan: Plan) -> None:
     """
     model = build_on_meta(*kind).requires_grad_(requires_grad=False)
     finder = StageFinder(plan.rules)
-    parts = _Parts.of(model, {name: finder.locate(name) for name in _names(model, finder)}, finder)
+    parts = _Parts.of(model, finder)
     check, zeros = _LayerCheck(model), partial(_tracked, parts.embedding, next(model.parameters()).dtype)
     for module, forward in ((parts.embedding, zeros), (parts.norm, nn.Identity())):
         module._parameters.update(dict.fromkeys(module._parameters))  # noqa: SLF001 - other stages do not have them
@@ -75,28 +75,43 @@ def _tracked(module: nn.Embedding, dtype: torch.dtype, input_ids: Tensor) -> Ten
     return input_ids.new_empty(*input_ids.shape, module.embedding_dim, dtype=dtype, requires_grad=True).clone()
 
 
-def keep_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
-    """Remove the parameters and buffers of other stages from a model, and connect it with these stages, in place.
+def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
+    """Remove the parameters and buffers of other stages from a model, in place.
 
     Args:
         model: a model for generation on the meta device, before its layers are converted.
         plan: its plan, with stages.
-        axis: the ranks with the same rank in each stage.
+        stage: the stage.
 
     Raises:
         PlanError: if the stage of a parameter is unknown.
         RunError: if the model has modules that are not supported.
     """
-    finder, located = StageFinder(plan.rules), dict[str, Located]()
+    finder = StageFinder(plan.rules)
     assert plan.stages is not None
-    stages = replace(plan.stages, has_copies=False)
+    stages, layers = replace(plan.stages, has_copies=False), _Parts.of(model, finder).layers
     for name in [*_names(model, finder)]:
-        located[name] = finder.locate(name)
-        if axis.rank not in finder.stages_of(name, stages):
+        if stage not in finder.stages_of(name, stages):
             _remove(model, name)
-    _Stage(axis, model).connect(_Parts.of(model, located, finder), stages.layers_of(axis.rank))
-    if not stages.is_tied or axis.rank < axis.size - 1:
+    for number, layer in enumerate(layers):
+        if number not in stages.layers_of(stage):
+            layer._modules.clear()  # noqa: SLF001 - it computes nothing
+            vars(layer)[ON_OTHER_STAGE] = True
+            vars(layer)["forward"] = partial(_pass, number)
+    if not stages.is_tied or stage < stages.count - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
+
+
+def connect_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
+    """Connect a loaded model with the other stages, in place.
+
+    Args:
+        model: the model after :func:`keep_stage`, with all parallel layers and adapters.
+        plan: its plan.
+        axis: the ranks with the same rank in each stage.
+    """
+    assert plan.stages is not None
+    _Stage(axis, model).connect(_Parts.of(model, StageFinder(plan.rules)), plan.stages.layers_of(axis.rank))
 
 
 def refuse_parts(model: nn.Module) -> None:
@@ -141,15 +156,17 @@ class _Parts:
     heads: Sequence[nn.Linear]
 
     @classmethod
-    def of(cls, model: nn.Module, located: Mapping[str, Located], finder: StageFinder) -> Self:
+    def of(cls, model: nn.Module, finder: StageFinder) -> Self:
         """The modules of a model, by the modules of its parameters.
 
         Raises:
+            PlanError: if the stage of a parameter is unknown.
             RunError: if it has several of a kind, or none.
         """
         paths: dict[str, set[str]] = {}
+        located = [finder.locate(name) for name in _names(model, finder)]
         of_modules = ((name, finder.find(name)) for name, _ in model.named_modules())  # a norm may lack parameters
-        for one in (*located.values(), *(found for name, found in of_modules if found and found.path == name)):
+        for one in (*located, *(found for name, found in of_modules if found and found.path == name)):
             paths.setdefault(one.kind, set()).add(one.path)
         for kind, count in _CONNECTED.items():
             if len(found := paths.get(kind, ())) != count:
@@ -245,11 +262,6 @@ class _Stage:
             vars(module)["forward"] = partial(self._zeros, module.embedding_dim)
 
     def _connect_layers(self, layers: Sequence[nn.Module], held: range) -> None:
-        for number, layer in enumerate(layers):
-            if number not in held:
-                layer._modules.clear()  # noqa: SLF001 - it computes nothing
-                vars(layer)[ON_OTHER_STAGE] = True
-                vars(layer)["forward"] = partial(_pass, number)
         if not self._is_first:
             layers[held[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
         if not self._is_last:

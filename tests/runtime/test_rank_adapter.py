@@ -149,7 +149,11 @@ def with_other_settings(adapter, folder):
 @pytest.mark.parametrize(
     ("layout", "adapter", "message"),
     [
-        ("four", lambda split, _: split("llama", 2)[1], "is for 2 ranks .expected 4"),
+        (
+            "four",
+            lambda split, _: split("llama", 2)[1],
+            r"is split for tp=2 \(expected tp=4, as the base model\): run shardconv reshard \S+ --tp 4$",
+        ),
         ("pair", lambda split, _: split("gpt2", 2)[1], "split the adapter for this base model"),
         (
             "pair",

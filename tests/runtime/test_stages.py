@@ -11,8 +11,9 @@ import torch
 import transformers
 
 import shardconv
+from tests.support.adapters import ADAPTERS, adapted, write_adapter
 from tests.support.command import call
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, cases
 from tests.support.models import GQA, MODELS, MOE, VOCAB, Model
 
 LAYERS, TOKENS = 4, 8
@@ -94,6 +95,51 @@ def test_other_types(ranks, source_of, name):
     assert max(ranks("four", check_outputs, source_of(name), source_of(name), {"tp": 2, "pp": 2})) < 0.6
 
 
+#: Adapters of all layers and the head, of the embedding, of a model with biases, of fused layers, and of one layer.
+ADAPTED = cases(
+    ["llama", "llama-dora", "llama-regex", "phi3", "deepseek"],
+    lambda name: name in {"llama", "llama-dora", "deepseek"},
+)
+
+
+def check_adapter(axis, source, adapter, path, names):
+    expected, ids = adapted(source, adapter), torch.arange(3, 12)[None]
+    for name in names:
+        model = shardconv.load(path, device="cpu", adapter=name)
+        with torch.inference_mode():
+            wanted, found = (one(input_ids=ids).logits for one in (expected, model))
+            assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+            given = {"input_ids": ids, "max_new_tokens": TOKENS, "do_sample": False}
+            assert torch.equal(model.generate(**given), expected.generate(**given))
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapter(ranks, source_of, tmp_path, name):
+    """An adapter that is split with the model, and one that is split alone."""
+    base, settings = ADAPTERS[name]
+    source = source_of(base)
+    adapter = write_adapter(tmp_path / "lora", source, **settings)
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2, adapters=[adapter])
+    shardconv.split(adapter, tmp_path / "alone", base=tmp_path / "split", tp=2, pp=2)
+    ranks("four", check_adapter, source, adapter, tmp_path / "split", ["lora", tmp_path / "alone"])
+
+
+def test_adapter_of_a_tied_embedding(ranks, source_of, tmp_path):
+    source = source_of("gemma3")
+    adapter = write_adapter(tmp_path / "lora", source, target_modules=["q_proj", "down_proj"])
+    shardconv.split(source, tmp_path / "split", tp=1, pp=4, adapters=[adapter])
+    ranks("four", check_adapter, source, adapter, tmp_path / "split", ["lora"])
+
+
+def test_adapter_of_other_stages_is_refused(ranks, source_of, tmp_path):
+    source = source_of("llama")
+    adapter = write_adapter(tmp_path / "lora", source, target_modules=["q_proj"])
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2)
+    shardconv.split(adapter, tmp_path / "alone", base=source, tp=2, stages="1,3")
+    message = r'is split for tp=2 stages="1,3" \(expected tp=2 stages="2,2".*run .*reshard \S+ --tp 2 --stages 2,2$'
+    ranks("four", check_refused, tmp_path / "split", {"adapter": tmp_path / "alone"}, message)
+
+
 def check_refused(axis, path, options, message):
     with pytest.raises(shardconv.ShardconvError, match=message):
         shardconv.load(path, device="cpu", **options)
@@ -103,7 +149,6 @@ REFUSED = {
     "classifier": ("llama-classifier", {"tp": 2, "pp": 2}, "modules of kind 'last' are not connected"),
     "a module": ("llama", {"tp": 2, "pp": 2, "model": torch.nn.Identity}, "model is not supported with pipeline stag"),
     "number of processes": ("llama", {"tp": 1, "pp": 2}, "would be loaded for 2 ranks, and there are 4 processes"),
-    "adapter": ("llama", {"tp": 2, "pp": 2, "adapter": "any"}, "adapter is not supported with pipeline stages"),
     "a norm before the layers, too": (
         "nanochat",
         {"tp": 2, "pp": 2},
@@ -159,3 +204,12 @@ def test_run(source_of, tmp_path, forked_ranks, capfd):
     assert "greedy tokens are equal" in printed
     other = call("run", tmp_path / "split", "--pp", 4, "--token-ids", "5")
     assert (other.code, "is split for --tp 2 --stages 2,2 (got --pp 4)" in other.err) == (2, True)
+
+
+def test_run_with_an_adapter_is_compared_with_peft(source_of, tmp_path, forked_ranks, capfd):
+    source = source_of("llama")
+    adapter = write_adapter(tmp_path / "lora", source, target_modules=["q_proj", "lm_head"])
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2, adapters=[adapter])
+    arguments = ["--adapter", "lora", "--token-ids", "5 6 7", "--max-new-tokens", 4, "--check", source]
+    assert call("run", tmp_path / "split", *arguments).code == 0
+    assert "equal to the unsharded model with the adapter lora, by PEFT" in capfd.readouterr().err

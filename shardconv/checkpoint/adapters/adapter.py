@@ -183,6 +183,12 @@ def _base_of(base: StrPath | PlannedSource, options: PlanOptions) -> _Base:
 # --- split adapters --------------------------------------------------------------------------------------------------
 
 
+def adapter_folder(adapter: Path, base: AnyPath) -> AnyPath:
+    """The folder of a split adapter, which may be a name among the adapters of the split ``base`` model."""
+    named = base / ADAPTERS / adapter
+    return named if is_split(named) else adapter
+
+
 @dataclass(frozen=True, slots=True)
 class SplitAdapter:
     """A split adapter.
@@ -198,34 +204,35 @@ class SplitAdapter:
     settings: AdapterSettings
 
     @classmethod
-    def open(cls, adapter: Path, base: AnyPath, tp: int) -> "SplitAdapter":
+    def open(cls, adapter: Path, base: AnyPath, of_base: Manifest) -> "SplitAdapter":
         """Open an adapter.
 
         Args:
             adapter: its folder, or its name among the adapters of the split base model.
-            base: the split base model.
-            tp: tensor parallel size.
+            base: the split base model, or its source.
+            of_base: its manifest.
 
         Raises:
-            SplitCheckpointError: if it is not a split adapter for ``tp`` ranks, or its settings were changed.
+            SplitCheckpointError: if it is not a split adapter for the tensor parallel size and the pipeline stages of
+                the base model, or its settings were changed.
         """
-        named = base / ADAPTERS / adapter
-        folder = named if is_split(named) else adapter
+        folder, plan = adapter_folder(adapter, base), of_base.plan
+        stages = f" --stages {','.join(map(str, plan.num_layers))}" if plan.num_layers else ""
         if not folder.exists():
             names = ", ".join(read_manifest(base).adapters) if is_split(base) else ""
             raise SplitCheckpointError(f"{adapter}: does not exist (adapters of {base}: {names or 'none'}): correct it")
         if not is_split(folder):
             raise SplitCheckpointError(
-                f"{adapter}: is not a split adapter (no manifest in {named} or {adapter}): make one with shardconv "
-                f"split {adapter} --base {base} --tp {tp}"
+                f"{adapter}: is not a split adapter (no manifest in {base / ADAPTERS / adapter} or {adapter}): make "
+                f"one with shardconv split {adapter} --base {base} --tp {plan.tp}{stages}"
             )
         manifest = read_manifest(folder)
         if ADAPTER_CONFIG not in manifest.auxiliary_files:
             raise SplitCheckpointError(f"{folder}: is a split checkpoint, but not of an adapter: pass it as DIR")
-        if manifest.tp != tp:
+        if (manifest.tp, manifest.plan.num_layers) != (plan.tp, plan.num_layers):
             raise SplitCheckpointError(
-                f"{folder}: is for {manifest.tp} ranks (expected {tp}, as the base model): shardconv reshard {folder} "
-                f"--tp {tp}"
+                f"{folder}: is split for {manifest.size_options} (expected {of_base.size_options}, as the base model): "
+                f"run shardconv reshard {folder} --tp {plan.tp}{stages or ' --pp 1' * (manifest.plan.pp > 1)}"
             )
         if differences := file_differences(manifest.auxiliary_files, folder):
             raise SplitCheckpointError(f"{folder}: {differences[0]}: restore it, or split the adapter again")
