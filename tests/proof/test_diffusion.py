@@ -219,6 +219,33 @@ def test_counted_collectives_are_the_real_ones(ranks, name):
     ranks("pair", check_counted, name, [(one.collective, one.num_bytes) for one in usage.decode])
 
 
+def check_chroma_with_images(axis):
+    """Chroma has the IP adapters of FLUX; tests/runtime has pipelines of FLUX and Stable Diffusion 3."""
+    models = [small_model("ChromaTransformer2DModel") for _ in range(2)]
+    convert_model(models[1], group=axis)
+    generator = torch.Generator().manual_seed(0)
+    inputs, shapes = diffusion_inputs(models[0], generator), {"weight": (64, 24), "bias": (64,)}
+    projection = {"proj.weight": (96, 8), "proj.bias": (96,), "norm.weight": (24,), "norm.bias": (24,)}
+    layers = {f"{layer}.to_{one}_ip.{own}": shapes[own] for layer in range(2) for one in "kv" for own in shapes}
+    adapter = {
+        part: {name: torch.randn(shape, generator=generator) for name, shape in tensors.items()}
+        for part, tensors in (("image_proj", projection), ("ip_adapter", layers))
+    }
+    images = {"ip_adapter_image_embeds": [torch.ones(2, 1, 8)]}
+    with torch.no_grad():
+        before = models[0](**inputs)[0]
+        for model in models:
+            model._load_ip_adapter_weights(adapter)
+        expected, found = (model(**inputs, joint_attention_kwargs=images)[0] for model in models)
+    assert (expected - before).abs().max() > 0.1
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of diffusers, in the constructor of Chroma
+def test_ip_adapter_of_chroma(ranks):
+    ranks("pair", check_chroma_with_images)
+
+
 @pytest.mark.parametrize("name", ["QwenImageTransformer2DModel", "QwenImage21Transformer2DModel"])
 def test_tp_plan_of_diffusers_is_right(ranks, tmp_path, monkeypatch, name):
     monkeypatch.setattr("shardconv.plan.request.family_for", lambda _: None)
