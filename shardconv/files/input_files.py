@@ -51,9 +51,18 @@ class FileState(NamedTuple):
 
 
 def file_states(paths: Iterable[AnyPath]) -> tuple[FileState, ...]:
-    """The state of each file; all zeros for a file that does not exist, which its reader reports."""
-    none = FileState(0, 0, 0)
-    return tuple(FileState.of(path.stat()) if isinstance(path, Path) and path.exists() else none for path in paths)
+    """The state of each file: only the size of a remote one; zeros for a missing one, which its reader reports.
+
+    Raises:
+        SourceError: if a remote file cannot be read.
+    """
+    return tuple(map(_state, paths))
+
+
+def _state(path: AnyPath) -> FileState:
+    if not path.exists():
+        return FileState(0, 0, 0)
+    return FileState(path.file.size, 0, 0) if isinstance(path, RemotePath) else FileState.of(path.stat())
 
 
 class LocalFile:
@@ -130,9 +139,18 @@ def open_input(path: AnyPath) -> InputFile:
         SourceError: if it cannot be opened.
     """
     try:
-        return path.file if isinstance(path, RemotePath) else LocalFile(path)
+        return open_file(path)
     except OSError as error:
         raise SourceError(f"{path}: cannot be opened: {error.strerror or error}") from error
+
+
+def open_file(path: AnyPath) -> "LocalFile | RemoteFile":
+    """Open a file.
+
+    Raises:
+        OSError: if it cannot be opened.
+    """
+    return path.file if isinstance(path, RemotePath) else LocalFile(path)
 
 
 class InputFiles:

@@ -127,7 +127,7 @@ def use_early_properties(metadata) -> None:
 def test_metadata_of_other_versions_of_python_and_torch_is_read(nested, tmp_path, pickler, change):
     other = changed(nested, tmp_path / "changed", change, pickler)
     assert (b"getattr" in (other / ".metadata").read_bytes()) == (pickler is EarlyPickler)
-    assert list_metadata(other / ".metadata") == list_metadata(nested / ".metadata")
+    assert [*list_metadata(other / ".metadata")] == [*list_metadata(nested / ".metadata")]
 
 
 class Call:
@@ -160,7 +160,7 @@ def test_enum_in_metadata_cannot_be_changed(nested, tmp_path):
         b"\x80\x02" + enum + members + b"\x86b0cbuiltins\ngetattr\n" + enum + b"X\x03\x00\x00\x00mro\x86R."
     )
     with pytest.raises(SourceError, match=r"asks for builtins\.getattr of 'mro', and nothing"):
-        list_metadata(path)
+        list(list_metadata(path))
 
 
 QUERY, HEAD = "model.model.layers.0.self_attn.q_proj.weight", "model.lm_head.weight"
@@ -219,4 +219,4 @@ def test_damaged_metadata_is_an_error_without_a_traceback(nested, tmp_path):
     for at in range(0, len(data), len(data) // 50):
         path.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
         with suppress(SourceError):
-            assert list_metadata(path)["tensors"]
+            assert any("tensor" in part for part in list_metadata(path))

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardconv
+from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError, OutputError, PlanError, SourceError, UsageError
 from tests.support.changes import both, config, drop, put
 from tests.support.checkpoints import contents
@@ -371,6 +372,33 @@ def test_reshard_and_verify_with_a_config(source_of, trained, tmp_path):
 def test_an_iteration_is_read_alone(source_of, trained, tmp_path):
     shardconv.merge(trained / "iter_0000500", tmp_path / "merged", config=trained / "config.json")
     check_equal(read(tmp_path / "merged"), read(source_of("llama")))
+
+
+@pytest.mark.parametrize("command", ["split --layout megatron", "split --dtype bf16", "merge"])
+def test_ranges_are_prefetched_before_they_are_read(source_of, written, tmp_path, monkeypatch, command):
+    prefetched, others = set(), set()
+    prefetch, read_range = InputFiles.prefetch, InputFiles.read
+
+    def note(files, ranges):
+        ranges = [*ranges]
+        prefetched.update((number, at) for number, start, size in ranges for at in range(start, start + size))
+        prefetch(files, ranges)
+
+    def check(files, number, buffer, offset):
+        others.update({(number, at) for at in range(offset, offset + len(buffer))} - prefetched)
+        read_range(files, number, buffer, offset)
+
+    source, megatron = source_of("qwen3_moe"), written("qwen3_moe")
+    monkeypatch.setattr(InputFiles, "prefetch", note)
+    monkeypatch.setattr(InputFiles, "read", check)
+    if command == "merge":
+        shardconv.merge(megatron, tmp_path / "new")
+    elif command == "split --dtype bf16":
+        shardconv.split(source, tmp_path / "new", tp=2, dtype="bf16")
+    else:
+        shardconv.split(source, tmp_path / "new", layout="megatron")
+    assert prefetched
+    assert not others
 
 
 # --- the format torch -----------------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ def test_files_that_are_ignored(source, tmp_path, change):
 OPTIONS = {
     "--component vae": "--component vae is copied (AutoencoderKL, not sharded) (expected one of text_encoder",
     "--component x": "--component x is not a component (expected one of text_encoder, transformer)",
-    "--layout megatron": "--layout megatron is for one model, and what reads it does not read pipelines",
+    "--layout megatron": "--layout megatron is for one model, and its readers do not read pipelines",
     "--for vllm": "--for vllm is for one model",
     "--head-dim 8": "--head-dim is for one model",
     "--rules llama": "--rules is for one model, and the pipeline has text_encoder, transformer",

@@ -278,15 +278,17 @@ def script(tmp_path, monkeypatch) -> Callable[[str], None]:
     """Replaces the script by lines of Python."""
 
     def replace(lines: str) -> None:
-        (tmp_path / "script.py").write_text(f"import json, os, sys, time\nrequests = json.load(sys.stdin)\n{lines}")
+        (tmp_path / "script.py").write_text(
+            f"import json, os, sys, time\nrequests = json.loads(sys.stdin.readline())\n{lines}"
+        )
         monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
 
     return replace
 
 
 ANSWER = """
-for _, path in requests:
-    if "bad" in path:
+for _, number, *_ in requests:
+    if number == 1:
         os.kill(os.getpid(), 9)
     print(json.dumps({"tensors": [], "left_out": []}), flush=True)
 """

@@ -237,19 +237,10 @@ def test_the_lock_of_another_destination_is_left_out(s3, made, tmp_path, name):
     assert contents(tmp_path / "out").keys() == contents(made / "split").keys()
 
 
-@pytest.mark.parametrize(("first", "others"), [("pytorch_model.bin", ()), (".metadata", ("__0_0.distcp",))])
-def test_remote_files_of_other_formats_are_refused(s3, first, others):
-    for name in (first, *others):
-        s3.client.put_object(Bucket="bucket", Key=f"other{first}/{name}", Body=b"PK")
-    message = f"s3://bucket/other{first}/{first}: is remote, and only safetensors files are read by ranges: download"
-    with pytest.raises(SourceError, match=message):
-        shardconv.report_plan(f"s3://bucket/other{first}")
-
-
 def test_remote_pytorch_files_are_not_taken_for_duplicates(s3, made):
     upload(made / "model", "bucket", "both")
     s3.client.put_object(Bucket="bucket", Key="both/pytorch_model.bin", Body=b"PK")
-    with pytest.raises(SourceError, match=r"pytorch_model.bin \(is remote.*ignore="):
+    with pytest.raises(SourceError, match=r"pytorch_model.bin \(is not a file of torch.save.*ignore="):
         shardconv.report_plan("s3://bucket/both")
     assert shardconv.report_plan("s3://bucket/both", ignore=("*.bin",)).family == "llama"
 

@@ -74,7 +74,7 @@ def test_a_server_without_ranges_is_refused(web, tmp_path):
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [
-        ("{web}/model", "pass the URL of a .safetensors file or an index"),
+        ("{web}/model", "pass the URL of a weight file or an index"),
         ("https://huggingface.co/org/model/tree/main", "pass the URL of hf://org/model"),
     ],
 )

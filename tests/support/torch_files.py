@@ -1,15 +1,15 @@
 """PyTorch files, written as libraries write them."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 import torch
 
 from shardconv.files.containers import torch_files
+from shardconv.files.input_files import InputFiles
 from tests.support.checkpoints import deal, part_names, write_index
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -20,16 +20,14 @@ def replace_after_listing(monkeypatch: pytest.MonkeyPatch, path: Path, other: by
     assert len(other) == path.stat().st_size
     list_tensors = torch_files.run_script
 
-    def run(requests: Sequence[tuple[object, ...]]) -> CompletedProcess[str]:
-        child = list_tensors(requests)
-        if requests[0][0] == "metadata":
-            return child
-        status = path.stat()
-        replacement = path.with_name("replacement")
-        replacement.write_bytes(other)
-        os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
-        replacement.rename(path)
-        return child
+    def run(requests: Sequence[tuple[str, int, int, int]], files: InputFiles) -> Iterator[dict[str, Any]]:
+        yield from list_tensors(requests, files)
+        if requests[0][0] == "file":
+            status = path.stat()
+            replacement = path.with_name("replacement")
+            replacement.write_bytes(other)
+            os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
+            replacement.rename(path)
 
     monkeypatch.setattr(torch_files, "run_script", run)
 

@@ -111,6 +111,10 @@ class RowTransform:
         offset = start - first * row_bytes
         block[:] = data[offset : offset + len(block)]
 
+    def reads(self, _start: int, _stop: int) -> tuple[()]:
+        """Nothing is prefetched: which rows are read depends on the class."""
+        return ()
+
     def _check_finite(self, values: Array, read: ReadTensor, start: int, stop: int) -> None:
         """Check that elements that are finite in the stored tensor are finite in the rows that were computed of it."""
         is_finite = np.isfinite(values)

@@ -1,7 +1,7 @@
 """Lay out a source as a checkpoint of Megatron-Core in its format ``torch_dist``.
 
 The files have full tensors, so that they are loaded with any tensor, pipeline and expert parallel size. Loaders read
-whole chunks: each expert has its own, as have the gate and up projections.
+whole chunks: each expert is one, and so is each of the gate and up projections.
 """
 
 import json
@@ -14,7 +14,7 @@ from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
 from shardconv.checkpoint.operations.megatron_arguments import common_state
 from shardconv.checkpoint.output.job import Job
-from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Literal, Rows, WithCopies
+from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Literal, WithCopies
 from shardconv.checkpoint.sources.megatron_source import (
     COMMON_NAME,
     FOLDER,
@@ -158,8 +158,7 @@ def _checked_copies(copies: Mapping[str, str], specs: Mapping[str, TensorSpec]) 
     found: dict[str, WithCopies] = {}
     for original in dict.fromkeys(one for one in copies.values() if one in specs):
         spec, equal = specs[original], tuple(copy for copy, one in copies.items() if one == original)
-        rows = JoinedRows((Rows(original, 0, num_bytes(*spec[:2])),), num_bytes(spec.dtype, spec.shape[1:]))
-        found[original] = WithCopies(rows, original, equal)
+        found[original] = WithCopies(JoinedRows.of(original, spec), original, equal)
     return found
 
 
@@ -199,7 +198,7 @@ class _NewFiles:
                 self._metadata.add_chunk(name, spec, box.offsets, box.sizes, position)
 
     def _add(self, spec: TensorSpec, pieces: Sequence[Piece]) -> ChunkPosition:
-        """Add a chunk, such that all files have about the same size."""
+        """Add a chunk. All files get about the same size."""
         size, around = num_bytes(*spec[:2]), frame(spec)
         number = min((self._done + size // 2) * len(self._names) // max(self._total, 1), len(self._names) - 1)
         self._done += size

@@ -119,7 +119,7 @@ def _all_options(bound: inspect.BoundArguments) -> Options:
 
 
 def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline:
-    """Open the pipeline of an operation on a source, and take what applies to it from the options.
+    """Open the pipeline of an operation on a source, and apply its options.
 
     Raises:
         SourceError: if it cannot be read.
@@ -200,7 +200,7 @@ def _check_readers(pipeline: Pipeline, options: Options) -> None:
     if given:
         component = pipeline.first / next(iter(pipeline.components))
         raise UsageError(
-            f"{pipeline.first}: {option(**given)} is for one model, and what reads it does not read pipelines: remove "
+            f"{pipeline.first}: {option(**given)} is for one model, and its readers do not read pipelines: remove "
             f"it, or pass a component, such as {component}"
         )
 
@@ -391,7 +391,7 @@ class _Run:
         return combine(reports, pipeline, **outcome)
 
     def _plan(self, name: str) -> WriteReport:
-        """The report of a dry run of a component, which checks what does not require reading the data."""
+        """The report of a dry run of a component, which checks everything except the data."""
         inner = InnerDestination(NewFolder(self.destination.path), name)
         inner.is_remote = self.destination.is_remote
         report: WriteReport = self._call(name, inner, dry_run=True, resume=False, overwrite=False, progress=None)

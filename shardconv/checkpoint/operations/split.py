@@ -217,7 +217,7 @@ def _foreign_layout(layout: str, megatron: MegatronLayout) -> ForeignLayout | No
 
 
 def _check_team(team: Team, destination: Destination, *, resume: bool) -> None:
-    """Refuse what several processes cannot do together."""
+    """Refuse options and destinations that several processes cannot have."""
     if team.size == 1:
         return
     if resume:

@@ -73,7 +73,7 @@ def plan_sources(
 
 
 def open_adapters(adapters: Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
-    """Open adapters, of which some may be open."""
+    """Open the adapters that are not open yet."""
     return [
         open_adapter(local_path(one), follow_links=follow_links) if isinstance(one, str | Path) else one
         for one in adapters

@@ -6,19 +6,20 @@ Each chunk is a file of torch.save inside of a file. A child process lists the m
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import product
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.joined import JoinedRows, Rows
+from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Rows
 from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
-from shardconv.files.containers.torch_files import REMOTE, TorchChunk, list_metadata, read_torch_chunks
-from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.containers.torch_files import TorchChunk, list_metadata, read_torch_chunks
+from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import file_states
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec
@@ -31,14 +32,29 @@ TRAINING_STATE = re.compile(r"optim|sched|scaler|rng|dataloader|loader|train|ste
 _AGAIN = "copy the folder again"
 
 
-class ListedTensor(TypedDict):
-    """A tensor as the child process lists it; a chunk is its offsets, sizes, file, offset and bytes in the file."""
+class ListedChunk(NamedTuple):
+    """A box of a tensor, and its position: the file, the offset in it and the number of bytes."""
 
-    name: str
-    path: list[str]
-    dtype: str
-    shape: list[int]
-    chunks: list[tuple[list[int], list[int], str, int, int]]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    size: int
+
+
+class ListedTensor(NamedTuple):
+    """A tensor of the metadata; ``path`` has the keys of nested dicts that lead to it."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    chunks: tuple[ListedChunk, ...]
+
+
+class Metadata(NamedTuple):
+    """Name to tensor of a checkpoint, and the names of other entries."""
+
+    tensors: dict[str, ListedTensor]
+    others: tuple[str, ...]
 
 
 class StoredChunk(NamedTuple):
@@ -84,24 +100,37 @@ def list_dcp(folder: SourceFolder, select: "Selector") -> ChunkedFiles:
         select: selects the tensors.
 
     Raises:
-        SourceError: if the folder is remote, the metadata is damaged or asks for anything but its own classes, or a
-            file is missing, damaged or outside of the folder.
+        SourceError: if the metadata is damaged or asks for anything but its own classes, or a file is missing, damaged
+            or outside of the folder.
     """
-    metadata = folder.weights_path / METADATA_NAME
-    if isinstance(metadata, RemotePath):
-        raise SourceError(f"{metadata}: {REMOTE.problem}: {REMOTE.remedy}")
+    path = folder.weights_path / METADATA_NAME
     folder.check_link(f"{folder.inner}{METADATA_NAME}")
-    listed: Mapping[str, list[Any]] = list_metadata(metadata)
-    named, left_out = select(folder.path, listed)
-    if (name := next((name for name, tensor in named.items() if not tensor["chunks"]), None)) is not None:
-        raise SourceError(f"{metadata}: {name} does not have chunks: {_AGAIN}")
-    names = sorted({chunk[2] for tensor in named.values() for chunk in tensor["chunks"]})
+    named, left_out = select(folder.path, _read_metadata(path))
+    if (name := next((name for name, tensor in named.items() if not tensor.chunks), None)) is not None:
+        raise SourceError(f"{path}: {name} does not have chunks: {_AGAIN}")
+    names = sorted({chunk.file for tensor in named.values() for chunk in tensor.chunks})
     paths = {name: _path(folder, name) for name in names}
     files = tuple(
         TensorFile(path, state.size, {}, state=state)
         for path, state in zip(paths.values(), file_states(paths.values()), strict=True)
     )
-    return ChunkedFiles(files, _chunks(paths, named), left_out)
+    return ChunkedFiles(files, _chunks(files, named), left_out)
+
+
+def _read_metadata(path: AnyPath) -> Metadata:
+    """Read the metadata; sizes, offsets and names of files that several chunks have are one object."""
+    known: dict[Any, Any] = {}
+    tensors: dict[str, ListedTensor] = {}
+    others: list[str] = []
+    for line in list_metadata(path):
+        others += (".".join(keys) for keys in line.get("others", ()))
+        for name, keys, shape, chunks in line.get("tensor", ()):
+            listed = (
+                ListedChunk(*(known.setdefault(one, one) for one in (tuple(offsets), tuple(sizes), file)), *position)
+                for offsets, sizes, file, *position in chunks
+            )
+            tensors[name] = ListedTensor(tuple(keys), tuple(shape), tuple(listed))
+    return Metadata(tensors, tuple(others))
 
 
 def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
@@ -110,9 +139,13 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
     Raises:
         SourceError: if chunks do not form their tensors.
     """
-    shards: dict[str, Shards] = {}
+    sizes = enumerate(file.size for file in listed.files)
+    shards = {_file_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
     transforms: dict[str, Transform] = {}
     for name, (spec, chunks) in listed.tensors.items():
+        if (contents := _contents(spec, chunks)) is not None:
+            transforms[name] = contents
+            continue
         try:
             bands = _bands(name, spec, chunks)
             shards |= {stored: _shards(*band) for stored, band in bands.stored.items()}
@@ -123,44 +156,72 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
     return StoredTensors(listed.files, shards).with_layer(transforms)
 
 
-def _chunks(paths: Mapping[str, AnyPath], named: Mapping[str, ListedTensor]) -> ChunkedTensors:
+@cache
+def _file_name(number: int) -> str:
+    """The name by which the bytes of a file are read as a tensor. No tensor has it."""
+    return f"\0{number}"
+
+
+def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> FileContents | None:
+    """A tensor whose chunks follow one another in its bytes, as ranges of files; None for other tensors."""
+    contents = FileContents()
+    for start, chunk in sorted((_start(spec, chunk), chunk) for chunk in chunks if 0 not in chunk.sizes):
+        if start != contents.size:
+            return None
+        contents.add(_file_name(chunk.file), num_bytes(spec.dtype, chunk.sizes), chunk.offset)
+    return contents if contents.size == num_bytes(spec.dtype, spec.shape) else None
+
+
+def _start(spec: TensorSpec, chunk: StoredChunk) -> int:
+    """The first byte of a tensor that a chunk has, if it has a range of its bytes; else -1."""
+    outer = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
+    dims = zip(chunk.offsets, chunk.sizes, spec.shape, strict=True)
+    if any(offset + size > full or (dim > outer and size < full) for dim, (offset, size, full) in enumerate(dims)):
+        return -1
+    strides = (num_bytes(spec.dtype, spec.shape[dim + 1 :]) for dim in range(len(spec.shape)))
+    return sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
+
+
+def _chunks(files: Sequence[TensorFile], named: Mapping[str, ListedTensor]) -> ChunkedTensors:
     """Name to dtype and shape, and the chunks in the files, of each tensor."""
-    wanted = [(name, chunk) for name, tensor in named.items() for chunk in tensor["chunks"]]
-    found = read_torch_chunks([TorchChunk(paths[chunk[2]], *chunk[3:]) for _, chunk in wanted])
-    file_of = {name: number for number, name in enumerate(paths)}
+    number_of = {file.path.name: number for number, file in enumerate(files)}
+    found = read_torch_chunks(
+        files, (TorchChunk(number_of[one.file], *one[3:]) for tensor in named.values() for one in tensor.chunks)
+    )
     tensors: dict[str, tuple[TensorSpec, list[StoredChunk]]] = {}
-    for (name, (offsets, sizes, file, *_)), info in zip(wanted, found, strict=True):
-        spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tuple(named[name]["shape"])), []))
-        if [*info.shape] != sizes or info.dtype != spec.dtype or info.strides is not None:
+    wanted = ((name, tensor, chunk) for name, tensor in named.items() for chunk in tensor.chunks)
+    for (name, tensor, chunk), info in zip(wanted, found, strict=True):
+        spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tensor.shape), []))
+        if info.shape != chunk.sizes or info.dtype != spec.dtype or info.strides is not None:
             strides = "" if info.strides is None else f" with strides {list(info.strides)}"
             raise SourceError(
-                f"{paths[file]}: a chunk of {name} is {info.dtype} {list(info.shape)}{strides} (expected {spec.dtype} "
-                f"{sizes}{', contiguous' if strides else ''}): save the checkpoint again"
+                f"{files[number_of[chunk.file]].path}: a chunk of {name} is {info.dtype} {list(info.shape)}{strides} "
+                f"(expected {spec.dtype} {list(chunk.sizes)}{', contiguous' if strides else ''}): save the checkpoint "
+                f"again"
             )
-        chunks.append(StoredChunk(tuple(offsets), tuple(sizes), file_of[file], info.start))
+        chunks.append(StoredChunk(chunk.offsets, chunk.sizes, number_of[chunk.file], info.start))
     return tensors
 
 
 #: Selects the tensors of the model from the listed ones, and returns them with the keys of all other entries.
-Selector = Callable[[AnyPath, Mapping[str, list[Any]]], tuple[dict[str, ListedTensor], tuple[str, ...]]]
+Selector = Callable[[AnyPath, Metadata], tuple[dict[str, ListedTensor], tuple[str, ...]]]
 
 
-def _model_tensors(folder: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
+def _model_tensors(folder: AnyPath, listed: Metadata) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
     """Name to tensor of the model, and the keys of all other entries."""
-    nested = {tensor["path"][0] for tensor in listed["tensors"] if len(tensor["path"]) > 1}
+    tensors = listed.tensors.values()
+    nested = {tensor.path[0] for tensor in tensors if len(tensor.path) > 1}
     wrapper = next((key for key in _MODEL_KEYS if key in nested), None)
-    flat = sorted(tensor["path"][0] for tensor in listed["tensors"] if len(tensor["path"]) == 1)
+    flat = {tensor.path[0] for tensor in tensors if len(tensor.path) == 1}
     if wrapper is None and not nested:
-        return {tensor["name"]: tensor for tensor in listed["tensors"]}, ()
-    others = sorted({*nested, *flat} - {wrapper})
-    if wrapper is None or (unknown := [key for key in others if not TRAINING_STATE.search(key)]):
+        return listed.tensors, ()
+    others = sorted((nested | flat) - {wrapper})
+    if wrapper is None or not all(map(TRAINING_STATE.search, others)):
         raise SourceError(
-            f"{folder}: holds entries {', '.join(sorted({*nested, *flat}))[:200]} (expected the state dict of a model, "
+            f"{folder}: holds entries {', '.join(sorted(nested | flat))[:200]} (expected the state dict of a model, "
             f"or one under {', '.join(_MODEL_KEYS)}): save the model alone"
         )
-    assert not unknown
-    tensors = [tensor for tensor in listed["tensors"] if tensor["path"][0] == wrapper]
-    return {".".join(tensor["path"][1:]): tensor for tensor in tensors}, tuple(others)
+    return {".".join(one.path[1:]): one for one in tensors if one.path[0] == wrapper}, tuple(others)
 
 
 def _path(folder: SourceFolder, name: str) -> AnyPath:
@@ -176,7 +237,7 @@ def _path(folder: SourceFolder, name: str) -> AnyPath:
 
 
 class _Bands(NamedTuple):
-    """The stored tensors that a tensor consists of: itself, or bands, whose chunks divide the last of the divided dims.
+    """The stored tensors that form a tensor: itself, or bands. The chunks of a band divide the last divided dim.
 
     Attributes:
         stored: name to dtype and shape, and the chunks, of each.

@@ -6,7 +6,7 @@ Converts names, headers, index and config; ``rounding`` converts the elements.
 import copy
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.checkpoint.sources.source_files import with_total_size
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange
 from shardconv.files.containers.safetensors import (
     DTYPE_BITS,
     FLOAT_NAMES,
@@ -174,6 +174,11 @@ class DtypeConversion:
             except OverflowError as error:
                 index, value = error.args
                 raise SourceError(self._overflow(first + index, value)) from error
+
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the range that is read to fill these bytes."""
+        stored_bits, bits = DTYPE_BITS[self.stored_dtype], DTYPE_BITS[self.dtype]
+        yield self.name, start * stored_bits // bits, stop * stored_bits // bits
 
     def _overflow(self, index: int, value: float) -> str:
         dtype = next(name for name, target in TARGET_DTYPES.items() if target == self.dtype)

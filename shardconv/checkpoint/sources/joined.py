@@ -2,13 +2,15 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor, Transform
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange, Transform
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
+from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, option
 
 
@@ -33,12 +35,23 @@ class JoinedRows:
     parts: tuple[Rows, ...]
     unit: int
 
+    @classmethod
+    def of(cls, stored: str, spec: TensorSpec) -> Self:
+        """All rows of a stored tensor."""
+        return cls((Rows(stored, 0, num_bytes(*spec[:2])),), num_bytes(spec.dtype, spec.shape[1:]))
+
     def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on."""
+        for name, low, high in self.reads(start, start + len(block)):
+            read(name, low, block[: high - low])
+            block = block[high - low :]
+
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the ranges that are read to fill these bytes."""
         for part in self.parts:
-            low, high = max(start, part.start), min(start + len(block), part.stop)
+            low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
-                read(part.stored, part.at + low - part.start, block[low - start : high - start])
+                yield part.stored, part.at + low - part.start, part.at + high - part.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +66,14 @@ class Literal:
         held = self.data[start : start + len(block)]
         block[:] = held + bytes(len(block) - len(held))
 
+    def reads(self, _start: int, _stop: int) -> tuple[()]:
+        """Nothing is read."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class WithCopies:
-    """A tensor, of which there are copies in the source that must be equal.
+    """A tensor, and its copies in the source, which must be equal.
 
     Attributes:
         tensor: the transform to the tensor.
@@ -89,9 +106,14 @@ class WithCopies:
                     f"{option(layout='native')}, or a checkpoint in which they are equal"
                 )
 
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the ranges that are read to fill these bytes."""
+        yield from self.tensor.reads(start, stop)
+        yield from ((copy, start, stop) for copy in self.copies)
+
 
 class FileContents:
-    """A file that consists of ranges of tensors and literal bytes, of which it may have hundreds of thousands.
+    """A file, or a tensor, of up to hundreds of thousands of ranges of tensors and literal bytes.
 
     Attributes:
         size: bytes of the file.
@@ -122,13 +144,23 @@ class FileContents:
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
         """Fill a block with the bytes of the file from ``start`` on."""
-        at = bisect_right(self._starts, start) - 1
-        while block:
-            stop = self._starts[at + 1] if at + 1 < len(self._starts) else self.size
-            piece, part, offset = block[: stop - start], self._parts[at], self._offsets[at] + start - self._starts[at]
+        for part, low, high in self._within(start, start + len(block)):
+            piece, block = block[: high - low], block[high - low :]
             if isinstance(part, str):
-                read(part, offset, piece)
+                read(part, low, piece)
             else:
-                literal = memoryview(part)[offset : offset + len(piece)]
+                literal = memoryview(part)[low:high]
                 piece[: len(literal)], piece[len(literal) :] = literal, bytes(len(piece) - len(literal))
-            block, start, at = block[len(piece) :], stop, at + 1
+
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the ranges that are read to fill these bytes."""
+        return ((part, low, high) for part, low, high in self._within(start, stop) if isinstance(part, str))
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[str | bytes | bytearray, int, int]]:
+        """Yield the parts that have these bytes of the file, and the range of each."""
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            end = min(self._starts[at + 1] if at + 1 < len(self._starts) else self.size, stop)
+            offset = self._offsets[at] - self._starts[at]
+            yield self._parts[at], offset + start, offset + end
+            start, at = end, at + 1

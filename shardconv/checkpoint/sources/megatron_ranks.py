@@ -137,7 +137,7 @@ def _global_name(name: str, first_layer: int, num_layers: int) -> tuple[str, int
 def _chunked(
     name: str, rule: LayoutRule, segments: int, shards: Sequence[_Shard], tp: int
 ) -> tuple[TensorSpec, list[StoredChunk]]:
-    """The dtype, shape and chunks of a tensor, of whose segments each rank has the same parts."""
+    """The dtype, shape and chunks of a tensor. Each rank has the same part of each segment."""
     local = {TensorSpec(shard.info.dtype, shard.info.shape) for shard in shards}
     if len(local) > 1:
         raise PlanError(f"{name}: ranks have different shapes or dtypes (got {sorted(local)})")

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine import arrays
@@ -12,6 +12,7 @@ from shardconv.checkpoint.sources.dcp_files import (
     TRAINING_STATE,
     ChunkedFiles,
     ListedTensor,
+    Metadata,
     list_dcp,
     stored_tensors,
 )
@@ -115,40 +116,114 @@ def read_megatron(
             f"folder, or pass the config of the Hugging Face checkpoint ({option('config')})"
         )
     try:
-        rules = layout_file(MEGATRON).rules_for(config)
-        check_unquantized(rules.config)
-        sizes = known_sizes(rules.config)
-        num_layers = sizes["num_hidden_layers"]
-        is_legacy = METADATA_NAME not in folder.names
-        listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
-        _check_arguments(folder, sizes)
-        views = _views(listed, num_layers)
-        head = views.pop(HEAD, None) if is_legacy and sizes.get("tie_word_embeddings") else None
-        held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
-        _check(held, listed, views, rules, sizes)
+        found = _find(folder, layout_file(MEGATRON).rules_for(config))
     except PlanError as error:
         raise SourceError(
             f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
         ) from error
-    found = {name: spec for tensor in held.tensors.values() for name, spec in tensor.sources().items()}
-    transforms: dict[str, Transform] = {
-        source: rows for name, tensor in held.tensors.items() for source, rows in _source_rows(tensor, views[name])
-    }
-    if head is not None:
-        (embedding,) = held.tensors[EMBEDDING].sources()
-        transforms[embedding] = WithCopies(transforms[embedding], EMBEDDING, (HEAD,))
-    stored = stored_tensors(folder.path, listed)
-    for name in _check_constants(stored.with_layer(transforms), found, implied_tensors(rules, sizes)):
-        del found[name], transforms[name]
-    reordered: dict[str, Transform] = {}
-    for name, order in permutations(rules.rules, found, sizes).items():
-        unit = num_bytes(found[name].dtype, (1,))
-        found[name] = TensorSpec(found[name].dtype, order.source_shape)
-        reordered[name] = arrays.strided.StridedTensor(name, unit, *order.to_source)
-    for copy, original in copies_of_layers(rules, mtp_layers(views, num_layers)):
-        if original in found:  # without a head where embeddings are tied
-            found[copy], transforms[copy] = found[original], transforms[original]
-    return found, stored.with_layer(transforms).with_layer(reordered), (*listed.left_out, *_removed(held, views))
+    rows = _SourceRows(found)
+    specs = rows.specs
+    stored = stored_tensors(folder.path, found.listed).with_layer(rows)
+    for name in _check_constants(stored, specs, implied_tensors(found.rules, found.sizes)):
+        del specs[name], rows.target_of[name]
+    stored = stored.with_layer(found.tied_embedding() | _reordered(found, specs)).with_layer(_copies(found, specs))
+    return specs, stored, (*found.listed.left_out, *_removed(found.held, found.views))
+
+
+class _Found(NamedTuple):
+    """The tensors of a checkpoint.
+
+    Attributes:
+        rules: for its config.
+        sizes: the config, with the sizes that its class has by default.
+        listed: its tensors.
+        views: name in the rules to tensor.
+        held: the file tensors.
+        has_head: whether it has a head beside the embedding that it is a copy of.
+    """
+
+    rules: ChosenRules
+    sizes: Mapping[str, Any]
+    listed: ChunkedFiles
+    views: Mapping[str, _View]
+    held: FoundTensors
+    has_head: bool
+
+    def tied_embedding(self) -> dict[str, Transform]:
+        """The embedding, compared with the copy in the head."""
+        if not self.has_head:
+            return {}
+        ((name, spec),) = self.held.tensors[EMBEDDING].sources().items()
+        return {name: WithCopies(JoinedRows.of(name, spec), EMBEDDING, (HEAD,))}
+
+
+def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
+    """Find the tensors of a checkpoint.
+
+    Raises:
+        PlanError: if a tensor is unknown or missing, or contradicts the config.
+    """
+    check_unquantized(rules.config)
+    sizes = known_sizes(rules.config)
+    num_layers, is_legacy = sizes["num_hidden_layers"], METADATA_NAME not in folder.names
+    listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
+    _check_arguments(folder, sizes)
+    views = _views(listed, num_layers)
+    has_head = is_legacy and bool(sizes.get("tie_word_embeddings")) and views.pop(HEAD, None) is not None
+    held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
+    _check(held, listed, views, rules, sizes)
+    return _Found(rules, sizes, listed, views, held, has_head)
+
+
+class _SourceRows(Mapping[str, Transform]):
+    """The rows of each source tensor, found when they are read: there may be tens of thousands of tensors.
+
+    Args:
+        found: the tensors of the checkpoint.
+
+    Attributes:
+        specs: name to dtype and shape of each source tensor.
+        target_of: name of each source tensor to the name of its file tensor.
+    """
+
+    def __init__(self, found: _Found) -> None:
+        held, views = found.held.tensors, found.views  # without the chunks
+        self.specs: dict[str, TensorSpec] = {}
+        self.target_of: dict[str, str] = {}
+        for name, tensor in held.items():
+            self.specs |= (sources := tensor.sources())
+            self.target_of |= dict.fromkeys(sources, name)
+        self._rows = lru_cache(64)(lambda name: dict(_source_rows(held[name], views[name])))
+
+    def __getitem__(self, name: str) -> JoinedRows:
+        return self._rows(self.target_of[name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.target_of)
+
+    def __len__(self) -> int:
+        return len(self.target_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.target_of
+
+
+def _reordered(found: _Found, specs: dict[str, TensorSpec]) -> dict[str, Transform]:
+    """The transforms of tensors whose elements are in another order, whose shapes are changed in ``specs``."""
+    transforms: dict[str, Transform] = {}
+    for name, order in permutations(found.rules.rules, specs, found.sizes).items():
+        dtype = specs[name].dtype
+        specs[name] = TensorSpec(dtype, order.source_shape)
+        transforms[name] = arrays.strided.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_source)
+    return transforms
+
+
+def _copies(found: _Found, specs: dict[str, TensorSpec]) -> dict[str, Transform]:
+    """The tensors of MTP layers that are copies of others, which are added to ``specs``."""
+    copies = copies_of_layers(found.rules, mtp_layers(found.views, found.sizes["num_hidden_layers"]))
+    held = {copy: original for copy, original in copies if original in specs}  # no head where embeddings are tied
+    specs |= {copy: specs[original] for copy, original in held.items()}
+    return {copy: JoinedRows.of(original, specs[original]) for copy, original in held.items()}
 
 
 def check_unquantized(config: Mapping[str, object]) -> None:
@@ -171,11 +246,10 @@ def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
         PlanError: if one is not.
     """
     names = [name for name in folder.inner_names if name == COMMON_NAME or name.startswith("mp_rank_")]
-    path = folder.weights_path / names[0] if names else None
-    if not isinstance(path, Path):
+    if not names:
         return
     folder.check_link(f"{folder.inner}{names[0]}")
-    arguments = list_arguments(path)
+    arguments = list_arguments(folder.weights_path / names[0])
     for name, field in SIZES.items():
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
         if name in arguments and is_used and field in sizes and arguments[name] != sizes[field]:
@@ -236,12 +310,11 @@ def _check(
         raise PlanError(f"{wrong} is of an MTP layer (expected none among the layers, num_hidden_layers {num_layers})")
 
 
-def _select(_: AnyPath, listed: Mapping[str, list[Any]]) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
+def _select(_: AnyPath, listed: Metadata) -> tuple[dict[str, ListedTensor], tuple[str, ...]]:
     """The weights of the model, and descriptions of the other entries."""
-    tensors: dict[str, ListedTensor] = {tensor["name"]: tensor for tensor in listed["tensors"]}
-    others = {name: _kind(name) for name in (*tensors, *(".".join(path) for path in listed["others"]))}
-    weights = {name: tensor for name, tensor in tensors.items() if others[name] is None}
-    return weights, tuple(sorted({kind for kind in others.values() if kind is not None}))
+    weights = {name: tensor for name, tensor in listed.tensors.items() if _kind(name) is None}
+    kinds = {_kind(name) for name in (*listed.tensors, *listed.others)}
+    return weights, tuple(sorted(filter(None, kinds)))
 
 
 def _kind(name: str) -> str | None:

@@ -36,7 +36,7 @@ _UNKNOWN_VOCABULARY = -1
 _LLAMA_31_FACTOR = 8
 #: Positions of Llama 3.1 and 3.2, the models with scaled rotary embeddings.
 _SCALED_POSITIONS = 131072
-#: The base of rotary embeddings of Llama 1 and 2, whose params.json does not have it.
+#: The base of rotary embeddings of Llama 1 and 2. Their params.json does not have it.
 _DEFAULT_THETA = 10000.0
 #: Fields of a config that are written, or compared with written values.
 _EXPRESSED = {*_FIELDS, "model_type", "rope_scaling", "rope_parameters", "tie_word_embeddings"}

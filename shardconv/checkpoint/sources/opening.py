@@ -188,7 +188,7 @@ def _open_file(path: AnyPath, *, follow_links: bool) -> Source:
 
 
 def _open_folder(folder: SourceFolder, index_name: str | None) -> Source:
-    """Open the checkpoint in a folder, of whose indexes the user may have passed one."""
+    """Open the checkpoint in a folder; the user may have passed one of its indexes."""
     found = find_weight_files(folder, index_name)
     source = read_weights(folder.path, found, follow_links=folder.follow_links)
     checkpoint_names = [*found.names, *([found.index[0]] if found.index else [])]

@@ -186,7 +186,7 @@ def _why_copied(folder: SourceFolder, name: str, class_name: str, files: Sequenc
 
 
 def _refuse_variants(folder: SourceFolder, name: str, class_name: str, weights: Sequence[str]) -> None:
-    """Refuse several variants of a component that is copied, of which libraries load the default one."""
+    """Refuse several variants of a component that is copied: libraries load the default one."""
     unnumbered = [one for one in weights if not NUMBERED_NAME.fullmatch(one)]
     if held := next(variants(unnumbered), None):
         others = held[1:]

@@ -67,7 +67,7 @@ PLAN_DEFAULTS: PlanOptions = {
 }  # fmt: skip
 
 
-#: The options by which a source is opened.
+#: The options to open a source.
 _OPENING = frozenset({"config", "follow_links", "ignore", "source_layout"})
 
 
@@ -227,7 +227,7 @@ def check_shapes(source: Source) -> tuple[str, ...]:
 
 
 def refuse_adapter(source: Source) -> None:
-    """Refuse an adapter, whose plan needs its base model.
+    """Refuse an adapter: its plan needs its base model.
 
     Raises:
         SourceError: if the source is an adapter.

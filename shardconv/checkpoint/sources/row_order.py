@@ -4,11 +4,12 @@ Meta's models rotate rows 2i and 2i+1 of a head, Hugging Face's models rows i an
 permutations between the two orders are inverse to each other.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor
+from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange
 from shardconv.files.fileio import Bytes
 
 
@@ -48,3 +49,7 @@ class RotaryRows:
             stop = min(high, start + len(block))
             block[at - start : stop - start] = heads[at - low : stop - low]
             at = stop
+
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the range of heads that is read to fill these bytes."""
+        yield self.stored, start // self.unit * self.unit, -(-stop // self.unit) * self.unit

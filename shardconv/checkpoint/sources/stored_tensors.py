@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self
 
 import xxhash
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
 #: Fills a buffer with the bytes of a tensor from an offset on.
 ReadTensor = Callable[[str, int, Bytes], None]
+#: The name of a tensor, and a range of its bytes.
+TensorRange = tuple[str, int, int]
 
 
 class Transform(Protocol):
@@ -41,6 +44,9 @@ class Transform(Protocol):
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block with the bytes of the tensor from ``start`` on."""
+
+    def reads(self, start: int, stop: int) -> Iterable[TensorRange]:
+        """The ranges that are read to fill these bytes, where they are worth a prefetch."""
 
 
 #: Name to the transform of each tensor that a layer computes.
@@ -199,10 +205,9 @@ class _TransformedReader:
         self._reader, self._layers = reader, stored.layers
         self._numbers = {name: number for number, name in enumerate(names)}
         self._names = list(tensors)
-        self._computed = {name: one for name in tensors if (one := stored.transform_of(name)) is not None}
         self.tensors: Sequence[Shards] = [
-            Shards(_in_units(num_bytes(*spec[:2]), self._computed[name].unit), (), (), edits.get(name))
-            if name in self._computed
+            Shards(_in_units(num_bytes(*spec[:2]), transform.unit), (), (), edits.get(name))
+            if (transform := stored.transform_of(name)) is not None
             else reader.tensors[self._numbers[name]]
             for name, spec in tensors.items()
         ]
@@ -211,13 +216,13 @@ class _TransformedReader:
         """Fill a block with the bytes of a span."""
         name = self._names[span.tensor]
         self._fill(len(self._layers), state, scratch, name, span.start, block)
-        if name in self._computed and (edits := self.tensors[span.tensor].edits) is not None:
+        edits = self.tensors[span.tensor].edits
+        if edits is not None and self._layer(len(self._layers), name):
             state.problem = state.problem or arrays.edits.difference(block, edits, span.start)
 
     def _fill(self, count: int, state: StripeState, scratch: Scratch, name: str, start: int, block: Bytes) -> None:
         """Fill a block with the bytes of a tensor from ``start`` on, by the first ``count`` layers."""
-        while count and name not in self._layers[count - 1]:
-            count -= 1
+        count = self._layer(count, name)
         inner = scratch.nested(f"layer {count}")
         if count:
             read = partial(self._fill, count - 1, state, inner)
@@ -225,12 +230,23 @@ class _TransformedReader:
         else:
             self._reader.gather(state, Span(self._numbers[name], start, start + len(block)), block, inner)
 
+    def _layer(self, count: int, name: str) -> int:
+        """The number of the last one of the first ``count`` layers that computes a tensor; 0 for a stored tensor."""
+        return next((number for number in range(count, 0, -1) if name in self._layers[number - 1]), 0)
+
     def prefetch(self, stripe: Stripe) -> None:
-        """Prefetch the tensors of a stripe that are stored unchanged."""
-        names = ((self._names[span.tensor], span) for span in stripe)
-        self._reader.prefetch(
-            tuple(span._replace(tensor=self._numbers[name]) for name, span in names if name not in self._computed)
-        )
+        """Prefetch the stored ranges of which a stripe consists, or is computed."""
+        count = len(self._layers)
+        ranges = (self._stored(count, self._names[span.tensor], span.start, span.stop) for span in stripe)
+        self._reader.prefetch(tuple(chain.from_iterable(ranges)))
+
+    def _stored(self, count: int, name: str, start: int, stop: int) -> Iterator[Span]:
+        """Yield the stored ranges that the first ``count`` layers read for a range of a tensor."""
+        if not (count := self._layer(count, name)):
+            yield Span(self._numbers[name], start, stop)
+            return
+        for inner in self._layers[count - 1][name].reads(start, stop):
+            yield from self._stored(count - 1, *inner)
 
     def cancel(self) -> None:
         """Cancel pending requests."""
@@ -246,6 +262,7 @@ class _TransformedReader:
             raise IntegrityError(state.problem)
 
 
+@lru_cache
 def _in_units(size: int, unit: int) -> Geometry:
     """The geometry of a full tensor of ``size`` bytes with rows of ``unit`` bytes."""
     if unit == 0 or size % unit:
@@ -258,7 +275,7 @@ def _in_units(size: int, unit: int) -> Geometry:
 #
 # By its checksum, ranks and hosts notice that they read different sources. Checkpoints of one model before and after a
 # training have equal headers, and reading all values would take as long as loading them. So some tensors of every kind
-# are sampled: those whose names differ in numbers only are of one kind.
+# are sampled. Tensors whose names differ in numbers only are of one kind.
 
 #: Maximum tensors of a kind, and bytes of each.
 _NUM_TENSORS, _NUM_BYTES = 32, 512

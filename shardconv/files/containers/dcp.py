@@ -85,7 +85,7 @@ class _Entry(NamedTuple):
 class MetadataPickle:
     """The pickle in ``.metadata``, to which tensors and objects are added.
 
-    What occurs often is pushed once, at the beginning, and then taken from the unpickler's memo by its number.
+    Frequent objects are pushed once, at the beginning. Later they are taken from the unpickler's memo by number.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class MetadataPickle:
         return self._count - 1
 
     def _shared(self, key: object, opcodes: bytes) -> bytes:
-        """The opcodes that push the same as these, from the memo; ``key`` is different for each."""
+        """The opcodes that push the object of these opcodes from the memo; ``key`` identifies the object."""
         number = self._number()
         self._start += _remembered(opcodes, number) + b"0"
         self._known[key] = _memo_opcodes(b"hj", number)
@@ -167,7 +167,7 @@ class MetadataPickle:
         return b"".join(self._text(name) + value for name, value in values.items())
 
     def _index(self, number: int, offset: bytes) -> bytes:
-        """The index of a chunk or an object of the tensor or object whose name has this number."""
+        """The index of a chunk, or of an object; ``number`` is the number of its name in the memo."""
         return self._object("MetadataIndex", fqn=_memo_opcodes(b"hj", number), offset=offset, index=_NONE)
 
     def _storage(self, position: ChunkPosition) -> bytes:
@@ -190,7 +190,7 @@ class MetadataPickle:
 
 
 def _memo_opcodes(codes: bytes, number: int) -> bytes:
-    """The opcodes for an object in the memo, of a code for numbers of one byte and one for larger numbers."""
+    """The opcodes for an object in the memo: the first code takes a number of one byte, the second a larger one."""
     is_small = number < 256
     return codes[:1] + bytes([number]) if is_small else codes[1:] + number.to_bytes(4, "little")
 

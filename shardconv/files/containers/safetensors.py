@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from msgspec import Struct, convert
-from msgspec.json import Decoder
+from msgspec.json import Decoder, encode
 
 from shardconv.files.folder import AnyPath, RemotePath
 from shardconv.files.input_files import FileState, InputFile, open_input
@@ -106,7 +106,7 @@ class Header:
 
     __slots__ = ("metadata", "prefix", "tensors")
 
-    def __init__(self, raw: bytes, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
+    def __init__(self, raw: bytes | bytearray, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
         self.prefix, self.tensors, self.metadata = _LENGTH.pack(len(raw)) + raw, tensors, metadata
 
     def __eq__(self, other: object) -> bool:
@@ -255,7 +255,7 @@ class _Entry(Struct, forbid_unknown_fields=True):
 
 _ENTRIES, _METADATA = Decoder(dict[str, _Entry]), Decoder(dict[str, str])
 _METADATA_START = b'{"__metadata__":{'
-#: Quotation marks of an entry, of which four strings are keys and one is a value, and of a string of metadata.
+#: Quotation marks of an entry, which has four keys and one string as a value, and of a string of metadata.
 _QUOTES_OF_ENTRY, _QUOTES_OF_STRING = 10, 4
 
 
@@ -362,15 +362,17 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     for name, dtype, shape in tensors:
         start, end = end, end + num_bytes(dtype, shape)
         infos[name] = TensorInfo(*plain_spec(dtype, shape)[:2], start, end)
-    entries: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
-    for name, info in infos.items():
-        entries[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (info.start, info.stop)}
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw = bytearray() if metadata is None else bytearray(encode({"__metadata__": metadata})[:-1])
+    for name, info in infos.items():  # one by one, as all entries would take much memory
+        entry = _Entry(info.dtype, info.shape, (info.start, info.stop))
+        raw += (b"," if raw else b"{") + encode({name: entry})[1:-1]
+    raw += b"}" if raw else b"{}"
     if len(raw) > MAX_HEADER_BYTES - 8:
         raise SourceError(
             f"header is too large (got {len(raw)} bytes, expected at most {MAX_HEADER_BYTES - 8}): use smaller metadata"
         )
-    return Header(raw + b" " * (-len(raw) % 8), infos, metadata)
+    raw += b" " * (-len(raw) % 8)
+    return Header(raw, infos, metadata)
 
 
 @lru_cache

@@ -1,28 +1,32 @@
 """PyTorch files (``torch.save``): list their tensors with their positions, and lay out new ones.
 
-A child process unpickles the files (``unpickle``), so that their contents do not affect this process. The positions are
-untrusted: they are checked against the sizes of the files.
+A child process unpickles the files (``unpickle``), so that their contents do not affect this process, which reads the
+ranges that the child process asks for: the files may be remote. The positions are untrusted: they are checked against
+the sizes of the files.
 """
 
 import io
 import json
 import pickle
 import struct
-import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, tee
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from subprocess import PIPE, Popen
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple, Self
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.unpickle import DTYPES, STORAGES
-from shardconv.files.folder import AnyPath, RemotePath
-from shardconv.files.input_files import FileState, file_states
+from shardconv.files.folder import NUM_REQUESTS, AnyPath
+from shardconv.files.input_files import FileState, InputFiles, file_states, open_file
 from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
@@ -41,14 +45,10 @@ class TorchProblem(NamedTuple):
     remedy: str
 
 
-#: The problem and the remedy for a remote file.
-REMOTE = TorchProblem("is remote, and only safetensors files are read by ranges", "download it first")
-
-
 class TorchChunk(NamedTuple):
-    """A range of bytes of a file that :func:`torch.save` wrote a tensor to."""
+    """A range of bytes that :func:`torch.save` wrote a tensor to, with the number of its file."""
 
-    path: AnyPath
+    file: int
     offset: int
     size: int
 
@@ -62,39 +62,37 @@ def read_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile]:
     return [_file_of(path, listed) for path, listed in zip(paths, list_torch_files(paths), strict=True)]
 
 
-def read_torch_chunks(chunks: Sequence[TorchChunk]) -> list[TensorInfo]:
-    """List the tensor in each range of bytes.
+def read_torch_chunks(files: Sequence[TensorFile], chunks: Iterable[TorchChunk]) -> Iterator[TensorInfo]:
+    """Yield the tensor in each range of bytes of these files.
 
     Raises:
         SourceError: if a range does not hold a tensor.
     """
-    paths = list(dict.fromkeys(chunk.path for chunk in chunks))
-    states = dict(zip(paths, file_states(paths), strict=True))
-    answers = _ask([("chunk", str(chunk.path), *chunk[1:]) for chunk in chunks])
-    tensors = []
-    for chunk, answer in zip(chunks, answers, strict=True):
-        (tensor,) = _file_of(chunk.path, _checked(chunk.path, states[chunk.path], answer)).tensors.values()
-        if not chunk.offset <= tensor.start <= tensor.stop <= chunk.offset + chunk.size:
-            raise SourceError(f"{chunk.path}: the tensor at byte {chunk.offset} is damaged: copy the checkpoint again")
-        tensors.append(tensor)
-    return tensors
+    asked, chunks = tee(chunks)
+    requests = (Request("chunk", file, offset, offset + size) for file, offset, size in asked)
+    for (number, offset, size), answer in zip(chunks, _ask(requests, [file.path for file in files]), strict=True):
+        file = files[number]
+        (tensor,) = _file_of(file.path, _checked(file.path, file.size, answer)).tensors.values()
+        if not offset <= tensor.start <= tensor.stop <= offset + size:
+            raise SourceError(f"{file.path}: the tensor at byte {offset} is damaged: copy the checkpoint again")
+        yield tensor
 
 
-def list_metadata(path: Path) -> Mapping[str, Any]:  # Any: see unpickle.list_metadata
-    """The tensors and their chunks in the metadata of a checkpoint of torch.distributed.checkpoint.
+def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unpickle.list_metadata
+    """Yield the entries of the metadata of a checkpoint of torch.distributed.checkpoint, in several parts.
 
     Raises:
         SourceError: if the metadata is damaged, or asks for anything but its own classes.
     """
-    (answer,) = _ask([("metadata", str(path))])
-    if "problem" in answer:
-        raise SourceError(f"{path}: {answer['problem']}: {answer['remedy']}")
-    return answer
+    for answer in _ask([Request("metadata")], [path]):
+        if "problem" in answer:
+            raise SourceError(f"{path}: {answer['problem']}: {answer['remedy']}")
+        yield answer
 
 
-def list_arguments(path: Path) -> Mapping[str, int]:
+def list_arguments(path: AnyPath) -> Mapping[str, int]:
     """The integers among the arguments of the program that saved a file; none if it does not have them."""
-    (answer,) = _ask([("arguments", str(path))])
+    (answer,) = _ask([Request("arguments")], [path])
     arguments: Mapping[str, int] = answer.get("arguments", {})
     return arguments
 
@@ -102,10 +100,12 @@ def list_arguments(path: Path) -> Mapping[str, int]:
 def list_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile | TorchProblem]:
     """The tensors of each file, or why it cannot be read."""
     states = file_states(paths)  # before the listing: a file may be replaced while the child process runs
-    problems = [_problem_at_start(path) for path in paths]
-    answers = iter(_ask([("file", str(path)) for path, problem in zip(paths, problems, strict=True) if not problem]))
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        problems = list(pool.map(_problem_at_start, paths))
+    readable = [path for path, problem in zip(paths, problems, strict=True) if not problem]
+    answers = iter([*_ask([Request("file", number) for number in range(len(readable))], readable)])
     return [
-        problem or _checked(path, state, next(answers))
+        problem or _checked(path, state.size, next(answers), state)
         for path, state, problem in zip(paths, states, problems, strict=True)
     ]
 
@@ -118,36 +118,39 @@ def _file_of(path: AnyPath, listed: TensorFile | TorchProblem) -> TensorFile:
 
 def _problem_at_start(path: AnyPath) -> TorchProblem | None:
     """The reason, by its first bytes, for which a file is not one of torch.save."""
-    if isinstance(path, RemotePath) or not path.is_file():
-        return REMOTE if isinstance(path, RemotePath) else TorchProblem("is not a regular file", "remove it")
+    if not path.is_file():
+        return TorchProblem("is not a regular file", "remove it")
     try:
-        with path.open("rb") as file:
-            start = file.read(START_BYTES)
+        with closing(open_file(path)) as file:
+            start = bytearray(min(START_BYTES, file.size))
+            file.read(memoryview(start), 0)
     except OSError as error:
         return TorchProblem(f"cannot be read: {error.strerror or error}", "change its permissions")
     if start.startswith(_ZIP) or _LEGACY in start:
         return None
     problem = "is not a file of torch.save, or it is damaged" if start else "is empty (got 0 bytes)"
-    return TorchProblem(*(text_problem(start) or (problem, _DAMAGED)))
+    return TorchProblem(*(text_problem(bytes(start)) or (problem, _DAMAGED)))
 
 
-def _checked(path: AnyPath, state: FileState, listed: Mapping[str, Any]) -> TensorFile | TorchProblem:
-    """The file that the child process listed, if all of its tensors are inside the file."""
+def _checked(
+    path: AnyPath, size: int, listed: Mapping[str, Any], state: FileState | None = None
+) -> TensorFile | TorchProblem:
+    """The file that the child process listed, if all of its tensors are inside the file, which has ``size`` bytes."""
     if "problem" in listed:
         return TorchProblem(listed["problem"], listed["remedy"])
     tensors = {name: _tensor(*fields) for name, *fields in listed["tensors"]}
     for name, one in tensors.items():
-        if one.start < 0 or min(one.strides or (), default=0) < 0 or one.stop > state.size:
+        if one.start < 0 or min(one.strides or (), default=0) < 0 or one.stop > size:
             return TorchProblem(
-                f"is truncated or damaged (got {state.size} bytes, expected tensor {name} at bytes {one.start} to "
+                f"is truncated or damaged (got {size} bytes, expected tensor {name} at bytes {one.start} to "
                 f"{one.stop})",
                 _DAMAGED,
             )
-    return TensorFile(path, state.size, tensors, state=state, left_out=tuple(listed["left_out"]))
+    return TensorFile(path, size, tensors, state=state, left_out=tuple(listed["left_out"]))
 
 
 def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int) -> TensorInfo:
-    """A tensor, of which only the strides of dims with several indices count."""
+    """A tensor. The strides of dims of size 1 are ignored."""
     steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
     count, is_contiguous = 1, True
     for size, stride in reversed(steps):
@@ -159,22 +162,77 @@ def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
     return TensorInfo(dtype, tuple(shape), start, stop, None if is_contiguous else tuple(strides))
 
 
-def _ask(requests: Sequence[tuple[object, ...]]) -> list[dict[str, Any]]:  # Any: see the functions of unpickle
-    """The answers of child processes: one that crashes is started again for the requests after that one."""
-    answers: list[dict[str, Any]] = []
-    while rest := requests[len(answers) :]:
-        child = run_script(rest)
-        answers += [json.loads(line) for line in child.stdout.splitlines()[: len(rest)]]
-        if len(answers) < len(requests):
-            reason = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-            answers.append({"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED})
-    return answers
+# --- the child process ----------------------------------------------------------------------------------------------
 
 
-def run_script(requests: Sequence[tuple[object, ...]]) -> "subprocess.CompletedProcess[str]":
-    """Run the script in a child process."""
+class Request(NamedTuple):
+    """A request to list the contents of a file, by its number, or of a range of its bytes: see :mod:`unpickle`."""
+
+    kind: str
+    file: int = 0
+    start: int = 0
+    stop: int = 0
+
+
+#: Requests to one child process.
+_NUM_REQUESTS = 4096
+#: Bytes that are read at once for the child process.
+_BLOCK_BYTES = 2**20
+
+
+def _ask(requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict[str, Any]]:  # Any: see unpickle
+    """Yield the answers of child processes: one that crashes is started again for the requests after that one."""
+    sizes, requests = [state.size for state in file_states(paths)], iter(requests)
+    with InputFiles(paths, [b""] * len(paths), sizes) as files:
+        while some := [one._replace(stop=one.stop or sizes[one.file]) for one in islice(requests, _NUM_REQUESTS)]:
+            if wrong := next((one for one in some if not 0 <= one.start < one.stop <= sizes[one.file]), None):
+                raise SourceError(f"{paths[wrong.file]}: is truncated or damaged: {_DAMAGED}")
+            while some:
+                for answer in run_script(some, files):
+                    yield answer
+                    some = some["tensor" not in answer :]
+
+
+def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
+    """Yield the answers of a child process. If it crashes, the last answer says so."""
     command = [sys.executable, "-P", str(SCRIPT)]
-    return subprocess.run(command, input=json.dumps(requests), capture_output=True, text=True, check=False)  # noqa: S603
+    done = 0
+    with TemporaryFile("w+") as errors:
+        with suppress(BrokenPipeError), Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors) as child:  # noqa: S603
+            assert child.stdin is not None
+            assert child.stdout is not None
+            try:
+                _send(child.stdin, [json.dumps(requests).encode(), b"\n"])
+                while (line := child.stdout.readline()).endswith(b"\n"):
+                    answer = json.loads(line)
+                    if (ranges := answer.get("ranges")) is not None:
+                        _send(child.stdin, _blocks(files, ranges))
+                    else:
+                        yield answer
+                        done += "tensor" not in answer
+            except BaseException:
+                child.kill()
+                raise
+        if done < len(requests):
+            errors.seek(0)
+            reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
+
+
+def _send(pipe: IO[bytes], blocks: Iterable[bytes | bytearray]) -> None:
+    for block in blocks:
+        pipe.write(block)
+    pipe.flush()
+
+
+def _blocks(files: InputFiles, ranges: Sequence[tuple[int, int, int]]) -> Iterator[bytearray]:
+    """Yield the bytes of ranges, each the number of a file, its start and stop."""
+    files.prefetch((number, start, stop - start) for number, start, stop in ranges)
+    for number, start, stop in ranges:
+        for at in range(start, stop, _BLOCK_BYTES):
+            block = bytearray(min(_BLOCK_BYTES, stop - at))
+            files.read(number, memoryview(block), at)
+            yield block
 
 
 # --- files whose tensors are written by the copy engine --------------------------------------------------------------

@@ -1,23 +1,24 @@
 """List the tensors that pickles of torch describe, with their positions. Imports neither torch nor shardconv.
 
-A script that runs in a process of its own, which is all that a pickle can end. It reads a JSON list of requests from
-stdin, each the name of a function in :data:`LISTS` and its arguments, and writes a line of JSON for each to stdout: the
-result, or a ``problem`` with its ``remedy``. Nothing in a pickle is executed: the few names that it may contain stand
-for functions of this module, which keep their arguments, and any other name is refused.
+A script that runs in a process of its own, so that a damaged pickle cannot crash the caller. It reads a line of JSON
+with requests from stdin. Each is the name of a function in :data:`LISTS`, the number of a file, and a range of its
+bytes. It writes lines of JSON to stdout: for each request the result, or a ``problem`` with its ``remedy``, and before
+the result of a checkpoint's metadata a line for each tensor. It opens no files: after a line with ranges of files, it
+reads their bytes from stdin. Nothing in a pickle is executed: the few names that it may contain stand for functions of
+this module, which keep their arguments, and any other name is refused.
 """
 
+import errno
 import io
 import json
-import mmap
 import pickle
 import re
 import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple, Self
 
 #: The dtypes that safetensors files have, too: name in torch to name there, and the bytes of an element.
 DTYPES = {
@@ -41,6 +42,10 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
 #: Maximum bytes of a pickle, which is read into memory.
 MAX_PICKLE_BYTES = 2**28
+#: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
+_END_BYTES, _NUM_TOGETHER = 2**11, 64
+#: Bytes that are fetched at once elsewhere.
+_BUFFER_BYTES = 2**16
 #: The first objects in a file of torch before 1.6.
 _MAGIC_NUMBER, _PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -58,24 +63,130 @@ class RefusedError(Exception):
         self.remedy = remedy
 
 
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def fetch(ranges: list[tuple[int, int, int]]) -> list[bytes]:
+    """The bytes of ranges, each the number of a file, its start and stop, which the parent process reads."""
+    if ranges:
+        write({"ranges": ranges})
+    return [sys.stdin.buffer.read(stop - start) for _, start, stop in ranges]
+
+
+def write(line: Mapping[str, object]) -> None:
+    """Write a line to the parent process."""
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()  # if a later file crashes the process, the others are known
+
+
+class _Ranges(io.RawIOBase):
+    """The bytes of a :class:`File`."""
+
+    def __init__(self, number: int, size: int, parts: Mapping[int, bytes]) -> None:
+        super().__init__()
+        self._number, self._size, self._parts, self._at = number, size, parts, 0
+
+    def readable(self) -> bool:
+        """Whether it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Whether it has positions."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position."""
+        at = offset + (0, self._at, self._size)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, "the position is before the start of the file")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes from the position on."""
+        stop = max(self._at, min(self._at + len(buffer), self._size))
+        data = self._held(self._at, stop) or self.read_ranges([(self._at, stop)])[0]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def read_ranges(self, ranges: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges, each a start and a stop."""
+        if any(stop > self._size for _, stop in ranges):
+            raise EOFError
+        found = {one: data for one in ranges if len(data := self._held(*one)) == one[1] - one[0]}
+        missing = [one for one in ranges if one not in found]
+        found |= zip(missing, fetch([(self._number, *one) for one in missing]), strict=True)
+        return [found[one] for one in ranges]
+
+    def _held(self, start: int, stop: int) -> bytes:
+        """Bytes from ``start`` on, at most to ``stop``, that were fetched already."""
+        held = (data[start - first : stop - first] for first, data in self._parts.items() if first <= start)
+        return next(filter(None, held), b"")
+
+
+class File(io.BufferedReader):
+    """A file that the parent process reads, or its bytes up to the end of a chunk, where zipfile finds an archive.
+
+    Args:
+        number: of the file.
+        size: the number of its bytes, or of those up to the end of the chunk.
+        parts: start to bytes of ranges that were fetched already.
+    """
+
+    def __init__(self, number: int, size: int, parts: Mapping[int, bytes]) -> None:
+        self.size, self._ranges = size, _Ranges(number, size, parts)
+        super().__init__(self._ranges, _BUFFER_BYTES)
+
+    def read_ranges(self, ranges: list[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges, each a start and a stop, which are read together."""
+        return self._ranges.read_ranges(ranges)
+
+
 # --- objects in pickles ---------------------------------------------------------------------------------------------
 
 
 class Record:
-    """An object of any class that does not matter here: its state, without the arguments of its class."""
+    """An object of any class that does not matter here: its state, without the arguments of its class.
 
-    state: object = None
+    Attributes:
+        names: of the attributes, if the state is a dict; records with equal names share them.
+        state: the values of the attributes, or a state that is not a dict.
+    """
 
-    def __init__(self, *_: object) -> None:
+    names: tuple[object, ...]
+    state: object
+
+    __slots__ = ("names", "state")
+
+    def __new__(cls, *_: object) -> Self:
         """Make a record; called by the unpickler."""
+        record = super().__new__(cls)
+        record.names, record.state = (), None
+        return record
 
     def __setstate__(self, state: object) -> None:
         """Store a state; called by the unpickler."""
         self.state = state
+        if isinstance(state, dict):
+            self.names, self.state = shared(state), tuple(state.values())
 
     def get(self, key: str) -> object:
-        """A value of the state; None if it does not have one."""
-        return self.state.get(key) if isinstance(self.state, dict) else None
+        """The value of an attribute; None if there is none."""
+        return dict(self.items()).get(key)
+
+    def items(self) -> Iterator[tuple[object, object]]:
+        """The names and values of the attributes."""
+        return zip(self.names, self.state if isinstance(self.state, tuple) else (), strict=False)
+
+
+_SHARED: dict[tuple[object, ...], tuple[object, ...]] = {}
+
+
+def shared(values: Iterable[object]) -> tuple[object, ...]:
+    """A tuple. Equal ones are one object, as metadata has many; stands for ``torch.Size``."""
+    found = tuple(values)
+    return _SHARED.setdefault(found, found)
 
 
 class Storage(NamedTuple):
@@ -94,7 +205,7 @@ class Tensor(NamedTuple):
         shape: its shape.
         strides: for each dim the distance of its indices, in elements.
         dtype: its dtype, if it differs from the storage's.
-        kind: why it cannot be read as a dense tensor; empty if it can.
+        kind: the reason why it cannot be read as a dense tensor; empty if it can.
     """
 
     storage: Storage
@@ -171,7 +282,7 @@ def enum_member(enum: object, name: object) -> str:
     return name
 
 
-#: The names in files of torch.save: module and name to what stands for them.
+#: The allowed names in files of torch.save: module and name to the replacement.
 FILE_NAMES: dict[tuple[str, str], object] = {
     **{("torch._utils", f"_rebuild_tensor{version}"): tensor for version in ("", "_v2")},
     ("torch._utils", "_rebuild_tensor_v3"): tensor_of_dtype,
@@ -207,12 +318,12 @@ _RECORDS = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "pathlib._local": ("PosixPath",),
 }  # fmt: skip
-#: The names in this metadata, whose pickle is of a later protocol.
+#: The allowed names in this metadata.
 METADATA_NAMES: dict[tuple[str, str], object] = {
     **{(module, name): Record for module, names in _RECORDS.items() for name in names},
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): memory_format,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): memory_format,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): shared,
     ("builtins", "getattr"): enum_member,
 }
 #: The modules of classes whose objects in files of torch.save are settings and states of training: they are records.
@@ -226,7 +337,7 @@ class Unpickler(pickle.Unpickler):
 
     Args:
         file: is read from its position to the end of the pickle.
-        names: module and name to what stands for it.
+        names: the allowed names: module and name to the replacement.
         refused: the problem and the remedy of another name, which is put into ``{}``.
 
     Attributes:
@@ -282,11 +393,13 @@ class Position(NamedTuple):
     size: int
 
 
+#: The lines that a function of :data:`LISTS` yields, as JSON objects.
+Listed = Iterator[Mapping[str, object]]
 #: The contents of a file: the unpickled object, and the position of each storage by its key.
 Contents = tuple[object, dict[object, Position]]
 
 
-def read_zip(file: Any) -> Contents:  # Any: BinaryIO or Window, which zipfile reads, too
+def read_zip(file: File) -> Contents:
     """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -305,7 +418,7 @@ def read_zip(file: Any) -> Contents:  # Any: BinaryIO or Window, which zipfile r
         _check_byte_order(is_little=order is None or _read(archive, order) == b"little")
         unpickler = Unpickler(io.BytesIO(_read(archive, entries[f"{roots[0]}data.pkl"])), FILE_NAMES, _ASKS)
         loaded = unpickler.load()
-    return loaded, {key: _position(file, entries[f"{roots[0]}data/{key}"]) for key in unpickler.item_bytes}
+    return loaded, _data_positions(file, {key: entries[f"{roots[0]}data/{key}"] for key in unpickler.item_bytes})
 
 
 def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
@@ -318,14 +431,17 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
     return archive.read(entry)
 
 
-def _position(file: "BinaryIO | Window", entry: zipfile.ZipInfo) -> Position:
-    """The position of the data of a zip entry, behind its local header."""
-    file.seek(entry.header_offset + 26)
-    name_size, extra_size = struct.unpack("<HH", file.read(4))
-    return Position(entry.header_offset + 30 + name_size + extra_size, entry.file_size)
+def _data_positions(file: File, entries: Mapping[object, zipfile.ZipInfo]) -> dict[object, Position]:
+    """The positions of the data of zip entries, behind their local headers."""
+    starts = [entry.header_offset for entry in entries.values()]
+    headers = file.read_ranges([(start + 26, start + 30) for start in starts])  # sizes of the name and extra fields
+    return {
+        key: Position(start + 30 + sum(struct.unpack("<HH", header)), entry.file_size)
+        for (key, entry), start, header in zip(entries.items(), starts, headers, strict=True)
+    }
 
 
-def read_legacy(file: BinaryIO) -> Contents:
+def read_legacy(file: File) -> Contents:
     """Read a file of torch before 1.6: five pickles, then the number of elements and the data of each storage."""
     unpicklers = [Unpickler(file, FILE_NAMES, _ASKS) for _ in range(5)]
     if unpicklers[0].load() != _MAGIC_NUMBER or unpicklers[1].load() != _PROTOCOL_VERSION:
@@ -429,69 +545,54 @@ def describe(name: object, found: Tensor, positions: Mapping[object, Position]) 
     return [name, dtype, shape, strides, position.offset + start]
 
 
-class Window(mmap.mmap):
-    """The start of a file as a file, at whose end zipfile finds an archive."""
-
-    def seekable(self) -> bool:
-        """Whether it has positions."""
-        return True
-
-
-def list_file(path: str) -> dict[str, object]:
-    """The tensors and other entries of a file.
+def list_file(file: File) -> Listed:
+    """List the tensors and other entries of a file.
 
     Raises:
         RefusedError: if it cannot be read.
         Exception: any other, if the pickle is damaged.
     """
-    with Path(path).open("rb") as file:
-        is_zip = file.read(2) == b"PK"
-        file.seek(0)
-        loaded, positions = read_zip(file) if is_zip else read_legacy(file)
+    is_zip = file.peek(2).startswith(b"PK")
+    loaded, positions = read_zip(file) if is_zip else read_legacy(file)
     tensors, left_out = find_weights(loaded)
-    return {"tensors": [describe(*item, positions) for item in tensors.items()], "left_out": left_out}
+    yield {"tensors": [describe(*item, positions) for item in tensors.items()], "left_out": left_out}
 
 
-def list_chunk(path: str, start: int, size: int) -> dict[str, object]:
-    """The tensor that was saved in a range of bytes of a file of torch.distributed.checkpoint; errors as above."""
-    if not 0 < size <= Path(path).stat().st_size - start:
-        raise RefusedError("is truncated or damaged", _DAMAGED)
-    with Path(path).open("rb") as file, Window(file.fileno(), start + size, access=mmap.ACCESS_READ) as window:
-        loaded, positions = read_zip(window)
+def list_chunk(file: File) -> Listed:
+    """List the tensor that was saved in a range of bytes of a file of torch.distributed.checkpoint; errors as above."""
+    loaded, positions = read_zip(file)
     if not isinstance(loaded, Tensor):
-        raise RefusedError(f"holds a {type(loaded).__name__} at byte {start} (expected a tensor)", _SAVE_AGAIN)
-    return {"tensors": [describe("", loaded, positions)], "left_out": []}
+        raise RefusedError(f"holds a {type(loaded).__name__} in a chunk (expected a tensor)", _SAVE_AGAIN)
+    yield {"tensors": [describe("", loaded, positions)], "left_out": []}
 
 
-def list_arguments(path: str) -> dict[str, object]:
-    """The integers among the arguments of the program that saved a file, in its entry ``args``; errors as above."""
-    with Path(path).open("rb") as file:
-        loaded = read_zip(file)[0]
+def list_arguments(file: File) -> Listed:
+    """List the integers among the arguments of the program that saved a file, its entry ``args``; errors as above."""
+    loaded = read_zip(file)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
-    state = found.state if isinstance(found, Record) and isinstance(found.state, dict) else {}
-    return {"arguments": {str(name): value for name, value in state.items() if type(value) in {bool, int}}}
+    items = found.items() if isinstance(found, Record) else ()
+    yield {"arguments": {str(name): value for name, value in items if type(value) in {bool, int}}}
 
 
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
 
 
-def list_metadata(path: str) -> dict[str, object]:
-    """The tensors of a checkpoint and their chunks, and the paths of entries that are not tensors; errors as above."""
-    if Path(path).stat().st_size > MAX_PICKLE_BYTES:
+def list_metadata(file: File) -> Listed:
+    """List the tensors of a checkpoint and their chunks, and the paths of other entries; errors as above."""
+    if file.size > MAX_PICKLE_BYTES:
         raise RefusedError(f"is too large (expected at most {MAX_PICKLE_BYTES} bytes)", _SAVE_CHECKPOINT)
-    with Path(path).open("rb") as file:
-        metadata = Unpickler(file, METADATA_NAMES, _METADATA_ASKS).load()
+    metadata = Unpickler(file, METADATA_NAMES, _METADATA_ASKS).load()
     entries = _dict(metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None)
     paths = metadata.get("planner_data")
     positions = _positions(_dict(metadata.get("storage_data")))
-    tensors, others = [], []
+    others = []
     for name, entry in entries.items():
         keys = _keys(name, paths)
         if isinstance(entry, Record) and entry.get("chunks") is not None:
-            tensors.append({"name": name, "path": keys, **_chunked(name, entry, positions)})
+            yield {"tensor": [[name, keys, *_chunked(name, entry, positions)]]}
         else:
             others.append(keys)
-    return {"tensors": tensors, "others": others}
+    yield {"others": others}
 
 
 def _keys(name: object, paths: object) -> list[str]:
@@ -501,9 +602,13 @@ def _keys(name: object, paths: object) -> list[str]:
 
 
 def _positions(storage: dict[object, object]) -> dict[tuple[object, object], list[object]]:
-    """For each name and offsets in the tensor the file, offset in the file and number of bytes of a chunk."""
+    """For each name and offsets in the tensor the file, offset in the file and number of bytes of a chunk.
+
+    Empties the dict, so that its records do not take memory beside the result.
+    """
     found = {}
-    for index, info in storage.items():
+    while storage:
+        index, info = storage.popitem()
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise RefusedError("does not have the positions of chunks in files", "it was written by another storage")
         if info.get("transform_descriptors"):
@@ -513,10 +618,9 @@ def _positions(storage: dict[object, object]) -> dict[tuple[object, object], lis
     return found
 
 
-def _chunked(name: object, entry: Record, positions: dict[tuple[object, object], list[object]]) -> dict[str, object]:
-    properties, chunks = entry.get("properties"), entry.get("chunks")
-    state = properties.state if isinstance(properties, Record) else None
-    dtype = state[0] if isinstance(state, tuple) and state else None
+def _chunked(name: object, entry: Record, positions: dict[tuple[object, object], list[object]]) -> list[object]:
+    """The shape of a tensor, and the offsets, sizes and position of each chunk."""
+    chunks = entry.get("chunks")
     if not isinstance(chunks, list) or not isinstance(name, str):
         raise RefusedError(f"entry {name!r:.100} is not a tensor with chunks", _SAVE_CHECKPOINT)
     listed = []
@@ -525,7 +629,7 @@ def _chunked(name: object, entry: Record, positions: dict[tuple[object, object],
         if (position := positions.get((name, offsets))) is None:
             raise RefusedError(f"does not have the position of a chunk of {name}", _SAVE_CHECKPOINT)
         listed.append([_numbers(offsets), _numbers(sizes), *position])
-    return {"dtype": str(dtype).removeprefix("torch."), "shape": _numbers(entry.get("size")), "chunks": listed}
+    return [_numbers(entry.get("size")), listed]
 
 
 def _dict(value: object) -> dict[object, object]:
@@ -537,7 +641,7 @@ def _dict(value: object) -> dict[object, object]:
 # --- the process ----------------------------------------------------------------------------------------------------
 
 #: The functions that a request may name.
-LISTS: dict[str, Callable[..., dict[str, object]]] = {
+LISTS: dict[str, Callable[[File], Listed]] = {
     "file": list_file, "chunk": list_chunk, "metadata": list_metadata, "arguments": list_arguments,
 }  # fmt: skip
 
@@ -554,17 +658,29 @@ def refusal(error: Exception) -> RefusedError:
     return RefusedError(f"is damaged, or not a file of torch.save ({type(error).__name__}: {text})", _DAMAGED)
 
 
-def answers(requests: list[list[Any]]) -> Iterator[dict[str, object]]:
-    """The result of each request, or its error."""
-    for name, *arguments in requests:
-        try:
-            yield LISTS[name](*arguments)
-        except Exception as error:  # noqa: BLE001 - an unpickler raises any error for a damaged pickle
-            refused = refusal(error)
-            yield {"problem": str(refused), "remedy": refused.remedy}
+def answer(name: str, file: File) -> Listed:
+    """The result of a request, or its error."""
+    try:
+        yield from LISTS[name](file)
+    except Exception as error:  # noqa: BLE001 - an unpickler raises any error for a damaged pickle
+        refused = refusal(error)
+        yield {"problem": str(refused), "remedy": refused.remedy}
+
+
+def answers(requests: list[tuple[str, int, int, int]]) -> Listed:
+    """The results of requests. The ends of several files or chunks are fetched together."""
+    for first in range(0, len(requests), _NUM_TOGETHER):
+        some = requests[first : first + _NUM_TOGETHER]
+        ends = [
+            (number, at, min(at + _END_BYTES, stop))
+            for _, number, start, stop in some
+            for at in (start, max(start, stop - _END_BYTES))
+        ]
+        fetched = iter(zip(ends, fetch(ends), strict=True))
+        for (name, number, _, stop), *both in zip(some, fetched, fetched, strict=True):
+            yield from answer(name, File(number, stop, {at: data for (_, at, _), data in both}))
 
 
 if __name__ == "__main__":
-    for answer in answers(json.load(sys.stdin)):
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()  # if a later file crashes the process, the others are known
+    for line in answers(json.loads(sys.stdin.buffer.readline())):
+        write(line)

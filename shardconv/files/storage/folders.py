@@ -16,7 +16,7 @@ from shardconv.files.storage.errors import explained
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.stores import has_bucket, list_files, open_store, open_web
 from shardconv.files.storage.url import Location
-from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS
+from shardconv.files.weight_formats import CONFIG_NAME, SAFETENSORS, is_index
 from shardconv.plan.quantization import SETTINGS_FILES
 from shardconv.support.errors import SourceError, UsageError
 
@@ -100,10 +100,10 @@ def _web_files(location: Location) -> dict[str, RemoteFile]:
     name = location.file
     if name is None:
         model = "/".join(location.path.split("/")[:2])
-        other = f"a .safetensors file or an index (*{SAFETENSORS.index_suffix})"
+        other = f"a weight file or an index (*{SAFETENSORS.index_suffix})"
         remedy = f"hf://{model}" if location.host in _HUB_HOSTS else other
         raise UsageError(f"{location}: web servers do not list folders: pass the URL of {remedy}")
-    if not SAFETENSORS.lists(name):
+    if not is_index(name):
         return _existing(location, [name] if location.query else [name, CONFIG_NAME])
     index = _existing(location, [name])
     listed = _listed(index[name].read_all(MAX_HEADER_BYTES)) if index else []

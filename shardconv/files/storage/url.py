@@ -17,7 +17,7 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:@\[\]]*)(:\d{0,5})?")
 #: The start of a query; keys of object stores may contain ? and #.
 _QUERY, _STORE_QUERY = re.compile(r"[?#]"), re.compile(r"\?[^/=]*=")
 #: Suffixes of files; a URL with any other end is a folder.
-_FILES = (".safetensors", ".json")
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 
 #: The file in a folder of an object store that a run keeps while it writes the folder.
 LOCK_NAME = ".shardconv.lock"

@@ -120,6 +120,10 @@ class StridedTensor:
             offset = sum(low * stride for (low, _), stride in zip(box, self.strides, strict=True))
             self._gather(target.reshape(shape), offset, read, scratch)
 
+    def reads(self, _start: int, _stop: int) -> tuple[()]:
+        """Nothing is prefetched: slices are kept, and of other ranges only parts may be read."""
+        return ()
+
     @property
     def _slice_bytes(self) -> int | None:
         """Bytes of a slice along dim 0 that is contiguous and small, such as the matrix of an expert; else None."""
