@@ -16,8 +16,8 @@ import xxhash
 
 from shardconv.distributed.groups import Axis
 from shardconv.distributed.operations import reduce_from_tp
+from shardconv.files.checksums import checksum
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath
-from shardconv.files.input_files import checksum
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from shardconv.support.formatting import ranges
 

@@ -1,15 +1,10 @@
-"""Open input files, local or remote: read at any position by several threads, and checked for modifications.
-
-Also checksums of files, xxh3-128, in bounded memory.
-"""
+"""Open input files, local or remote: read at any position by several threads, and checked for modifications."""
 
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias
-
-import xxhash
 
 from shardconv.files import storage
 from shardconv.files.fileio import Bytes, allow_open_files, read_exactly, will_need
@@ -329,19 +324,6 @@ def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]
 
 #: Bytes of a file that are in memory at once.
 _CHUNK_BYTES = 2**20
-
-
-def checksum(data: bytes) -> str:
-    """The xxh3-128 checksum of data."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def checksum_file(path: AnyPath) -> str:
-    """Compute the xxh3-128 checksum of a file in bounded memory; errors as in :func:`chunks`."""
-    running = xxhash.xxh3_128()
-    for chunk in chunks(path):
-        running.update(chunk)
-    return running.hexdigest()
 
 
 def chunks(path: AnyPath) -> Iterator[Bytes]:

@@ -40,8 +40,9 @@ from shardconv.checkpoint.split.split_pipeline import (
     open_split_pipeline,
     read_pipeline_manifest,
 )
+from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath, permissions, walk
-from shardconv.files.input_files import InputFiles, checksum_file
+from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import SourcePath, open_path, staging_folder
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE

@@ -26,9 +26,9 @@ from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import SplitFolder, file_differences, is_regular_file
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
+from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import checksum, checksum_file
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.text_files import read_text
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights

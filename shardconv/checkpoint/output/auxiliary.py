@@ -13,9 +13,10 @@ from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_files import auxiliary_paths
+from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, file_bytes, permissions
-from shardconv.files.input_files import checksum, checksum_file, chunks
+from shardconv.files.input_files import chunks
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.support.errors import IntegrityError, SourceError

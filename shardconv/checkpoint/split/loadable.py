@@ -18,8 +18,8 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import comparable, is_split, read_manifest
 from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, RankSourceReader, copied_bytes
+from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_versions
-from shardconv.files.input_files import checksum_file
 from shardconv.files.paths import folder_name
 from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_FILES

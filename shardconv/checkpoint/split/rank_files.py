@@ -6,8 +6,9 @@ from typing import NamedTuple
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath
-from shardconv.files.input_files import InputFiles, ModifiedError, checksum_file
+from shardconv.files.input_files import InputFiles, ModifiedError
 from shardconv.files.paths import leads_out
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, option
 
