@@ -25,7 +25,7 @@ from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import ModelClass
-from shardconv.plan.families.family import EMBEDDING, HEAD, LAYERS
+from shardconv.plan.families.family import EMBEDDING, ENCODER, HEAD, LAYERS
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import StageFinder
 from shardconv.runtime.dry_run import MetaFunctions
@@ -34,7 +34,7 @@ from shardconv.support.errors import RunError, one_line
 #: The remedy for models that do not run in stages.
 _WITHOUT_STAGES = "run it in one stage (shardconv reshard DIR --tp N --pp 1)"
 #: Kind of modules in ``[stages]`` to the number of them that a model may have.
-_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0}
+_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0, ENCODER: 0}
 
 
 def check_runs(kind: ModelClass, plan: Plan) -> None:

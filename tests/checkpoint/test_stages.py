@@ -5,6 +5,7 @@ with the source.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.support.command import call
 from tests.support.damage import flip, place
 from tests.support.faults import failing_after
 from tests.support.manifests import change_manifest
+from tests.support.matrix import needs_torch
 
 LAYERS = 4
 
@@ -183,6 +185,38 @@ def test_models_of_other_kinds(checkpoint, tmp_path, name, tp):
     assert set().union(*held) == {*read_manifest(tmp_path / "out").plan.tensors}
     layers = [{int(name.split("layers.")[1].split(".")[0]) for name in one if "layers." in name} for one in held]
     assert layers == [{0}] * tp + [{1}] * tp
+
+
+#: Tensors of an image encoder or its projector.
+ENCODER = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
+
+
+@needs_torch
+@pytest.mark.parametrize("model_type", ["gemma3", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_image_encoders_are_on_all_stages(tmp_path, model_type):
+    """As vLLM has them: its models construct the encoder on each stage. The text model is divided."""
+    from tests.support.models import model_class  # noqa: PLC0415 - imports torch
+    from tools.model_matrix.trial import small  # noqa: PLC0415
+
+    source = tmp_path / "source"
+    small(model_class("image-text-to-text", model_type)).save_pretrained(source)
+    shardconv.split(source, tmp_path / "one", tp=2)
+    shardconv.split(source, tmp_path / "out", tp=2, pp=2)
+    whole = [tensors_of(file) for file in rank_files(tmp_path / "one")]
+    for rank, file in enumerate(rank_files(tmp_path / "out")):
+        stage, tp_rank = divmod(rank, 2)
+        encoder = {name for name in whole[tp_rank] if ENCODER.match(name)}
+        held = tensors_of(file)
+        assert encoder
+        assert held.keys() & encoder == encoder
+        layers = {int(found[1]) for name in held.keys() - encoder if (found := re.search(r"layers\.(\d+)\.", name))}
+        assert layers == {stage}
+        assert held == {name: tensor for name, tensor in whole[tp_rank].items() if name in held}
+    assert shardconv.verify(tmp_path / "out", against=source).differences == ()
+    shardconv.merge(tmp_path / "out", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(source)
+    shardconv.reshard(tmp_path / "out", tmp_path / "again", tp=2, pp=1)
+    assert contents(tmp_path / "again") == contents(tmp_path / "one")
 
 
 def test_adapters_are_in_the_stages_of_their_layers(tmp_path, checkpoint):

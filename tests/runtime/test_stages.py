@@ -14,7 +14,8 @@ import shardconv
 from tests.support.adapters import ADAPTERS, adapted, write_adapter
 from tests.support.command import call
 from tests.support.matrix import MATRIX, cases
-from tests.support.models import GQA, MODELS, MOE, VOCAB, Model
+from tests.support.models import GQA, MODELS, MOE, VOCAB, Model, model_class
+from tools.model_matrix.trial import small
 
 LAYERS, TOKENS = 4, 8
 #: Of attention with windows, the first layer has one: positions of all stages follow from its cache.
@@ -164,6 +165,13 @@ REFUSED = {
 def test_refused(ranks, source_of, case):
     name, options, message = REFUSED[case]
     ranks("four", check_refused, source_of(name), options, message)
+
+
+def test_image_encoders_are_refused(ranks, tmp_path):
+    """Some models add their outputs between layers."""
+    small(model_class("image-text-to-text", "qwen3_vl")).save_pretrained(tmp_path / "source")
+    message = "modules of kind 'encoder' are not connected .*visual"
+    ranks("four", check_refused, tmp_path / "source", {"tp": 2, "pp": 2}, message)
 
 
 def check_gradients(axis, path):

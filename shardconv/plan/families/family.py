@@ -30,8 +30,9 @@ PLAN_FILE = "plan file"
 LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
 
 #: Kind of modules to the part of all stages that holds their tensors. Layers, which are divided, are not among them.
-_FIRST, _LAST, ALL = slice(1), slice(-1, None), "all"
-STAGES = {EMBEDDING: _FIRST, "first": _FIRST, "last": _LAST, HEAD: _LAST, ALL: slice(None)}
+#: Encoders of images and audio are on all of them, as in vLLM.
+_FIRST, _LAST, _ALL, ALL, ENCODER = slice(1), slice(-1, None), slice(None), "all", "encoder"
+STAGES = {EMBEDDING: _FIRST, "first": _FIRST, "last": _LAST, HEAD: _LAST, ALL: _ALL, ENCODER: _ALL}
 
 
 #: The config fields that stages read: the number of layers, for which a family may have a default such as ``n_layer``,

@@ -6,6 +6,7 @@ the CPU build does not have.
 
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,8 @@ from shardconv.plan.experts import Expert, place_expert
 from shardconv.support.errors import PlanError
 from tests.engines.vllm.parameters import assert_same, parameters
 from tests.engines.vllm.small import CASES, MODELS, write
+from tests.support.models import model_class
+from tools.model_matrix.trial import small
 
 pytestmark = pytest.mark.usefixtures("plugin")
 
@@ -127,6 +130,15 @@ def test_each_stage_has_the_parameters_of_the_model(name, layout, tmp_path):
     options = {"engine": "vllm"} if layout == "native" else {"layout": layout}
     shardconv.split(source, tmp_path / "split", tp=2, pp=2, **options)
     assert check_engine(tmp_path / "split").differences == ()
+
+
+def test_an_image_encoder_is_on_all_stages(tmp_path):
+    from vllm.model_executor.models import registry  # noqa: PLC0415 - after the environment is set
+
+    small(model_class("image-text-to-text", "qwen2_5_vl")).save_pretrained(tmp_path / "source")
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, pp=2, engine="vllm")
+    with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):  # which has torchvision
+        assert check_engine(tmp_path / "split").differences == ()
 
 
 def test_a_split_without_the_engine_may_lack_tensors(tmp_path):
