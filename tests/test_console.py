@@ -1,9 +1,9 @@
 """Text of a checkpoint is printed as it is, except for characters that would control the terminal."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
+from msgspec import Struct
 
 from shardconv.cli import _show_error
 from shardconv.support.console import Console
@@ -13,8 +13,7 @@ HOSTILE = "a\x1b[2Jb\u202ec\x9bd\u2028e"
 ESCAPED = r"a\u{1b}[2Jb\u{202e}c\u{9b}d\u{2028}e"
 
 
-@dataclass
-class Named:
+class Named(Struct):
     name: str
 
 

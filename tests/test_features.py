@@ -6,7 +6,6 @@ A feature that is added, renamed or removed changes a table of this module, as d
 import ast
 import tomllib
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import cache
 from importlib.resources import files
 from inspect import signature
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import click
 import pytest
+from msgspec.structs import fields
 
 import shardconv
 from shardconv.cli import cli

@@ -1,4 +1,4 @@
-"""JSON schemas of the output of commands with ``--json``, generated from the dataclasses of reports.
+"""JSON schemas of the output of commands with ``--json``, generated from the classes of reports.
 
 Writes docs/schemas: python -m tools.json_schemas
 """
@@ -54,7 +54,7 @@ PROPOSAL = {
 
 
 def schema_of(path: str) -> dict[str, object]:
-    """The schema of a dataclass, by its module and name; all fields are required and no others are allowed."""
+    """The schema of a report, by its module and class; all fields are required and no others are allowed."""
     module, _, name = path.rpartition(".")
     (schema,), definitions = msgspec.json.schema_components([getattr(importlib.import_module(module), name)])
     return {"$schema": _DIALECT, **_strict({**schema, "$defs": definitions})}

@@ -1,9 +1,10 @@
 """``--html FILE`` of ``plan`` and ``verify``: a report as one page."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
+
+from msgspec import Struct
 
 from shardconv.commands.options import SourcePath
 from shardconv.support.console import Console
@@ -15,8 +16,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.sources.planning import PlanOptions
 
 
-@dataclass(frozen=True, slots=True)
-class HtmlFile:
+class HtmlFile(Struct, frozen=True):
     """The file of ``--html``, which may be written."""
 
     path: Path

@@ -1,9 +1,10 @@
 """``--tp`` with several sizes, and ``--memory``, of ``plan``: the tensor parallel sizes that a report lists."""
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.commands.command import PLAN, REPORT, Option
 from shardconv.commands.options import COUNT
@@ -40,8 +41,7 @@ MEMORY = Option(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ListedSizes:
+class ListedSizes(Struct, frozen=True):
     """The sizes that a report lists.
 
     Attributes:

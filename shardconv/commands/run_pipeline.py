@@ -69,7 +69,7 @@ def run_pipeline(
         from shardconv.runtime.launch import join, launch, leave
         from shardconv.runtime.pipeline_run import PipelineOptions, check_pipeline_run
         from shardconv.runtime.pipeline_run import run_pipeline as run
-    names = PICTURE_NAMES | (_SHARED & PipelineOptions.__dataclass_fields__.keys())
+    names = PICTURE_NAMES | (_SHARED & set(PipelineOptions.__struct_fields__))
     options = PipelineOptions(**{name: values[name] for name in names}, plan=plan)  # type: ignore[arg-type]
     if rank is None:
         sys.exit(launch(sys.argv[1:], check_pipeline_run(folder, prompts, options)))

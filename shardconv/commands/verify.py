@@ -1,11 +1,11 @@
 """``shardconv verify``: compare a split checkpoint with its checksums, its source or an engine."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec.structs import replace
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, OneProcessCommand, Option

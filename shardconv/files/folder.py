@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from shardconv.support.console import Progress
 from shardconv.support.errors import SourceError
@@ -34,8 +35,7 @@ REMOTE_VERSIONS = "versions of remote files"
 progress_of_headers: ContextVar[Progress | None] = ContextVar("progress of headers", default=None)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RemoteFolder:
+class RemoteFolder(Struct, frozen=True, eq=False):
     """A remote folder as it was listed.
 
     Attributes:
@@ -51,8 +51,7 @@ class RemoteFolder:
     children: Mapping[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class RemotePath:
+class RemotePath(Struct, frozen=True, eq=False):
     """A file or folder in a remote folder, with the methods of :class:`pathlib.Path` that read.
 
     Its text is its URL, without passwords and signatures. It is not a path of the operating system: code that reads

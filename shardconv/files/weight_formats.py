@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+
+from msgspec import Struct
 
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import folder_name, local_path
@@ -23,8 +24,7 @@ ADAPTER_FILES = (ADAPTER_CONFIG, *ADAPTER_WEIGHTS)
 DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
+class WeightFormat(Struct, frozen=True):
     """A format of weight files that can be split.
 
     Attributes:

@@ -7,7 +7,6 @@ names in bounded time.
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
@@ -137,8 +136,7 @@ _NUMBER = re.compile(r"[\d?\[]")
 _REPETITION = re.compile(r"(\)?)(?:[*+?]|\{\d*,?\d*\})[?+]?")
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
+class Scheme(msgspec.Struct, frozen=True):
     """The format of some layers, with its sizes.
 
     Attributes:
@@ -153,7 +151,7 @@ class Scheme:
     """
 
     format: Format
-    blocks: Mapping[str, Block] = field(default_factory=dict)
+    blocks: Mapping[str, Block] = {}
     strategy: str = ""
     is_symmetric: bool = True
     has_act_order: bool = False
@@ -180,8 +178,7 @@ class Scheme:
         return min(zip(kinds, found, strict=True), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """The quantization settings of a checkpoint.
 
     Attributes:
@@ -197,7 +194,7 @@ class Settings:
     schemes: tuple[Scheme, ...]
     ignored: frozenset[str] = frozenset()
     ignored_patterns: tuple[str, ...] = ()
-    deadline: float = field(default_factory=lambda: monotonic() + MAX_SECONDS)
+    deadline: float = msgspec.field(default_factory=lambda: monotonic() + MAX_SECONDS)
 
     @property
     def names_numbers(self) -> bool:

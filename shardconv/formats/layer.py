@@ -4,10 +4,9 @@ Everything must fit together: the tensors of the format are there, with the dtyp
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import lcm, prod
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from shardconv.formats.format import PACKED_SCALE_DIMS, SCALE_DIMS, WORD_BITS, Block, Scheme, StoredTensor
 from shardconv.plan.grid import (
@@ -43,8 +42,7 @@ _COMPLETE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedLayer:
+class QuantizedLayer(Struct, frozen=True):
     """One quantized layer.
 
     Attributes:

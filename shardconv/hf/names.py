@@ -6,10 +6,11 @@ tensors on the meta device.
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
@@ -23,8 +24,7 @@ from shardconv.plan.unused import known_unused
 _SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCheck:
+class ModelCheck(Struct, frozen=True):
     """Differences between a checkpoint and the model that its config names.
 
     Attributes:

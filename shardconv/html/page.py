@@ -8,10 +8,11 @@ request.
 import base64
 import html
 import re
-from dataclasses import replace
 from hashlib import sha256
 from importlib.resources import files
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from shardconv import __version__
 from shardconv.html.tensors import tensor_table

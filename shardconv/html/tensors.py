@@ -3,9 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
 from shardconv.files.containers.safetensors import num_bytes
@@ -74,8 +75,7 @@ class Held(NamedTuple):
     padding: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TensorKind:
+class TensorKind(Struct, frozen=True):
     """Tensors with the same placement and shape: the fields of :class:`TensorReport` that are equal for all of them."""
 
     dtype: str
@@ -90,8 +90,7 @@ class TensorKind:
     intervals: Runs[tuple[IntervalOrPadding, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Layers:
+class Layers(Struct, frozen=True):
     """Consecutive layers with equal tensors.
 
     Attributes:
@@ -111,8 +110,7 @@ class Layers:
     ranks: Runs[Held]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorTable:
+class TensorTable(Struct, frozen=True):
     """The tensors of a plan.
 
     Attributes:

@@ -5,10 +5,10 @@ weight also apply to these tensors, unless the layout refuses them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Self
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.layouts import ENGINE_LAYOUTS, LAYOUTS
@@ -130,8 +130,7 @@ def _check_needed(name: str, groups: Iterable[GroupTable], names: list[str]) -> 
 # --- quantized layers ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Quantized:
+class _Quantized(Struct, frozen=True):
     """The quantized layers of a checkpoint in a layout.
 
     Attributes:

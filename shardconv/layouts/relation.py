@@ -8,11 +8,11 @@ file tensor.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from shardconv.layouts.layout import REMEDY, Constant, FileTensor
 from shardconv.support.errors import PlanError
@@ -104,8 +104,7 @@ class Match(NamedTuple):
     expert: int = 0
 
 
-@dataclass(frozen=True)
-class Pattern:
+class Pattern(msgspec.Struct, frozen=True, dict=True):
     """A pattern without ``{}``."""
 
     text: str
@@ -133,8 +132,7 @@ class Pattern:
         return _WILDCARD.sub(lambda token: next(texts) if token[0] == "*" else str(match.expert), self.text)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayoutRule:
+class LayoutRule(msgspec.Struct, frozen=True, eq=False):
     """A file tensor of every matching module, and its source tensors.
 
     Attributes:

@@ -7,7 +7,8 @@ A covers the vocabulary. Tensors that replace tensors of the base model have the
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from shardconv.plan.families.matcher import Matcher
 from shardconv.plan.families.rule import STYLES, Rule
@@ -42,8 +43,7 @@ _EMBEDDING_SUFFIXES = {".lora_embedding_A": A, ".lora_embedding_B": B}
 SUFFIXES = {use: suffix for suffix, use in _LINEAR_SUFFIXES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedLayer:
+class AdaptedLayer(Struct, frozen=True):
     """The tensors of an adapter for one layer.
 
     Attributes:
@@ -57,8 +57,7 @@ class AdaptedLayer:
     tensors: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTensors:
+class AdapterTensors(Struct, frozen=True):
     """The tensors of an adapter by their use.
 
     Attributes:
@@ -66,8 +65,8 @@ class AdapterTensors:
         replaced: name of a tensor of the base model to the tensor of the adapter that replaces it.
     """
 
-    layers: Mapping[str, AdaptedLayer] = field(default_factory=dict)
-    replaced: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, AdaptedLayer] = {}
+    replaced: Mapping[str, str] = {}
 
     @classmethod
     def of_names(cls, names: Collection[str]) -> "AdapterTensors":
@@ -188,8 +187,7 @@ def _check_distinct(targets: Collection[str], base: Collection[str], rules: Rule
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
+class _Fit(Struct, frozen=True):
     """An adapter on its base model; see :func:`with_adapter_grids`, and :func:`matcher_of` for ``matching``."""
 
     tensors: Mapping[str, TensorSpec]

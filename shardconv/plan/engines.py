@@ -4,7 +4,8 @@ Data on how the sharding of an engine differs from the sharding of shardconv's r
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from shardconv.plan.families.rule import Rule
 from shardconv.support.errors import UsageError
@@ -13,8 +14,7 @@ from shardconv.support.errors import UsageError
 ENGINE = "engine"
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(Struct, frozen=True):
     """The boundaries of an engine.
 
     Attributes:
@@ -29,7 +29,7 @@ class Engine:
 
     name: str
     vocab_multiple: int = 1
-    replicated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    replicated: Mapping[str, tuple[str, ...]] = {}
     in_all_stages: frozenset[str] = frozenset()
 
     def rules(self, model_type: object) -> tuple[Rule, ...]:

@@ -6,8 +6,9 @@ config only.
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from functools import reduce
+
+from msgspec import Struct
 
 from shardconv.plan.families.config_fields import Fields, fields_in, lookup, with_field
 from shardconv.plan.model_rules import ModelRules
@@ -26,8 +27,7 @@ _KV_HEADS = "num_key_value_heads"
 _REMEDY = "use shardconv split --pad, whose rank files keep the true sizes"
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigChange:
+class ConfigChange(Struct, frozen=True):
     """A changed config field.
 
     Attributes:
@@ -41,8 +41,7 @@ class ConfigChange:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(Struct, frozen=True):
     model_rules: ModelRules
     field: str
     value: int

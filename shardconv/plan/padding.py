@@ -7,10 +7,11 @@ padded.
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.families.rule import STYLES, Rule
@@ -62,8 +63,7 @@ class Heads(NamedTuple):
         return self.kv_heads * self.group
 
 
-@dataclass(frozen=True, slots=True)
-class UnitPadding:
+class UnitPadding(Struct, frozen=True):
     """The padding of one unit.
 
     Attributes:
@@ -106,8 +106,7 @@ AMBIGUOUS = UnitPadding(
 )
 
 
-@dataclass(slots=True)
-class _LinkedUnits:
+class _LinkedUnits(Struct):
     """Units of common modules, which are padded together.
 
     Attributes:
@@ -118,9 +117,9 @@ class _LinkedUnits:
         block: the units in blocks of all quantized matrices.
     """
 
-    names: set[str] = field(default_factory=set)
-    groups: set[str | int] = field(default_factory=set)
-    of_group: set[str] = field(default_factory=set)
+    names: set[str] = set()
+    groups: set[str | int] = set()
+    of_group: set[str] = set()
     refusal: str = ""
     block: int = 1
 

@@ -5,10 +5,11 @@ padding between them. Pure integer arithmetic, independent of bytes, files, mode
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple, Self
+
+from msgspec import Struct
 
 from shardconv.support.structs import Data
 
@@ -238,8 +239,7 @@ class IndivisibleError(ValueError):
     """The units of a dim cannot be divided over this number of ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Struct, frozen=True):
     """A segment of a dim: ``count`` units (heads, rows, blocks) of ``size`` elements, none of which is split.
 
     Attributes:

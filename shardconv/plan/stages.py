@@ -8,10 +8,10 @@ do: rank ``stage * tp + t`` holds the shards of tensor parallel rank t of the st
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
@@ -108,8 +108,7 @@ def _fill(layer_bytes: Sequence[int], pp: int, limit: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-@dataclass(frozen=True, slots=True)
-class StageChoice:
+class StageChoice(Struct, frozen=True):
     """The pipeline stages that a user chooses.
 
     Attributes:

@@ -5,9 +5,10 @@ Tensors of a group have the same rule, shape and other inputs of a placement. A 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import lcm, prod
 from typing import NamedTuple, Self
+
+from msgspec.structs import replace
 
 from shardconv.plan.experts import find_experts
 from shardconv.plan.families.family import NAMES_FAMILY

@@ -4,12 +4,12 @@ Sizes of rule, config and shape that do not agree are an error.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from msgspec import structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.plan.experts import Expert, place_expert
 from shardconv.plan.families.config_fields import Fields
@@ -64,8 +64,7 @@ class BlockedError(Exception):
         self.is_unsure = is_unsure
 
 
-@dataclass(frozen=True, eq=False)
-class TensorGroup:
+class TensorGroup(Struct, frozen=True, eq=False, dict=True):
     """Tensors with equal inputs of the placement, and therefore with equal placements. Compared by identity.
 
     Attributes:
@@ -200,7 +199,7 @@ class TensorGroup:
         """Whether the units of the rule are sharded: with ``shard_if_divisible``, if ``tp`` divides their count."""
         if not self.rule.otherwise:
             return True
-        model_rules = structs.replace(self.model_rules, stage=self.stage)
+        model_rules = replace(self.model_rules, stage=self.stage)
         return all(model_rules.is_sharded(unit, tp) for unit in self.rule.units)
 
     @cached_property

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
 
 from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.placement import Placement
@@ -80,8 +81,7 @@ MAX_PADDED_TP = 16
 MAX_TP = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class BlockedTp:
+class BlockedTp(Struct, frozen=True):
     """A tensor parallel size that is not supported without padding.
 
     Attributes:
@@ -95,8 +95,7 @@ class BlockedTp:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedTp:
+class PaddedTp(Struct, frozen=True):
     """A tensor parallel size that is supported with padding only.
 
     Attributes:
@@ -112,8 +111,7 @@ class PaddedTp:
         return _more_memory(self.memory)
 
 
-@dataclass(frozen=True, slots=True)
-class TpSizes:
+class TpSizes(Struct, frozen=True):
     """The tensor parallel sizes that a checkpoint can be split for.
 
     Attributes:
@@ -133,8 +131,7 @@ class TpSizes:
         return tuple(sorted({*self.supported, *(size.tp for size in self.padded if pad)}))
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedUnit:
+class PaddedUnit(Struct, frozen=True):
     """A unit that is padded.
 
     Attributes:
@@ -148,8 +145,7 @@ class PaddedUnit:
     padded_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class PaddingReport:
+class PaddingReport(Struct, frozen=True):
     """The padding that a plan adds on request.
 
     Attributes:

@@ -5,10 +5,10 @@ the source that the small model does not have, which the proof does not cover.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from msgspec import structs
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
@@ -36,8 +36,7 @@ PROOF_TPS = (2, 4)
 _BEYOND = (8,)
 
 
-@dataclass(frozen=True, slots=True)
-class ProofReport:
+class ProofReport(Struct, frozen=True):
     """Report of ``shardconv plan --prove``.
 
     Attributes:
@@ -70,8 +69,7 @@ class ProofReport:
     is_proven: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineProof:
+class PipelineProof(Struct, frozen=True):
     """Proofs of the components of a pipeline of diffusers that are sharded.
 
     Attributes:
@@ -126,7 +124,7 @@ def prove(
     """
     path = open_path(src)
     planned = plan_source(path, **options)
-    source, request = planned.source, structs.replace(planned.request, allow_unmatched_rules=True)
+    source, request = planned.source, replace(planned.request, allow_unmatched_rules=True)
     config, tensors = require_config(source), logical_tensors(planned.tensors)
     if check_model:
         require_model(config, tensors, str(path))

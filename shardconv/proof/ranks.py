@@ -6,12 +6,12 @@ Owns the folder through which the ranks of a proof get their task and return the
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.split_writing import split_by
@@ -33,8 +33,7 @@ from shardconv.support.errors import RunError, ShardconvError, is_connection_err
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-4, 2e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(Struct, frozen=True):
     """Differences between the sharded and the unsharded model at one tensor parallel size.
 
     Attributes:

@@ -2,10 +2,10 @@
 
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import Struct
 from torch import Tensor, nn
 
 from shardconv.checkpoint.adapters.adapter import adapter_folder
@@ -40,8 +40,7 @@ _TOLERANCE = 1e-4
 _BLOCK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """The result of a comparison.
 
     Attributes:

@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from shardconv.runtime.dry_run import Usage
 from shardconv.runtime.meters import Call
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Struct, frozen=True):
     """Collectives of one kind and size.
 
     Attributes:
@@ -24,8 +24,7 @@ class Collective:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(Struct, frozen=True):
     """Communication of a rank in one forward pass.
 
     Attributes:
@@ -58,8 +57,7 @@ class Traffic:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TpCost:
+class TpCost(Struct, frozen=True):
     """Memory and communication of a rank at one tp size. Attributes are None if they are not counted.
 
     Attributes:
@@ -93,8 +91,7 @@ class TpCost:
         return cls(tp, weight_bytes, usage.cache_bytes, usage.activation_bytes, memory, prefill, decode, None)
 
 
-@dataclass(frozen=True, slots=True)
-class CostReport:
+class CostReport(Struct, frozen=True):
     """Memory and communication cost of a source at several tp sizes.
 
     Attributes:
@@ -130,8 +127,7 @@ class CostReport:
     frames: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineCost:
+class PipelineCost(Struct, frozen=True):
     """Memory and communication cost of a pipeline of diffusers.
 
     Attributes:

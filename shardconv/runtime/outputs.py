@@ -2,10 +2,10 @@
 
 import json
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from shardconv.checkpoint.sources.planning import PlanOptions
@@ -21,8 +21,7 @@ _NUM_CANDIDATES = 5
 Inputs = dict[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """Options of a run.
 
     Attributes:
@@ -64,8 +63,7 @@ class RunOptions:
     adapter: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRun:
+class ModelRun(Struct, frozen=True):
     """A model with its inputs.
 
     Attributes:
@@ -89,8 +87,7 @@ class ModelRun:
         return {"max_new_tokens": self.options.max_new_tokens, **single, **sampling, **padding}
 
 
-@dataclass(frozen=True, slots=True)
-class Outputs:
+class Outputs(Struct, frozen=True):
     """Outputs of a model.
 
     Attributes:

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from shardconv.checkpoint.engine.layout import ADAPTERS

@@ -5,13 +5,13 @@ import io
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from msgspec import Struct, field
 from torch import Tensor, nn
 
 from shardconv.checkpoint.engine.copy import Progress
@@ -36,8 +36,7 @@ _TOLERANCE = 1e-4
 _SUFFIXES = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".gif": "GIF", ".webp": "WEBP"}
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineOptions:
+class PipelineOptions(Struct, frozen=True):
     """Options of the run of a pipeline.
 
     Attributes:
@@ -71,8 +70,7 @@ class PipelineOptions:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineRunReport:
+class PipelineRunReport(Struct, frozen=True):
     """Pictures and figures of the run of a pipeline. Times are measured on one rank.
 
     Attributes:

@@ -9,9 +9,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
@@ -41,8 +41,7 @@ from shardconv.support.errors import PlanWarning, RunError, UsageError, is_conne
 OpenProgress = Callable[[], AbstractContextManager[Progress | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class RunReport:
+class RunReport(Struct, frozen=True):
     """Outputs and figures of a run. Times are measured on one rank.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Output: results on stdout, everything else on stderr. No other module prints.
 
 Owns the text and the ``--json`` form of reports, and progress of long operations: a bar on a terminal, lines elsewhere,
-with rate and time left. Imports rich only for bars. Reports are dataclasses.
+with rate and time left. Imports rich only for bars.
 """
 
 import json
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import Struct
 
 from shardconv.support.formatting import json_text, size, time_left, visible
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
@@ -150,16 +150,16 @@ class Console:
 
     def report(
         self,
-        report: "DataclassInstance",
+        report: Struct,
         lines: Sequence[str],
         *,
         quiet_lines: Sequence[str] = (),
         quiet_warnings: Sequence[str] = (),
     ) -> None:
-        """Print a result: the dataclass as JSON, or ``lines`` for people.
+        """Print a result: the report as JSON, or ``lines`` for people.
 
         Args:
-            report: the dataclass.
+            report: the result as data.
             lines: the result for people.
             quiet_lines: the result with ``quiet``.
             quiet_warnings: the warnings among ``lines``; with ``quiet`` they are printed on stderr.

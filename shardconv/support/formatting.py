@@ -1,29 +1,24 @@
 """Reports as JSON text, and text for people: sizes, durations, ranges, counts, and names without control characters."""
 
-import dataclasses
 import json
 import math
 import re
 import unicodedata
 from collections.abc import Sequence
 from decimal import ROUND_HALF_UP, Context
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from msgspec import Struct
 
 
-def json_text(report: "DataclassInstance | dict[str, object]") -> str:
+def json_text(report: Struct | dict[str, object]) -> str:
     """A report, or several by name, as one JSON object in ASCII, with its fields in order."""
     return json.dumps(report, default=_fields)
 
 
-def _fields(report: Any) -> dict[str, object]:  # noqa: ANN401 - a dataclass, or a struct of msgspec
+def _fields(report: Struct) -> dict[str, object]:
     """The fields of a report, without copies of their values: a plan has millions of numbers."""
-    if not dataclasses.is_dataclass(report):
-        names = zip(report.__struct_encode_fields__, report.__struct_fields__, strict=True)
-        return {shown: getattr(report, name) for shown, name in names}
-    return {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
+    names = zip(report.__struct_encode_fields__, report.__struct_fields__, strict=True)
+    return {shown: getattr(report, name) for shown, name in names}
 
 
 #: Categories of characters without a shape. Some change the direction of text, so that one name looks like another.

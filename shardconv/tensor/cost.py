@@ -15,11 +15,11 @@ messages, and a number of bytes that each rank sends:
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from shardconv.distributed import Axis, GroupLike, as_axis, reduce_from_tp
 from shardconv.distributed.devices import device_module, device_types, local_device
@@ -31,8 +31,7 @@ SEND = "send"
 ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Struct, frozen=True):
     """Performance of the link between the ranks of an axis.
 
     Attributes:
@@ -86,8 +85,7 @@ _MAX_SECONDS = 0.5
 _WARM_UP_RUNS, _TIMED_RUNS = 3, 15
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(Struct, frozen=True):
     """Timing of all-reduces of one size.
 
     Attributes:
@@ -106,8 +104,7 @@ class Timing:
         return abs(self.fitted_seconds / self.seconds - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkReport:
+class LinkReport(Struct, frozen=True):
     """Result of :func:`measure_link`; ``shardconv plan --measure-link`` prints it.
 
     Attributes:

@@ -8,11 +8,11 @@ import json
 import math
 import shlex
 import shutil
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 import shardconv

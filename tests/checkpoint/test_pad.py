@@ -2,13 +2,13 @@
 
 import json
 import os
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from msgspec.structs import astuple
 from safetensors.torch import save_file
 
 import shardconv

@@ -2,10 +2,10 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState

@@ -1,10 +1,10 @@
 """Options of a command are passed on by their names: the functions that get them have arguments of these names."""
 
 import inspect
-from dataclasses import fields
 from typing import get_args
 
 import pytest
+from msgspec.structs import fields
 
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.pad import pad, unpad

@@ -2,12 +2,12 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import shardconv

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 from safetensors import safe_open
 from torch import nn
 

@@ -1,6 +1,5 @@
 """Links, docstrings and the generated reference of the documentation site."""
 
-import dataclasses
 import importlib
 
 import pytest
@@ -40,8 +39,7 @@ def test_every_public_name_has_a_purpose():
 def test_docstring_of_a_report_has_all_fields(path):
     module, _, name = path.rpartition(".")
     report = getattr(importlib.import_module(module), name)
-    is_data = dataclasses.is_dataclass(report)
-    names = [each.name for each in dataclasses.fields(report)] if is_data else report.__match_args__
+    names = report._fields if issubclass(report, tuple) else report.__struct_fields__
     assert set(names) <= fields_of(report).keys()
 
 

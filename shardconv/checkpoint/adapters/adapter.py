@@ -5,10 +5,10 @@ and the grids of its tensors say which weight each of them covers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import Adapter, AdapterSettings, read_settings
@@ -189,8 +189,7 @@ def adapter_folder(adapter: Path, base: AnyPath) -> AnyPath:
     return named if is_split(named) else adapter
 
 
-@dataclass(frozen=True, slots=True)
-class SplitAdapter:
+class SplitAdapter(Struct, frozen=True):
     """A split adapter.
 
     Attributes:

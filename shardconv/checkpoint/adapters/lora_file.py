@@ -10,13 +10,13 @@ import struct
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from msgspec import Meta
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import Adapter, parse_settings
 from shardconv.checkpoint.engine.layout import in_file_order
@@ -78,8 +78,7 @@ class _Layer(NamedTuple):
     is_flat: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoraFile:
+class LoraFile(Struct, frozen=True):
     """A LoRA file.
 
     Attributes:
@@ -88,7 +87,7 @@ class LoraFile:
     """
 
     source: Source
-    components: Mapping[str, Mapping[_Layer, Mapping[str, str]]] = field(default_factory=dict)
+    components: Mapping[str, Mapping[_Layer, Mapping[str, str]]] = {}
 
     @classmethod
     def open(cls, path: AnyPath, *, follow_links: bool = False) -> "LoraFile":

@@ -5,7 +5,8 @@ their transforms. Equals ``merge_and_unload`` of PEFT except for rounding.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter, fitted
 from shardconv.checkpoint.adapters.adapter_settings import Adapter

@@ -9,10 +9,11 @@ There may be shards of some ranks only. Then the full tensor has ranges of which
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple, Self
+
+from msgspec import Struct
 
 from shardconv.files.containers.safetensors import DTYPE_BITS
 from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, intervals, located, split_replicas, union
@@ -65,8 +66,7 @@ class Box(NamedTuple):
     is_replica: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRows:
+class ShardRows(Struct, frozen=True):
     """The rows of one rank's shard.
 
     Attributes:
@@ -133,8 +133,7 @@ def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int
         yield row, 1, column, last_column
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(Struct, frozen=True):
     """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank.
 
     Attributes:

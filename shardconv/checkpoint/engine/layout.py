@@ -6,12 +6,12 @@ headers that are computed again from its manifest.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, chain, islice
 from math import prod
 from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
@@ -36,8 +36,7 @@ _OFFSETS_KEYS = "DCP_SHARDING_INFO", "saved_offsets"
 _MAX_FILES = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Files with shards of tensors.
 
     Attributes:

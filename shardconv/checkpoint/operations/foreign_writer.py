@@ -6,8 +6,10 @@ journal, resume and uploads work as for rank files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_stripes
 from shardconv.checkpoint.engine.geometry import unsharded
@@ -30,8 +32,7 @@ class NewFile(NamedTuple):
     literals: Mapping[int, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignFiles:
+class ForeignFiles(Struct, frozen=True):
     """Files of another tool that are written from a source.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +27,7 @@ from shardconv.files.weight_formats import is_weights
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeReport(WriteReport):
+class MergeReport(WriteReport, frozen=True, kw_only=True):
     """Result of a merge.
 
     Attributes:

@@ -7,11 +7,11 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Progress
@@ -51,8 +51,7 @@ from shardconv.support.errors import PlanError, SourceError, UsageError, option
 Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PadReport(WriteReport):
+class PadReport(WriteReport, frozen=True, kw_only=True):
     """Result of padding a checkpoint.
 
     Attributes:
@@ -76,8 +75,7 @@ class PadReport(WriteReport):
     left_out: Annotated[Mapping[str, str], path_keys]
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
+class _Planned(Struct, frozen=True):
     """The new config, the manifest, the changed fields of the config, and the padding."""
 
     config: dict[str, object]
@@ -230,8 +228,7 @@ def _text_of(path: AnyPath, expected: dict[str, object] | None) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnpadReport(WriteReport):
+class UnpadReport(WriteReport, frozen=True, kw_only=True):
     """Result of unpadding.
 
     Attributes:

@@ -9,10 +9,12 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter
 from shardconv.checkpoint.adapters.lora_file import fuse_in_diffusers
@@ -324,8 +326,7 @@ def _named(pipeline: Pipeline, name: str) -> Iterator[None]:
 # --- pipelines that are written -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(Struct, frozen=True):
     """The way in which an operation writes a pipeline: ``on_pipelines(Written(...))``.
 
     Attributes:
@@ -357,8 +358,7 @@ class Written:
         return report
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(Struct, frozen=True):
     """One run of an operation that writes a pipeline."""
 
     written: Written

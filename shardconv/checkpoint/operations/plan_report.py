@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, Unpack
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.operations.pipeline import on_pipelines, report_each
 from shardconv.checkpoint.operations.split_sources import plan_sources
@@ -76,8 +76,7 @@ class TensorReport(Struct, frozen=True):
     stages: tuple[int, ...] = (0,)
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+class PlanReport(Struct, frozen=True):
     """Report of ``shardconv plan``.
 
     Attributes:
@@ -143,8 +142,8 @@ class PlanReport:
     quantization: Annotated[str, listed] = ""
     adapters: Annotated[tuple[str, ...], paths] = ()
     engine: str | None = None
-    components: Mapping[str, str] = field(default_factory=dict)
-    copied: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str] = {}
+    copied: Mapping[str, str] = {}
 
 
 @on_pipelines(report_each)

@@ -2,12 +2,11 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import structs
+from msgspec.structs import fields, replace
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -38,8 +37,7 @@ from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardReport(WriteReport):
+class ReshardReport(WriteReport, frozen=True, kw_only=True):
     """Result of a reshard.
 
     Attributes:
@@ -222,7 +220,7 @@ def _plan_reshard(
             "(shardconv plan DIR)"
         )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
-    request = structs.replace(old.request, engine=new_engine, pad=pad, ep=ep)
+    request = replace(old.request, engine=new_engine, pad=pad, ep=ep)
     if layout in {None, old.layout.name}:
         request_for(request, old.layout.name)  # refuses an option that changes the plan of an engine
         file_layout = old.layout

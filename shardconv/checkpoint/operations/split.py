@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Unpack
@@ -35,8 +34,7 @@ from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitReport(WriteReport):
+class SplitReport(WriteReport, frozen=True, kw_only=True):
     """Result of a split.
 
     Attributes:

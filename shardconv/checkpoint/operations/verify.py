@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Annotated
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Progress, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -37,8 +39,7 @@ from shardconv.layouts.choice import engine_of
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Struct, frozen=True):
     """Result of a verification.
 
     Attributes:
@@ -82,8 +83,8 @@ class VerifyReport:
     saved_by: str | None = None
     ranks: tuple[int, ...] = ()
     is_damaged: Annotated[bool, some] = False
-    components: Mapping[str, str] = field(default_factory=dict)
-    copied: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str] = {}
+    copied: Mapping[str, str] = {}
     pp: int = 1
     ep: int = 1
 

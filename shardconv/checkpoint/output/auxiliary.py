@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple, Self
 
 import xxhash
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.checkpoint.sources.source import Source
@@ -36,8 +36,7 @@ class NewText(NamedTuple):
         return checksum(data)
 
 
-@dataclass(frozen=True, slots=True)
-class AuxiliaryFiles:
+class AuxiliaryFiles(Struct, frozen=True):
     """Auxiliary files of a new checkpoint, by their names.
 
     Attributes:
@@ -48,8 +47,8 @@ class AuxiliaryFiles:
             none.
     """
 
-    copied: Mapping[str, AnyPath] = field(default_factory=dict)
-    made: Mapping[str, NewText] = field(default_factory=dict)
+    copied: Mapping[str, AnyPath] = {}
+    made: Mapping[str, NewText] = {}
     expected: Mapping[str, str] | None = None
     config: Mapping[str, object] | None = None
 

@@ -5,16 +5,16 @@ one has the same value in all reports.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
-from msgspec import Struct, structs
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.plan.padded_config import ConfigChange
 from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
 
-#: The class of a report, a dataclass.
+#: The class of a report.
 R = TypeVar("R")
 
 
@@ -109,7 +109,7 @@ def some(field: Joined) -> bool:
 def tensors_by_path(field: Joined) -> tuple[Struct, ...]:
     """Reports on tensors, whose names begin with their component."""
     tensors = ((component, one) for component, several in field.values.items() for one in several)
-    return tuple(structs.replace(one, name=f"{component}/{one.name}") for component, one in tensors)
+    return tuple(replace(one, name=f"{component}/{one.name}") for component, one in tensors)
 
 
 def padding_of_all(field: Joined) -> PaddingReport:

@@ -7,10 +7,11 @@ the checkpoint becomes visible as a whole, or not at all.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self, TypedDict
+
+from msgspec import Struct, field
 
 from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
 from shardconv.checkpoint.engine.layout import Layout
@@ -31,8 +32,7 @@ from shardconv.support.errors import UsageError, option
 Identify = Callable[[Checksums], Iterable[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
+class WriteOptions(Struct, frozen=True):
     """Options of all functions that write a checkpoint, each of which takes them as keyword arguments.
 
     Attributes:
@@ -68,8 +68,7 @@ class WriteOptions:
         return WriteOptions(checksums=self.checksums, threads=self.threads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteReport:
+class WriteReport(Struct, frozen=True, kw_only=True):
     """Result of writing a checkpoint, or with ``dry_run`` the expected result.
 
     Attributes:
@@ -89,8 +88,8 @@ class WriteReport:
     dry_run: bool
     destination_exists: bool
     resumed_bytes: int = 0
-    components: Mapping[str, str] = field(default_factory=dict)
-    copied: Mapping[str, str] = field(default_factory=dict)
+    components: Mapping[str, str] = {}
+    copied: Mapping[str, str] = {}
 
 
 class Outcome(TypedDict):
@@ -163,8 +162,7 @@ class Staged(NamedTuple):
         return InnerDestination(self.folder, name)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointWriter:
+class CheckpointWriter(Struct, frozen=True):
     """Writes one new checkpoint.
 
     Attributes:

@@ -7,8 +7,10 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
@@ -141,8 +143,7 @@ def _change_dtype(config: dict[str, object], dtype: str) -> bool:
     return is_changed
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeConversion:
+class DtypeConversion(Struct, frozen=True):
     """The transform of one tensor.
 
     Attributes:

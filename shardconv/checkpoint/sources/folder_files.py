@@ -5,12 +5,13 @@ they are proven to be duplicates. All other weights are an error.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape
 from pathlib import PurePosixPath
 from typing import NamedTuple, NoReturn
+
+from msgspec import Struct
 
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, read_header
 from shardconv.files.containers.torch_files import TorchProblem, list_torch_files
@@ -36,8 +37,7 @@ from shardconv.support.errors import SourceError, UsageError, option
 _MAX_NAMES = 5
 
 
-@dataclass(frozen=True)
-class SourceFolder:
+class SourceFolder(Struct, frozen=True, dict=True):
     """The files of a folder.
 
     Attributes:

@@ -3,8 +3,9 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Self
+
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange, Transform
@@ -23,8 +24,7 @@ class Rows(NamedTuple):
     at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedRows:
+class JoinedRows(Struct, frozen=True):
     """A tensor with the rows of several stored tensors, one after the other.
 
     Attributes:
@@ -54,8 +54,7 @@ class JoinedRows:
                 yield part.stored, part.at + low - part.start, part.at + high - part.start
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(Struct, frozen=True):
     """A tensor that is not stored: its first bytes are here, and all others are zero."""
 
     data: bytes = b""
@@ -71,8 +70,7 @@ class Literal:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class WithCopies:
+class WithCopies(Struct, frozen=True):
     """A tensor, and its copies in the source, which must be equal.
 
     Attributes:

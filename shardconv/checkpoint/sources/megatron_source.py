@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.sources.dcp_files import (

@@ -1,8 +1,9 @@
 """Open sources: a safetensors or PyTorch file, a Hugging Face folder, or a folder with rank files of another tool."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, leave_out_weights, list_folder

@@ -4,9 +4,10 @@ Components with weights are checkpoints of their own, except for models that are
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from glob import escape
+
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.diffusers_classes import diffusers_classes
@@ -30,8 +31,7 @@ from shardconv.support.errors import SourceError, UsageError, option
 _MAX_NAMES = 5
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Struct, frozen=True):
     """The components of a pipeline, and its files.
 
     Attributes:
@@ -52,9 +52,9 @@ class Pipeline:
     files: Mapping[str, AnyPath]
     inner_files: tuple[str, ...] = ()
     expected: Mapping[str, str] | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = {}
     ignore: tuple[str, ...] = ()
-    own: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    own: Mapping[str, Mapping[str, object]] = {}
 
     @property
     def first(self) -> AnyPath:

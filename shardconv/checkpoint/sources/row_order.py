@@ -5,7 +5,8 @@ permutations between the two orders are inverse to each other.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Scratch
@@ -13,8 +14,7 @@ from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange
 from shardconv.files.fileio import Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryRows:
+class RotaryRows(Struct, frozen=True):
     """A tensor whose heads have their rows in the other order than the stored tensor.
 
     Attributes:

@@ -1,9 +1,10 @@
 """A source: a checkpoint that can be split, whatever its files are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.layout import lay_out_source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
@@ -26,8 +27,7 @@ def model_name(folder: AnyPath) -> str:
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot(folder) else folder_name(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(Struct, frozen=True):
     """One file of a source that a merge writes: its name in the folder, its path, and its header."""
 
     name: str
@@ -35,8 +35,7 @@ class SourceFile:
     header: Header
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(Struct, frozen=True, dict=True):
     """A checkpoint that can be split.
 
     Attributes:
@@ -69,12 +68,12 @@ class Source:
     index: tuple[str, str] | None = None
     index_path: AnyPath | None = None
     config: dict[str, object] | None = None
-    auxiliary_files: Mapping[str, AnyPath] = field(default_factory=dict)
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    auxiliary_files: Mapping[str, AnyPath] = {}
+    left_out: Mapping[str, str] = {}
     ignore: tuple[str, ...] = ()
     layout: str | None = None
     num_ranks: int = 1
-    made_files: Mapping[str, str] = field(default_factory=dict)
+    made_files: Mapping[str, str] = {}
     assumed: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()
     merged_adapter: str | None = None

@@ -6,7 +6,8 @@ File names in an index are untrusted input, and no link is followed out of the f
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapter
@@ -42,8 +43,7 @@ from shardconv.support.formatting import counted
 _MAX_SUBFOLDERS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class WeightFiles:
+class WeightFiles(Struct, frozen=True):
     """The weight files of a checkpoint.
 
     Attributes:
@@ -54,7 +54,7 @@ class WeightFiles:
 
     names: list[str]
     index: tuple[str, str] | None = None
-    weight_map: Mapping[str, str] = field(default_factory=dict)
+    weight_map: Mapping[str, str] = {}
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:

@@ -1,12 +1,13 @@
 """Open the tensors of a source, wherever its files store them, and compute tensors that are stored in another form."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol, Self
 
 import xxhash
+from msgspec import Struct
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
@@ -53,8 +54,7 @@ class Transform(Protocol):
 Transforms = Mapping[str, Transform]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensors:
+class StoredTensors(Struct, frozen=True):
     """The positions of the stored tensors of a source, and the transforms to its other tensors.
 
     Attributes:

@@ -5,8 +5,9 @@ A contiguous tensor is a byte range of its file, whether or not others share it.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.engine.copy import Shards

@@ -5,9 +5,9 @@ Owns the differences between the two. Whatever loads a checkpoint reads the mani
 
 import shlex
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.folder_files import holds_base
@@ -28,8 +28,7 @@ from shardconv.plan.stages import StageChoice, chosen_stages
 from shardconv.support.errors import RunError, SourceError, SplitCheckpointError, UsageError, option
 
 
-@dataclass(frozen=True, slots=True)
-class Loadable:
+class Loadable(Struct, frozen=True):
     """A checkpoint that ranks load.
 
     Attributes:

@@ -5,7 +5,6 @@ resharded alone, is detected.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from msgspec import field
 from msgspec.structs import replace
@@ -74,8 +73,7 @@ class PipelineManifest(Data, frozen=True, kw_only=True, tag_field="format_versio
         return replace(self, created_by="", ranks=(), components=components)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitPipeline(Pipeline):
+class SplitPipeline(Pipeline, frozen=True, kw_only=True):
     """A split pipeline.
 
     Attributes:

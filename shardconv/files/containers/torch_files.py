@@ -14,7 +14,6 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, tee
 from math import prod
@@ -22,6 +21,8 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple, Self
+
+from msgspec import Struct
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.unpickle import DTYPES, STORAGES
@@ -268,8 +269,7 @@ class _Pieces(io.RawIOBase):
         return self._at
 
 
-@dataclass(frozen=True)
-class TorchArchive:
+class TorchArchive(Struct, frozen=True, dict=True):
     """A file of torch.save with a state dict, or with another object: a zip archive with known positions.
 
     It has a pickle, which names the shapes and storages of the tensors, and an uncompressed entry for each storage,

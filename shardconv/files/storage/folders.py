@@ -5,9 +5,10 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote, urlsplit
+
+from msgspec.structs import replace
 
 from shardconv.files.containers.safetensors import MAX_HEADER_BYTES, header_bytes
 from shardconv.files.folder import NUM_REQUESTS, RemotePath, progress_of_headers, remote_folder

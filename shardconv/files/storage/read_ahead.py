@@ -8,8 +8,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from shardconv.files.storage.clients import wait
 from shardconv.files.storage.remote_file import RemoteFile
@@ -54,8 +55,7 @@ class Range(NamedTuple):
     number: int
 
 
-@dataclass(eq=False, slots=True)
-class _Chunk:
+class _Chunk(Struct, eq=False):
     """A range that is being fetched.
 
     Attributes:

@@ -2,9 +2,10 @@
 
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from msgspec import Struct
 
 from shardconv.support.errors import UsageError
 
@@ -24,8 +25,7 @@ LOCK_NAME = ".shardconv.lock"
 _LOCK_NAMES = re.compile(r"(.*/)?(\.shardconv|\.[^/]+\.safetensors)\.lock")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(Struct, frozen=True):
     """A parsed URL of a file or folder.
 
     Attributes:
@@ -39,11 +39,13 @@ class Location:
     scheme: str
     host: str
     path: str
-    user: str = field(default="", repr=False)
-    query: str = field(default="", repr=False)
+    user: str = ""
+    query: str = ""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host}/{self.path}".rstrip("/")
+
+    __repr__ = __str__  # without secrets
 
     @property
     def is_web(self) -> bool:

@@ -6,10 +6,10 @@ result consists of rules, units and module overrides without blocks.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.plan.families.config_fields import NAME, fields_in, replaced
@@ -54,8 +54,7 @@ def expand_blocks(family: Family, base: Family, find: Callable[[str], Family]) -
     )
 
 
-@dataclass(slots=True)
-class _Expansion:
+class _Expansion(Struct):
     """The expanded blocks of a family.
 
     Attributes:
@@ -74,10 +73,10 @@ class _Expansion:
     find: Callable[[str], Family]
     config: dict[str, Expression]
     units: dict[str, UnitRule]
-    rules: list[Rule] = field(default_factory=list)
-    modules: list[ModuleRule] = field(default_factory=list)
-    stages: dict[str, str] = field(default_factory=dict)
-    numbered: set[str] = field(default_factory=set)
+    rules: list[Rule] = []
+    modules: list[ModuleRule] = []
+    stages: dict[str, str] = {}
+    numbered: set[str] = set()
     mount: str = ""
 
     def add(

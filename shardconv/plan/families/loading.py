@@ -7,11 +7,12 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 from shardconv.plan.families.expansion import expand_blocks
 from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel
@@ -28,8 +29,7 @@ _MIN_STEM = 3
 _CUTOFF = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyList:
+class FamilyList(Struct, frozen=True):
     """The families that a search found.
 
     Attributes:

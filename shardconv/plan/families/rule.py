@@ -6,18 +6,16 @@ collectives that differ from the unsharded model's.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
-from msgspec import Meta, structs
+from msgspec import Meta, Struct, structs
 
 from shardconv.plan.families.config_fields import check_expression, fields_in, replaced
 from shardconv.support.structs import Data
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
+class Style(Struct, frozen=True):
     """The sharded dim of a weight and of its bias. Negative dims count from the end; None is replicated."""
 
     weight: int | None

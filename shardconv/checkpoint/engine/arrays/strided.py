@@ -1,11 +1,11 @@
 """Strided copies: between a block of a full tensor and a range of a shard, and of tensors stored with strides."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from shardconv.checkpoint.engine.copy import Scratch
@@ -91,8 +91,7 @@ _Read = Callable[[str, int, Bytes], None]
 _Box = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StridedTensor:
+class StridedTensor(Struct, frozen=True):
     """A transform that gathers the elements of a tensor from the bytes that hold them.
 
     Attributes:
