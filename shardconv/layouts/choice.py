@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from shardconv.layouts import ENGINE_LAYOUTS, LAYOUTS
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout, FileTensor
-from shardconv.layouts.layout_file import GroupTable, QuantizedTable, RefusedTable, layout_file
+from shardconv.layouts.layout_file import GroupTable, QuantizedTable, RefusedTable, layout_file, layout_head
 from shardconv.layouts.relation import (
     WEIGHT,
     ConstantRule,
@@ -40,12 +40,12 @@ def engine_of(layout: str) -> str | None:
     """
     if layout not in LAYOUTS:
         raise UsageError(f"layout {layout!r} is unknown (expected one of {', '.join(LAYOUTS)})")
-    return layout_file(layout).engine if layout in ENGINE_LAYOUTS else None
+    return layout_head(layout).engine if layout in ENGINE_LAYOUTS else None
 
 
 def versions_of(layout: str) -> str | None:
     """The engine versions that read the files of a layout; None for a layout without an engine."""
-    return None if engine_of(layout) is None else layout_file(layout).versions
+    return None if engine_of(layout) is None else layout_head(layout).versions
 
 
 def choose_layout(name: str, tensors: Mapping[str, TensorSpec], config: Mapping[str, object] | None) -> FileLayout:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,6 +27,8 @@ from shardconv.layouts.relation import (
     parse_rules,
 )
 from shardconv.support.errors import PlanError, option
+
+_Layout = TypeVar("_Layout", bound="LayoutHead")
 
 FOLDER = Path(__file__).parent
 
@@ -147,15 +149,13 @@ class ChosenRules(NamedTuple):
         return any(pattern.match(name) is not None for group in self.groups for pattern in group.without_source)
 
 
-class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """The layout of the rank files of a system.
+class LayoutHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """The part of a layout file before its tables, which is enough to detect rank files.
 
     Attributes:
         title: a description, for messages.
         files: regular expression of the file names. Its groups are the rank, the number of ranks (tp), the part of the
             rank, and, for files without ranks, the number of parts. Other files without a rank are of rank 0.
-        groups: by name.
-        types: model type to names of groups; empty if all groups apply to all models.
         files_per_rank: the number of files of each rank, where their names do not have parts.
         beside: a file beside them that is needed to read them. Without it, names are not enough to detect the layout.
         others: regular expression of the names of further files of the system, without weights.
@@ -165,14 +165,11 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         file_name_in_stage: the same for a rank of one of several pipeline stages.
         engine: the engine that reads the files; its plan has the sharded dims.
         versions: the engine versions that read the files.
-        quantized: the tensors of quantized layers.
         key: the name of the layout.
     """
 
     title: str
     files: str
-    groups: dict[str, GroupTable]
-    types: dict[str, tuple[str, ...]] = {}
     files_per_rank: int = 1
     beside: str | None = None
     others: str = ""
@@ -182,13 +179,26 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     file_name_in_stage: str = ""
     engine: str | None = None
     versions: str | None = None
-    quantized: QuantizedTable = QuantizedTable()
     key: str = ""
 
     @cached_property
     def names(self) -> re.Pattern[str]:
         """The pattern of the file names."""
         return re.compile(self.files)
+
+
+class LayoutFile(LayoutHead, frozen=True):
+    """The layout of the rank files of a system.
+
+    Attributes:
+        groups: by name.
+        types: model type to names of groups; empty if all groups apply to all models.
+        quantized: the tensors of quantized layers.
+    """
+
+    groups: dict[str, GroupTable] = {}
+    types: dict[str, tuple[str, ...]] = {}
+    quantized: QuantizedTable = QuantizedTable()
 
     @cached_property
     def all_rules(self) -> ChosenRules:
@@ -242,7 +252,20 @@ class LayoutFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
 
 @cache
+def layout_head(key: str) -> LayoutHead:
+    """Read the head of the layout file of a system, one of :data:`~shardconv.layouts.SOURCE_LAYOUTS`."""
+    return _parse(_text(key).partition("\n[")[0], key, LayoutHead)
+
+
+@cache
 def layout_file(key: str) -> LayoutFile:
     """Read the layout file of a system, one of :data:`~shardconv.layouts.SOURCE_LAYOUTS`."""
-    table = tomllib.loads((FOLDER / f"{key}.toml").read_text("utf-8"))
-    return msgspec.convert({**table, "key": key}, LayoutFile, str_keys=True)
+    return _parse(_text(key), key, LayoutFile)
+
+
+def _text(key: str) -> str:
+    return (FOLDER / f"{key}.toml").read_text("utf-8")
+
+
+def _parse(text: str, key: str, kind: type[_Layout]) -> _Layout:
+    return msgspec.convert({**tomllib.loads(text), "key": key}, kind, str_keys=True)

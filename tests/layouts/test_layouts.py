@@ -105,12 +105,16 @@ def no_layouts(tmp_path, monkeypatch):
     """Installed layouts without rules, which may change: the manifest stores the layout of a split checkpoint."""
     (tmp_path / "none").mkdir()
     for name in SOURCE_LAYOUTS:
-        text = "title = ''\nfiles = 'none'\nengine = 'vllm'\ntypes = { none = [] }\ngroups = {}\n"
+        text = "title = ''\nfiles = 'none'\nengine = 'vllm'\n[types]\nnone = []\n"
         (tmp_path / "none" / f"{name}.toml").write_text(text)
-    monkeypatch.setattr(layout_file, "FOLDER", tmp_path / "none")
-    layout_file.layout_file.cache_clear()
-    yield
-    layout_file.layout_file.cache_clear()
+    cached = (layout_file.layout_head, layout_file.layout_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(layout_file, "FOLDER", tmp_path / "none")
+        for read in cached:
+            read.cache_clear()
+        yield
+    for read in cached:
+        read.cache_clear()
 
 
 @pytest.fixture

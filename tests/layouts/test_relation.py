@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from shardconv.layouts import SOURCE_LAYOUTS
+from shardconv.layouts import ENGINE_LAYOUTS, SOURCE_LAYOUTS
 from shardconv.layouts.layout import FileTensor
-from shardconv.layouts.layout_file import GroupTable, layout_file
+from shardconv.layouts.layout_file import GroupTable, layout_file, layout_head
 from shardconv.layouts.relation import file_tensors, find_source, find_target
 
 EXPERTS = tuple(f"y.e.{n}.{p}" for n in range(11) for p in "ab")
@@ -109,3 +109,9 @@ def test_every_rule_is_in_a_case():
             if rule.target.match(target)
         }
         assert tried == {rule.target.text for rule in file.all_rules.rules}, key
+
+
+@pytest.mark.parametrize("layout", sorted({*SOURCE_LAYOUTS, *ENGINE_LAYOUTS}))
+def test_head_of_a_layout_file_has_all_fields_before_its_tables(layout):
+    head = msgspec.structs.asdict(layout_head(layout))
+    assert head.items() <= msgspec.structs.asdict(layout_file(layout)).items()

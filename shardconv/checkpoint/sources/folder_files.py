@@ -29,7 +29,7 @@ from shardconv.files.weight_formats import (
     is_weights,
 )
 from shardconv.layouts import META
-from shardconv.layouts.layout_file import layout_file
+from shardconv.layouts.layout_file import layout_file, layout_head
 from shardconv.layouts.relation import find_target
 from shardconv.support.errors import SourceError, UsageError, option
 
@@ -282,7 +282,7 @@ def unproven(files: Mapping[str, AnyPath], shapes: Mapping[str, tuple[int, ...]]
     pickles = [name for name in files if name.endswith(PYTORCH.suffixes) and reasons[name] != _PROVEN]
     for name, listed in zip(pickles, list_torch_files([files[name] for name in pickles]), strict=True):
         reasons[name] = _first_mismatch(listed, shapes)
-    for name in [name for name in files if SAFETENSORS.has(name) and layout_file(META).names.fullmatch(name)]:
+    for name in [name for name in files if SAFETENSORS.has(name) and layout_head(META).names.fullmatch(name)]:
         reasons[name] = _first_mismatch(_read_tensors(files[name]), shapes)
     indexes |= {name: _index(name, path) for name, path in files.items() if name == _META_INDEX}
     for name, index in indexes.items():

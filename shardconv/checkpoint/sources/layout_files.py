@@ -13,7 +13,7 @@ from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
 from shardconv.layouts import SOURCE_LAYOUTS
-from shardconv.layouts.layout_file import LayoutFile, layout_file
+from shardconv.layouts.layout_file import LayoutFile, LayoutHead, layout_file, layout_head
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError, option
 from shardconv.support.formatting import counted
@@ -49,15 +49,15 @@ def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
         SourceError: if rank files are the only weights, without the file that has to be beside them.
     """
     has_checkpoint = any(one.single in names for one in SOURCE_FORMATS) or any(map(is_hugging_face_index, names))
-    layouts = [one for one in map(layout_file, SOURCE_LAYOUTS) if one.is_certain or not has_checkpoint]
+    layouts = [one for one in map(layout_head, SOURCE_LAYOUTS) if one.is_certain or not has_checkpoint]
     held = [(layout, found) for layout in layouts if (found := rank_files(layout, names))]
     if complete := [layout for layout, _ in held if layout.beside is None or layout.beside in names]:
-        return complete[0]
+        return layout_file(complete[0].key)
     for layout, found in reversed(held):  # the last is the most general
         if not any(is_weights(name) and name not in found and not is_trainer_state(name) for name in names):
             config = (
                 f"pass the model's config.json ({option(source_layout=layout.key)} {option(config='FILE')}), "
-                if layout.groups
+                if layout_file(layout.key).groups
                 else ""
             )
             raise SourceError(
@@ -73,7 +73,7 @@ def refuse_rank_file(path: AnyPath) -> None:
     Raises:
         SourceError: if a file has such a name, and the file that has to be beside it exists.
     """
-    for layout in map(layout_file, SOURCE_LAYOUTS):
+    for layout in map(layout_head, SOURCE_LAYOUTS):
         if layout.names.fullmatch(path.name) and (layout.beside is None or (path.parent / layout.beside).exists()):
             raise SourceError(f"{path}: is a rank file of {layout.title}: pass its folder {path.parent} instead")
 
@@ -83,7 +83,7 @@ def is_hugging_face_index(name: str) -> bool:
     return is_index(name) and not name.startswith("consolidated")
 
 
-def rank_files(layout: LayoutFile, names: Collection[str]) -> list[str]:
+def rank_files(layout: LayoutHead, names: Collection[str]) -> list[str]:
     """The names of rank files, sorted."""
     return sorted(name for name in names if layout.names.fullmatch(name))
 

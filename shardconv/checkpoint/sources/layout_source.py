@@ -25,7 +25,7 @@ from shardconv.files.weight_formats import (
     refuse_sharded_state,
 )
 from shardconv.layouts import DCP, MEGATRON, SOURCE_LAYOUTS
-from shardconv.layouts.layout_file import LayoutFile, layout_file
+from shardconv.layouts.layout_file import LayoutFile, layout_file, layout_head
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError, UsageError, option
 from shardconv.support.formatting import counted
@@ -43,7 +43,7 @@ def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
     """
     if asked is None:
         layout = detect_layout(folder.weights_path, folder.names)
-        if layout is None and rank_files(layout_file(MEGATRON), folder.inner_names):
+        if layout is None and rank_files(layout_head(MEGATRON), folder.inner_names):
             layout = layout_file(MEGATRON)
         return None if MANIFEST_NAME in folder.names else layout
     if asked not in SOURCE_LAYOUTS:

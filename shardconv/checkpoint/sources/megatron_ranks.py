@@ -16,7 +16,7 @@ from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.layouts import MEGATRON
-from shardconv.layouts.layout_file import ChosenRules, layout_file
+from shardconv.layouts.layout_file import ChosenRules, layout_head
 from shardconv.layouts.megatron_names import name_in_rules
 from shardconv.layouts.relation import LayoutRule, find_target
 from shardconv.layouts.row_pieces import shares_of
@@ -63,7 +63,7 @@ def list_ranks(folder: SourceFolder, rules: ChosenRules, num_layers: int) -> Chu
         SourceError: if a file is missing, or cannot be read.
         PlanError: if a tensor is unknown.
     """
-    names = [name for name in rank_files(layout_file(MEGATRON), folder.inner_names) if "/" in name]
+    names = [name for name in rank_files(layout_head(MEGATRON), folder.inner_names) if "/" in name]
     if not names:
         raise SourceError(f"{folder.weights_path / METADATA_NAME}: is missing (expected beside .distcp files): copy it")
     ranks = _ranks(folder, names)
@@ -97,7 +97,7 @@ def _ranks(folder: SourceFolder, names: Sequence[str]) -> list[_Rank]:
     """The ranks of the files, which form complete groups."""
     ranks = []
     for file, name in enumerate(names):
-        match = layout_file(MEGATRON).names.fullmatch(name)
+        match = layout_head(MEGATRON).names.fullmatch(name)
         assert match is not None
         if match["ep"] is not None:
             raise SourceError(
