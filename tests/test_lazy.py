@@ -7,10 +7,10 @@ import pytest
 
 from shardconv import engines
 from shardconv.checkpoint.engine import arrays
-from shardconv.files import storage
+from shardconv.files import containers, storage
 
 
-@pytest.mark.parametrize("package", [arrays, storage], ids=["arrays", "storage"])
+@pytest.mark.parametrize("package", [arrays, containers, storage], ids=["arrays", "containers", "storage"])
 def test_module_is_imported_when_it_is_read(package):
     code = (
         f"import sys, {package.__name__} as package\n"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import shardconv
-from shardconv.checkpoint.sources import folder_files
 from shardconv.checkpoint.sources.folder_files import matches
 from shardconv.checkpoint.sources.opening import open_source
+from shardconv.files.containers import torch_files
 from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs, stored, write_checkpoint, write_index, write_weights
 
@@ -133,7 +133,7 @@ REASON = "duplicate of the checkpoint in another format"
 def test_index_over_files_of_the_same_tensors(folder, monkeypatch):
     """Only the index is read."""
     monkeypatch.setattr(
-        folder_files, "list_torch_files", lambda paths: [] if not paths else pytest.fail("torch is not needed")
+        torch_files, "list_torch_files", lambda paths: [] if not paths else pytest.fail("torch is not needed")
     )
     files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
     for name in files:

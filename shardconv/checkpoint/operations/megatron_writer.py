@@ -15,13 +15,8 @@ from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
 from shardconv.checkpoint.operations.megatron_arguments import common_state
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Literal, WithCopies
-from shardconv.checkpoint.sources.megatron_source import (
-    COMMON_NAME,
-    FOLDER,
-    LATEST_NAME,
-    check_unquantized,
-    known_sizes,
-)
+from shardconv.checkpoint.sources.layout_files import FOLDER, LATEST_NAME
+from shardconv.checkpoint.sources.megatron_source import COMMON_NAME, check_unquantized, known_sizes
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform

@@ -10,7 +10,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPE
 from shardconv.checkpoint.output.existing import NewCheckpoint, check_disjoint, check_replaceable, is_occupied
 from shardconv.checkpoint.output.journal import Journal
 from shardconv.checkpoint.output.staging import as_output_errors, nested_staging, staged_folder, staging
-from shardconv.checkpoint.sources.megatron_source import LATEST_NAME
+from shardconv.checkpoint.sources.layout_files import LATEST_NAME
 from shardconv.files import storage
 from shardconv.files.fileio import LocalOutputFiles, OutputFiles
 from shardconv.files.folder import AnyPath

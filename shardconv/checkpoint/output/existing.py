@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
-from shardconv.checkpoint.sources.megatron_source import FOLDER, LATEST_NAME
+from shardconv.checkpoint.sources.layout_files import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME
 from shardconv.checkpoint.sources.pipeline import is_pipeline, read_index
 from shardconv.checkpoint.split.chosen_ranks import name_ranks

@@ -13,8 +13,8 @@ from typing import NamedTuple, NoReturn
 
 from msgspec import Struct
 
+from shardconv.files import containers
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, read_header
-from shardconv.files.containers.torch_files import TorchProblem, list_torch_files
 from shardconv.files.folder import AnyPath, relative_name, walk
 from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
@@ -280,8 +280,9 @@ def unproven(files: Mapping[str, AnyPath], shapes: Mapping[str, tuple[int, ...]]
             listed_files = {file for file in index.files & files.keys() if file.endswith(PYTORCH.suffixes)}
             reasons |= dict.fromkeys([name, *listed_files], _PROVEN)
     pickles = [name for name in files if name.endswith(PYTORCH.suffixes) and reasons[name] != _PROVEN]
-    for name, listed in zip(pickles, list_torch_files([files[name] for name in pickles]), strict=True):
-        reasons[name] = _first_mismatch(listed, shapes)
+    paths = [files[name] for name in pickles]
+    for name, listed in zip(pickles, containers.torch_files.list_torch_files(paths), strict=True):
+        reasons[name] = _first_mismatch(listed if isinstance(listed, TensorFile) else listed.problem, shapes)
     for name in [name for name in files if SAFETENSORS.has(name) and layout_head(META).names.fullmatch(name)]:
         reasons[name] = _first_mismatch(_read_tensors(files[name]), shapes)
     indexes |= {name: _index(name, path) for name, path in files.items() if name == _META_INDEX}
@@ -318,12 +319,12 @@ def _index(name: str, path: AnyPath) -> _Index | str:
     return _Index(set(weight_map), {str(PurePosixPath(name).parent / file) for file in weight_map.values()})
 
 
-def _read_tensors(path: AnyPath) -> TensorFile | TorchProblem:
-    """The tensors of a safetensors file."""
+def _read_tensors(path: AnyPath) -> TensorFile | str:
+    """The tensors of a safetensors file, or the reason for which it cannot be read."""
     try:
         return read_header(path).file(path)
     except SourceError as error:
-        return TorchProblem(error.with_options().removeprefix(f"{path}: "), "download it again")
+        return error.with_options().removeprefix(f"{path}: ")
 
 
 def _with_model_names(
@@ -339,13 +340,13 @@ def _with_model_names(
             yield name, info
 
 
-def _first_mismatch(listed: TensorFile | TorchProblem, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _first_mismatch(listed: TensorFile | str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Describe the first tensor that is not in the checkpoint, or return ``_PROVEN``.
 
     A tensor that shares storage with one of the checkpoint is in it, too: safetensors stores only one of them.
     """
-    if isinstance(listed, TorchProblem):
-        return listed.problem
+    if isinstance(listed, str):
+        return listed
     tensors = list(_with_model_names(listed.tensors, shapes))
     known = {info for name, info in tensors if info.shape == shapes.get(name)}
     for name, info in tensors:

@@ -3,21 +3,29 @@
 Names and contents are untrusted input.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
+from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder
+from shardconv.files import containers
 from shardconv.files.containers.safetensors import TensorFile, read_header
-from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.files.folder import AnyPath
+from shardconv.files.text_files import read_text
 from shardconv.files.weight_formats import PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
-from shardconv.layouts import SOURCE_LAYOUTS
+from shardconv.layouts import MEGATRON, SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, LayoutHead, layout_file, layout_head
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError, option
+from shardconv.support.errors import SourceError, UsageError, option
 from shardconv.support.formatting import counted
 
+#: The folder of a converted model of Megatron-Core, and the file that names the folder of the last iteration.
+FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_\d{7,12}|release")
 _AGAIN = "copy the folder again"
 #: The most tensors in a message.
 _MAX_NAMES = 3
@@ -36,6 +44,52 @@ class RankFiles(NamedTuple):
 
     files: tuple[TensorFile, ...]
     ranks: tuple[dict[str, RankFileTensor], ...]
+
+
+def with_iteration(folder: SourceFolder) -> SourceFolder:
+    """The folder, with the weights of its last iteration, if it has iterations of Megatron-Core.
+
+    Raises:
+        SourceError: if the last iteration is not there.
+    """
+    if LATEST_NAME not in folder.names:
+        return folder
+    latest = read_text(folder.path / LATEST_NAME).strip()
+    name = f"iter_{latest:0>7}" if latest.isdecimal() else latest
+    inner = f"{name}/"
+    if not _ITERATION.fullmatch(name) or not any(one.startswith(inner) for one in folder.kept):
+        raise SourceError(
+            f"{folder.path / LATEST_NAME}: names {latest!r:.40}, whose folder is not there: copy it, or pass the "
+            f"folder of another iteration"
+        )
+    iterations = (one for one in folder.kept if "/" in one and _ITERATION.fullmatch(one.partition("/")[0]))
+    others = {one: "another iteration" for one in iterations if not one.startswith(inner)}
+    kept = {one: path for one, path in folder.kept.items() if one not in others and one != LATEST_NAME}
+    left_out = folder.left_out | others | {LATEST_NAME: "names the iteration"}
+    return replace(folder, kept=kept, left_out=left_out, inner=inner)
+
+
+def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
+    """The layout that the user asked for, or the layout of the files; a folder with a manifest is not of another tool.
+
+    Raises:
+        SourceError: if rank files are the only weights, without the file that has to be beside them.
+        UsageError: if the layout is unknown, or the folder does not hold files of it.
+    """
+    if asked is None:
+        layout = detect_layout(folder.weights_path, folder.names)
+        if layout is None and rank_files(layout_head(MEGATRON), folder.inner_names):
+            layout = layout_file(MEGATRON)
+        return None if MANIFEST_NAME in folder.names else layout
+    if asked not in SOURCE_LAYOUTS:
+        raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
+    layout = layout_file(asked)
+    if not rank_files(layout, folder.inner_names):
+        raise UsageError(
+            f"{folder.path}: does not hold files of {option(source_layout=asked)}: correct or remove "
+            f"{option('source_layout')}"
+        )
+    return layout
 
 
 def detect_layout(folder: AnyPath, names: Collection[str]) -> LayoutFile | None:
@@ -105,7 +159,9 @@ def read_rank_files(folder: SourceFolder, layout: LayoutFile, names: Sequence[st
         folder.check_link(name)
     paths = [folder.path / name for name in ordered]
     is_torch = paths[0].suffix in PYTORCH.suffixes
-    files = read_torch_files(paths) if is_torch else [read_header(path).file(path) for path in paths]
+    files = (
+        containers.torch_files.read_torch_files(paths) if is_torch else [read_header(path).file(path) for path in paths]
+    )
     tensors = dict(zip(ordered, map(_tensors, range(len(files)), files), strict=True))
     ranks = (_joined(folder.path, [tensors[name] for name in held]) for held in grouped)
     return RankFiles(tuple(files), tuple(ranks))

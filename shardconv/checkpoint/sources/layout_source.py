@@ -5,11 +5,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from shardconv.checkpoint.engine.layout import MANIFEST_NAME, in_file_order
+from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.dcp_files import read_dcp
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options
 from shardconv.checkpoint.sources.full_tensors import read_full_tensors
-from shardconv.checkpoint.sources.layout_files import detect_layout, is_hugging_face_index, rank_files, read_rank_files
+from shardconv.checkpoint.sources.layout_files import is_hugging_face_index, rank_files, read_rank_files
 from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
@@ -24,37 +24,14 @@ from shardconv.files.weight_formats import (
     is_weights,
     refuse_sharded_state,
 )
-from shardconv.layouts import DCP, MEGATRON, SOURCE_LAYOUTS
-from shardconv.layouts.layout_file import LayoutFile, layout_file, layout_head
+from shardconv.layouts import DCP, MEGATRON
+from shardconv.layouts.layout_file import LayoutFile
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import SourceError, UsageError, option
+from shardconv.support.errors import SourceError, option
 from shardconv.support.formatting import counted
 
 #: Name and metadata of the file that a merge writes.
 _FILE, _METADATA = "model.safetensors", {"format": "pt"}
-
-
-def find_layout(folder: SourceFolder, asked: str | None) -> LayoutFile | None:
-    """The layout that the user asked for, or the layout of the files; a folder with a manifest is not of another tool.
-
-    Raises:
-        SourceError: if rank files are the only weights, without the file that has to be beside them.
-        UsageError: if the layout is unknown, or the folder does not hold files of it.
-    """
-    if asked is None:
-        layout = detect_layout(folder.weights_path, folder.names)
-        if layout is None and rank_files(layout_head(MEGATRON), folder.inner_names):
-            layout = layout_file(MEGATRON)
-        return None if MANIFEST_NAME in folder.names else layout
-    if asked not in SOURCE_LAYOUTS:
-        raise UsageError(f"layout {asked!r} of rank files is unknown (expected one of {', '.join(SOURCE_LAYOUTS)})")
-    layout = layout_file(asked)
-    if not rank_files(layout, folder.inner_names):
-        raise UsageError(
-            f"{folder.path}: does not hold files of {option(source_layout=asked)}: correct or remove "
-            f"{option('source_layout')}"
-        )
-    return layout
 
 
 def open_layout(

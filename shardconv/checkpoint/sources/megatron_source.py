@@ -1,12 +1,9 @@
 """Checkpoints of Megatron-Core as a source: the tensors of a Hugging Face checkpoint as rows of GPTModel's tensors."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
-
-from msgspec.structs import replace
 
 from shardconv.checkpoint.engine import arrays
 from shardconv.checkpoint.sources.dcp_files import (
@@ -25,7 +22,6 @@ from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments
 from shardconv.files.folder import AnyPath
-from shardconv.files.text_files import read_text
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout import Constant
@@ -45,38 +41,12 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 
-#: The folder of a converted model, and the file that names the folder of the last iteration.
-FOLDER, LATEST_NAME = "release", "latest_checkpointed_iteration.txt"
 #: The file with arguments of the training program, and the arguments that have the value of a config field.
 COMMON_NAME = "common.pt"
 SIZES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "vocab_size": "vocab_size",
 }  # fmt: skip
-_ITERATION = re.compile(r"iter_\d{7,12}|release")
-
-
-def with_iteration(folder: SourceFolder) -> SourceFolder:
-    """The folder, with the weights of its last iteration, if it has iterations of Megatron-Core.
-
-    Raises:
-        SourceError: if the last iteration is not there.
-    """
-    if LATEST_NAME not in folder.names:
-        return folder
-    latest = read_text(folder.path / LATEST_NAME).strip()
-    name = f"iter_{latest:0>7}" if latest.isdecimal() else latest
-    inner = f"{name}/"
-    if not _ITERATION.fullmatch(name) or not any(one.startswith(inner) for one in folder.kept):
-        raise SourceError(
-            f"{folder.path / LATEST_NAME}: names {latest!r:.40}, whose folder is not there: copy it, or pass the "
-            f"folder of another iteration"
-        )
-    iterations = (one for one in folder.kept if "/" in one and _ITERATION.fullmatch(one.partition("/")[0]))
-    others = {one: "another iteration" for one in iterations if not one.startswith(inner)}
-    kept = {one: path for one, path in folder.kept.items() if one not in others and one != LATEST_NAME}
-    left_out = folder.left_out | others | {LATEST_NAME: "names the iteration"}
-    return replace(folder, kept=kept, left_out=left_out, inner=inner)
 
 
 def known_sizes(config: Mapping[str, object]) -> dict[str, Any]:

@@ -5,11 +5,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from shardconv.checkpoint import sources
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, leave_out_weights, list_folder
-from shardconv.checkpoint.sources.layout_files import refuse_rank_file
-from shardconv.checkpoint.sources.layout_source import find_layout, open_layout
-from shardconv.checkpoint.sources.megatron_source import with_iteration
+from shardconv.checkpoint.sources.layout_files import find_layout, refuse_rank_file, with_iteration
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import WeightFiles, check_portable, find_weight_files, read_weights
 from shardconv.files.folder import AnyPath
@@ -66,7 +65,7 @@ def open_source(
         folder = with_iteration(folder) if is_folder else folder
         layout = find_layout(folder, source_layout) if is_folder else None
         if layout is not None:
-            source = open_layout(folder, layout, given, is_asked=source_layout is not None)
+            source = sources.layout_source.open_layout(folder, layout, given, is_asked=source_layout is not None)
         else:
             source = _open_folder(folder, None if is_folder else path.name)
     elif ignore:

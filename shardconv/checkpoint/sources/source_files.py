@@ -13,8 +13,8 @@ from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapter
 from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.torch_source import as_safetensors, header_of
+from shardconv.files import containers
 from shardconv.files.containers.safetensors import read_header
-from shardconv.files.containers.torch_files import read_torch_files
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import check_link
 from shardconv.files.text_files import parse_object, read_text
@@ -195,7 +195,7 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     is_folder = path.is_dir()
     folder = path if is_folder else path.parent
     paths = [_path(folder, name, found, follow_links=follow_links) for name in found.names]
-    listed = read_torch_files(paths) if found.names[0].endswith(PYTORCH.suffixes) else None
+    listed = containers.torch_files.read_torch_files(paths) if found.names[0].endswith(PYTORCH.suffixes) else None
     headers = map(read_header, paths) if listed is None else map(header_of, listed)
     files = tuple(map(SourceFile, found.names, paths, headers))
     if shard := next((file for file in files if IDENTITY_KEY in (file.header.metadata or {})), None):
