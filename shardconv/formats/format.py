@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -105,7 +105,7 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def formats() -> Mapping[str, Format]:
     """All formats, by name."""
-    tables = tomllib.loads(files(__package__).joinpath("formats.toml").read_text("utf-8"))
+    tables = tomllib.loads(Path(__file__).with_name("formats.toml").read_text("utf-8"))
     return {
         name: msgspec.convert({"name": name, **_with_base(table, tables)}, Format) for name, table in tables.items()
     }

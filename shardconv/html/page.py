@@ -9,7 +9,7 @@ import base64
 import html
 import re
 from hashlib import sha256
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: The beginning of every page, by which a page is known before it is replaced.
 MARK = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="shardconv">\n'
 
-_ASSETS = files("shardconv.html") / "assets"
+_ASSETS = Path(__file__).parent / "assets"
 #: In the order of their dependencies.
 _SCRIPTS = ("base.js", "table.js", "chart.js", "sizes.js", "layers.js", "tensors.js", "cost.js", "verify.js", "page.js")
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
