@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -277,11 +278,10 @@ def _rank_lines(report: "PlanReport", tp: int) -> Iterator[str]:
 
 
 def _plan_rows(report: "PlanReport", *, show_all: bool) -> list[tuple[str, ...]]:
-    groups: dict[tuple[str, str, tuple[int, ...], str, str], list[TensorReport]] = {}
-    for tensor in report.tensors:
-        name = tensor.name if show_all else starred(tensor.name)
-        groups.setdefault((name, tensor.dtype, tensor.shape, tensor.placement, tensor.reason), []).append(tensor)
-    rows = [(key[0], tensors[0], len(tensors)) for key, tensors in groups.items()]
+    name_of = str if show_all else starred
+    keys = [(name_of(one.name), one.dtype, one.shape, one.placement, one.reason) for one in report.tensors]
+    first = dict(zip(reversed(keys), reversed(report.tensors), strict=True))
+    rows = [(key[0], first[key], count) for key, count in Counter(keys).items()]
     return [_plan_row(*row, _placement(row[1]) if show_all else row[1].placement) for row in rows]
 
 

@@ -6,7 +6,7 @@ only quantized layers have. What does not fit is an error.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from shardconv.formats.format import Scheme, Settings
@@ -105,7 +105,9 @@ class _Kind:
     """Tensors with the values of quantized layers, whose names differ in numbers only.
 
     Args:
+        name: the name of one of the tensors.
         schemes: the schemes that the layers may have.
+        is_known: whether the checkpoint has a tensor whose name differs in numbers only.
 
     Attributes:
         companions: for each other tensor that a layer may have, how many characters of the name of its values to keep,
@@ -114,10 +116,10 @@ class _Kind:
             names stops, and its tensors with grids by the ends of their names.
     """
 
-    def __init__(self, schemes: Sequence[Scheme]) -> None:
+    def __init__(self, name: str, schemes: Sequence[Scheme], is_known: Callable[[str], bool]) -> None:
         self.schemes = schemes
         ends = [(_stop(scheme), suffix) for scheme in schemes for suffix in scheme.format.companions]
-        self.companions = tuple(dict.fromkeys(ends))
+        self.companions = [(stop, suffix) for stop, suffix in dict.fromkeys(ends) if is_known(name[:stop] + suffix)]
         self.layers: dict[tuple[TensorSpec | None, ...], tuple[int | None, Mapping[str, TensorSpec]]] = {}
 
     def layer(self, name: str, tensors: Mapping[str, TensorSpec]) -> tuple[str, Mapping[str, TensorSpec]]:
@@ -140,10 +142,11 @@ def _layers(tensors: Mapping[str, TensorSpec], settings: Settings) -> Iterator[t
     """Yield each layer that has the values of a format, as :meth:`_Kind.layer`."""
     key = str if settings.names_numbers else without_numbers
     kinds: dict[tuple[str, TensorSpec], _Kind] = {}
-    for name, spec in tensors.items():
-        found = key(name), spec
+    keys = [*map(key, tensors)]
+    known = set(keys)
+    for found, (name, spec) in zip(zip(keys, tensors.values(), strict=True), tensors.items(), strict=True):
         if (kind := kinds.get(found)) is None:
-            kind = kinds[found] = _Kind(_schemes(name, spec, settings))
+            kind = kinds[found] = _Kind(name, _schemes(name, spec, settings), lambda other: key(other) in known)
         if kind.schemes:
             yield kind.layer(name, tensors)
 

@@ -4,9 +4,10 @@ import json
 import re
 import shutil
 
+import msgspec
 import pytest
 import torch
-from msgspec import structs, to_builtins
+from msgspec import structs
 from safetensors.torch import save_file
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -425,7 +426,7 @@ def test_json_of_the_command_is_the_report(tiny):
     for kind, found in ((CostReport, report), (TpCost, report["costs"][0]), (Traffic, report["costs"][0]["decode"])):
         assert list(found) == list(kind.__struct_fields__)
     assert report["link"] == structs.asdict(LINK)
-    assert report == to_builtins(estimate_cost(str(tiny), tps=[4], link=LINK))
+    assert report == json.loads(msgspec.json.encode(estimate_cost(str(tiny), tps=[4], link=LINK)))
 
 
 #: Arguments of the command to its exit code and error.
