@@ -198,6 +198,10 @@ def rename_model(metadata) -> None:
             of_tensor(HEAD, lambda entry: setattr(entry, "size", torch.Size([200, 64]))),
             r"lm_head\.weight cannot be merged",
         ),
+        (
+            of_tensor(QUERY, lambda entry: setattr(entry, "size", torch.Size([*entry.size, 1]))),
+            r"q_proj\.weight cannot be merged: a chunk is outside of the tensor",
+        ),
         (rename_model, "holds entries generator, optimizer"),
     ],
 )

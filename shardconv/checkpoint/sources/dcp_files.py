@@ -143,10 +143,11 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
     shards = {_file_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
     transforms: dict[str, Transform] = {}
     for name, (spec, chunks) in listed.tensors.items():
-        if (contents := _contents(spec, chunks)) is not None:
-            transforms[name] = contents
-            continue
         try:
+            _check_boxes(spec.shape, chunks)
+            if (contents := _contents(spec, chunks)) is not None:
+                transforms[name] = contents
+                continue
             bands = _bands(name, spec, chunks)
             shards |= {stored: _shards(*band) for stored, band in bands.stored.items()}
         except ValueError as error:
@@ -175,8 +176,7 @@ def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> FileContents |
 def _start(spec: TensorSpec, chunk: StoredChunk) -> int:
     """The first byte of a tensor that a chunk has, if it has a range of its bytes; else -1."""
     outer = next((dim for dim, size in enumerate(chunk.sizes) if size != 1), len(chunk.sizes))
-    dims = zip(chunk.offsets, chunk.sizes, spec.shape, strict=True)
-    if any(offset + size > full or (dim > outer and size < full) for dim, (offset, size, full) in enumerate(dims)):
+    if chunk.sizes[outer + 1 :] != spec.shape[outer + 1 :]:
         return -1
     strides = (num_bytes(spec.dtype, spec.shape[dim + 1 :]) for dim in range(len(spec.shape)))
     return sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
@@ -289,12 +289,22 @@ def _ranges(band: str, spec: TensorSpec, offsets: tuple[int, ...], sizes: tuple[
         yield Rows(band, start, start + size, number * size)
 
 
+def _check_boxes(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> None:
+    """Check that chunks are inside their tensor.
+
+    Raises:
+        ValueError: if one is not, or has another number of dims.
+    """
+    for offsets, sizes, *_ in chunks:
+        has_dims = len(offsets) == len(sizes) == len(shape)
+        if not has_dims or any(at + size > full for at, size, full in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(
+                f"a chunk is outside of the tensor (got shape {list(sizes)} at {list(offsets)} of {list(shape)})"
+            )
+
+
 def _sharded_dims(shape: tuple[int, ...], chunks: Sequence[StoredChunk]) -> list[int]:
     """The dims that chunks do not cover."""
-    for chunk in chunks:
-        ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if len(ends) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"a chunk is outside of the tensor (got {list(chunk.offsets)} to {ends} of {list(shape)})")
     return [dim for dim, size in enumerate(shape) if any(chunk.sizes[dim] != size for chunk in chunks)]
 
 
