@@ -1,15 +1,18 @@
 """The contents of PyTorch files: compared with torch.load, and refused where torch would execute code."""
 
+import io
 import json
 import os
 import pickle
 import random
 import signal
+import struct
 import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 from shardconv.files.containers import torch_files, unpickle
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile
 from shardconv.files.containers.torch_files import TorchProblem, list_torch_files, read_torch_files
+from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import SourceError
 from tests.support.command import finish, start
 
@@ -302,6 +306,70 @@ def test_crash_is_the_error_of_the_file_that_was_read(tmp_path, script):
     found = list_torch_files(paths)
     assert [type(file) for file in found] == [TensorFile, TorchProblem, TensorFile]
     assert found[1].problem == "its tensors cannot be listed (exit code -9)"
+
+
+def test_error_of_reading_is_raised(tmp_path, monkeypatch):
+    """Also if the process has exited before the bytes that were read are sent to it, and later reads succeed."""
+    paths = [tmp_path / name for name in ("a.bin", "b.bin", "c.bin")]
+    for path in paths:
+        torch.save({"x": made(3)}, path)
+    kill, read, failures = Popen.kill, InputFiles.read, iter([SourceError("the connection was lost")])
+
+    def kill_and_wait(child):
+        kill(child)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    def read_or_fail(files, number, buffer, offset):
+        if number == 2 and (failure := next(failures, None)):
+            raise failure
+        read(files, number, buffer, offset)
+
+    monkeypatch.setattr(Popen, "kill", kill_and_wait)
+    monkeypatch.setattr(InputFiles, "read", read_or_fail)
+    with pytest.raises(SourceError, match="the connection was lost"):
+        list_torch_files(paths)
+
+
+def rezipped(path: Path) -> bytearray:
+    """A file with a zip archive that has 32-bit offsets."""
+    torch.save({"x": made(3)}, path)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(packed, "w") as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    return bytearray(packed.getvalue())
+
+
+def test_entry_before_the_start_of_the_file_is_refused(tmp_path):
+    """The offset of the directory is too large by some bytes, which zipfile subtracts from offsets of entries."""
+    path, moved = tmp_path / "a.bin", 1000
+    data = rezipped(path)
+    end = data.rfind(b"PK\5\6")
+    (at,) = struct.unpack_from("<I", data, end + 16)
+    struct.pack_into("<I", data, end + 16, at + moved)
+    while data[at : at + 4] == b"PK\1\2":
+        name_size, *others = struct.unpack_from("<HHH", data, at + 28)
+        name, (offset,) = bytes(data[at + 46 : at + 46 + name_size]), struct.unpack_from("<I", data, at + 42)
+        struct.pack_into("<I", data, at + 42, 0 if name.endswith(b"data/0") else offset + moved)
+        at += 46 + name_size + sum(others)
+    path.write_bytes(data)
+    (found,) = list_torch_files([path])
+    assert isinstance(found, TorchProblem)
+    assert found.problem == "is truncated or damaged"
+
+
+@pytest.mark.parametrize(
+    "data", [b"cbuiltins\nbytearray\n(\x8a\x08" + (2**40).to_bytes(8, "little") + b"tR.", b"Nr\xff\xff\xff\x7f."],
+    ids=["bytearray", "memo"],
+)  # fmt: skip
+def test_pickle_that_asks_for_much_memory_is_refused(tmp_path, data):
+    path, packed = tmp_path / "a.bin", io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + data)
+    path.write_bytes(packed.getvalue())
+    (found,) = list_torch_files([path])
+    assert isinstance(found, TorchProblem)
+    assert "more memory" in found.problem
 
 
 @pytest.mark.timeout(60)

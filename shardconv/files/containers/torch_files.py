@@ -92,7 +92,7 @@ def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unp
 
 
 def list_arguments(path: AnyPath) -> Mapping[str, int]:
-    """The integers among the arguments of the program that saved a file; none if it does not have them."""
+    """The integers among the arguments of the program that saved a file; none if there are none, or it is refused."""
     (answer,) = _ask([Request("arguments")], [path])
     arguments: Mapping[str, int] = answer.get("arguments", {})
     return arguments
@@ -191,7 +191,8 @@ def _ask(requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict
             while some:
                 for answer in run_script(some, files):
                     yield answer
-                    some = some["tensor" not in answer :]
+                    if "tensor" not in answer:  # it has further lines
+                        some = some[1:]
 
 
 def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
@@ -199,7 +200,7 @@ def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[
     command = [sys.executable, "-P", str(SCRIPT)]
     done = 0
     with TemporaryFile("w+") as errors:
-        with suppress(BrokenPipeError), Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors) as child:  # noqa: S603
+        with Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors) as child:  # noqa: S603
             assert child.stdin is not None
             assert child.stdout is not None
             try:
@@ -211,13 +212,23 @@ def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[
                     else:
                         yield answer
                         done += "tensor" not in answer
+            except BrokenPipeError:  # it crashed
+                _close(child)
             except BaseException:
-                child.kill()
+                _close(child)
                 raise
         if done < len(requests):
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
             yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
+
+
+def _close(child: Popen[bytes]) -> None:
+    """Kill a child process, without an error for buffered bytes that it does not read."""
+    child.kill()
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):
+        child.stdin.close()
 
 
 def _send(pipe: IO[bytes], blocks: Iterable[bytes | bytearray]) -> None:

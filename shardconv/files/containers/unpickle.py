@@ -13,11 +13,13 @@ import io
 import json
 import pickle
 import re
+import resource
 import struct
 import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
 #: The dtypes that safetensors files have, too: name in torch to name there, and the bytes of an element.
@@ -40,8 +42,8 @@ _OTHER_BYTES = {"complex128": 16, "qint8": 1, "quint8": 1, "qint32": 4}
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 #: Names of the other entries of a training checkpoint that hold tensors.
 TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
-#: Maximum bytes of a pickle, which is read into memory.
-MAX_PICKLE_BYTES = 2**28
+#: Maximum bytes of a pickle, which is read into memory, and of the memory of the process: a short pickle may use more.
+MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
 #: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: Bytes that are fetched at once elsewhere.
@@ -112,7 +114,7 @@ class _Ranges(io.RawIOBase):
 
     def read_ranges(self, ranges: list[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges, each a start and a stop."""
-        if any(stop > self._size for _, stop in ranges):
+        if any(not 0 <= start <= stop <= self._size for start, stop in ranges):
             raise EOFError
         found = {one: data for one in ranges if len(data := self._held(*one)) == one[1] - one[0]}
         missing = [one for one in ranges if one not in found]
@@ -653,6 +655,8 @@ def refusal(error: Exception) -> RefusedError:
         return error
     if isinstance(error, zipfile.BadZipFile | EOFError | struct.error) or "truncated" in text:
         return RefusedError("is truncated or damaged", _DAMAGED)
+    if isinstance(error, MemoryError):
+        return RefusedError(f"needs more memory to list its tensors than {_MAX_MEMORY_BYTES} bytes", _DAMAGED)
     if isinstance(error, OSError):
         return RefusedError(f"cannot be read: {error.strerror or text}", "check the file")
     return RefusedError(f"is damaged, or not a file of torch.save ({type(error).__name__}: {text})", _DAMAGED)
@@ -681,6 +685,15 @@ def answers(requests: list[tuple[str, int, int, int]]) -> Listed:
             yield from answer(name, File(number, stop, {at: data for (_, at, _), data in both}))
 
 
+def limit_memory() -> None:
+    """Make an allocation beyond the maximum an error."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = min([_MAX_MEMORY_BYTES, *([] if most == resource.RLIM_INFINITY else [most])])
+    with suppress(ValueError):  # some systems do not have this limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+
+
 if __name__ == "__main__":
+    limit_memory()
     for line in answers(json.loads(sys.stdin.buffer.readline())):
         write(line)
