@@ -19,6 +19,7 @@ from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, num_bytes, read_header
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.support.errors import SplitCheckpointError
 from tests.support.checkpoints import contents, llama_config, safetensors_bytes, write_checkpoint
 from tests.support.matrix import each_once
 
@@ -123,6 +124,13 @@ def test_reshard_equals_a_split_of_the_source(tmp_path, monkeypatch, old, new):
     assert contents(tmp_path / "again") == contents(tmp_path / "new")
     shardconv.merge(tmp_path / "again", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(source)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin.index.json"])
+def test_merge_of_an_unsharded_checkpoint_is_refused(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(SplitCheckpointError, match=r"is not a split checkpoint .*, but already unsharded: make"):
+        shardconv.merge(tmp_path, tmp_path / "merged")
 
 
 def test_merge_into_one_file_keeps_all_tensors(tmp_path):

@@ -157,6 +157,10 @@ _REMEDIES = {
     MANIFEST_NAME: "copy it again, or split the source again",
     PADDING_NAME: "copy it again, or run shardconv pad again",
 }
+#: Files of transformers with the full tensors of a model, or their index.
+_UNSHARDED = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 def is_split(path: AnyPath) -> bool:
@@ -201,8 +205,9 @@ def _missing(folder: AnyPath, name: str, remedy: str) -> str:
     if is_split(folder.parent) and folder.is_file():
         return f"belongs to a split checkpoint: pass its folder {folder.parent}"
     _refuse_without_manifest(folder)
+    unsharded = ", but already unsharded" if any((folder / file).exists() for file in _UNSHARDED) else ""
     return (
-        f"is not a split checkpoint (no {name}): make one with shardconv split {folder} --tp N"
+        f"is not a split checkpoint (no {name}){unsharded}: make a split one with shardconv split {folder} --tp N"
         f"{f', {remedy}' if remedy else ''}"
     )
 
