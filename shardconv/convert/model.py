@@ -6,7 +6,7 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.converted_model import extend_model_class
-from shardconv.convert.engine import Preparation, convert
+from shardconv.convert.engine import NamedTensor, Preparation, convert
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.forward_reader import Problem
 from shardconv.convert.layer_specs import check_partial_products, plan_conversions
@@ -215,14 +215,8 @@ def convert_with_request(
         ``model``.
     """
     check_versions()
-    tensors = [
-        (label, name, tensor if has_values else tensor.to("meta"))
-        for label, module in model.named_modules()
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    ]
-    tensors.sort(
-        key=lambda one: one[:2]
-    )  # some models register buffers in the order of a set, which differs between processes
+    tensors = _own_tensors(model.named_modules())
+    tensors = tensors if has_values else [(label, name, tensor.to("meta")) for label, name, tensor in tensors]
     everyone = axis if groups is None else groups.stage
     convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors, everyone)
     if isinstance(request, tuple):
@@ -233,16 +227,30 @@ def convert_with_request(
     return model
 
 
+def _own_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[NamedTensor]:
+    """The parameters and buffers of modules, by the name of the module and their name in it."""
+    tensors = [
+        (label, name, tensor)
+        for label, module in modules
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    # some models register buffers in the order of a set, which differs between processes
+    return sorted(tensors, key=lambda one: one[:2])
+
+
 def _load_ip_adapter(
     model: Any, config: Mapping[str, object], request: Request, axis: Axis, *arguments: object, **options: object
 ) -> None:
     """Load an IP adapter as a transformer of diffusers does, and shard its keys and values by heads. All ranks call it.
 
+    If that fails on any rank, the model has its earlier attention processors and image projection on all ranks.
+
     Raises:
-        PlanError: if no rule shards them. The model then has its earlier attention processors.
+        PlanError: if no rule shards them.
+        ValueError: if ranks have different values.
     """
-    before = model.attn_processors
-    run_on_all(axis, partial(getattr(type(model), _LOAD_IP_ADAPTER), model, *arguments, **options))
+    processors, modules = model.attn_processors, {*model.modules()}
+    attributes = {**vars(model), "_modules": {**vars(model)["_modules"]}}
     if isinstance(request, PlanRequest):
         request = replace(request, allow_unmatched_rules=True)
     elif isinstance(request, Plan) and request.rules is not None:
@@ -257,9 +265,12 @@ def _load_ip_adapter(
         raise PlanError("the rules do not shard keys of IP adapters: load the adapter into an unsharded pipeline")
 
     try:
-        convert(model, prepare, axis)
+        run_on_all(axis, partial(getattr(type(model), _LOAD_IP_ADAPTER), model, *arguments, **options))
+        convert(model, prepare, axis, _own_tensors(one for one in model.named_modules() if one[1] not in modules))
     except Exception:
-        model.set_attn_processor(before)
+        vars(model).clear()
+        vars(model).update(attributes)
+        model.set_attn_processor(processors)
         raise
 
 

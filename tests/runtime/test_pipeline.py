@@ -24,7 +24,7 @@ from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipel
 from shardconv.support.errors import PeerError, PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError
 from tests.support.command import call
 from tests.support.damage import flip
-from tests.support.diffusion import CALLS, IMAGES, latents, load_ip_adapter, write_diffusion
+from tests.support.diffusion import CALLS, IMAGES, ip_adapter, latents, load_ip_adapter, write_diffusion
 from tests.support.matrix import cases
 from tests.support.ranks import on_ranks
 from tests.support.recording_group import recording_axis
@@ -257,6 +257,36 @@ def test_ip_adapters_that_differ_between_ranks_are_refused(axis, source, split):
     with pytest.raises(ValueError, match=r"hold different values in .*processor"):
         load_ip_adapter(pipeline, "flux", seed=axis.rank)
     assert latents(pipeline, "flux").equal(before)
+
+
+def check_earlier_ip_adapter(axis, name, source, split):
+    """Rank 1 changes the second adapter."""
+    match, change = CHANGES[name]
+    pipeline = shardconv.load(split, device="cpu", group=axis)
+    load_ip_adapter(pipeline, "flux")
+    before = latents(pipeline, "flux", **IMAGES["flux"])
+    adapter = ip_adapter("flux", seed=1)
+    if axis.rank == 1:
+        change(adapter)
+    with pytest.raises((RunError, ValueError), match=match):
+        pipeline.load_ip_adapter(adapter, weight_name="", image_encoder_pretrained_model_name_or_path=None)
+    assert latents(pipeline, "flux", **IMAGES["flux"]).equal(before)
+
+
+def add_one(tensors):
+    tensors.update({name: tensor + 1 for name, tensor in tensors.items()})
+
+
+CHANGES = {
+    "other keys": ("hold different values in .*processor", lambda adapter: add_one(adapter["ip_adapter"])),
+    "other projection": ("hold different values in encoder_hid_proj", lambda adapter: add_one(adapter["image_proj"])),
+    "missing keys": ("KeyError: '0.to_k_ip.weight'", lambda adapter: adapter["ip_adapter"].pop("0.to_k_ip.weight")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_earlier_ip_adapter_stays_where_another_is_refused(ranks, made, change):
+    ranks("pair", check_earlier_ip_adapter, change, *made("flux", 2))
 
 
 @on_ranks("pair", plan='[rules]\n"**.*" = { style = "replicate" }')

@@ -116,6 +116,12 @@ IMAGES: dict[str, dict[str, Any]] = {
 }
 
 
+def ip_adapter(name: str, seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return _ip_adapter(name)
+
+
 def _ip_adapter(name: str) -> dict[str, dict[str, torch.Tensor]]:
     """An IP adapter with random weights, with the names of published ones."""
     width = _HEADS * _HEAD_DIM
@@ -136,9 +142,8 @@ def _ip_adapter(name: str) -> dict[str, dict[str, torch.Tensor]]:
 def load_ip_adapter(pipeline: Any, name: str, seed: int = 0) -> None:
     """Load an IP adapter into a pipeline as users do, with a scale of 0.7."""
     encoder = {"flux": "image_encoder_pretrained_model_name_or_path", "sd3": "image_encoder_folder"}[name]
-    with quiet(), torch.random.fork_rng():
-        torch.manual_seed(seed)
-        pipeline.load_ip_adapter(_ip_adapter(name), weight_name="", **{encoder: None})
+    with quiet():
+        pipeline.load_ip_adapter(ip_adapter(name, seed), weight_name="", **{encoder: None})
     pipeline.set_ip_adapter_scale(0.7)
 
 
