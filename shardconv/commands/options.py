@@ -149,8 +149,8 @@ STAGE_OPTIONS = (
            "remainder goes to the stages before the last]", metavar="L,L,...", default="", show_default=False),
 )  # fmt: skip
 EP = Option(
-    PLAN, "--ep", "Expert parallel size: number of ranks of a stage, a multiple of --tp, each with whole experts. "
-    "[default: 1, which shards each expert, or as in a split checkpoint]",
+    PLAN, "--ep", "Expert parallel size: 1 shards each expert as other layers; else a multiple of --tp, the number of "
+    "ranks of a stage, each with whole experts. [default: 1, or as in a split checkpoint]",
     type=COUNT, metavar="N",
 )  # fmt: skip
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")

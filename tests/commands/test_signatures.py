@@ -12,7 +12,7 @@ from shardconv.checkpoint.operations.plan_report import report_plan
 from shardconv.checkpoint.operations.reshard import reshard
 from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.operations.verify import verify
-from shardconv.checkpoint.sources.planning import PlanOptions
+from shardconv.checkpoint.sources.planning import PlanOptions, make_plan
 from shardconv.cli import cli
 from shardconv.commands.cost import COST_OPTIONS
 from shardconv.commands.options import PLAN_OPTIONS, SOURCE_OPTIONS
@@ -21,6 +21,7 @@ from shardconv.proof.propose import propose_plan
 from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.outputs import RunOptions
+from tests.support.checkpoints import DEMO
 
 #: The options that the class of a command turns into its console.
 DISPLAY = {"as_json", "quiet"}
@@ -54,6 +55,15 @@ def test_commands_pass_options_that_their_function_has(function):
 def test_functions_that_plan_have_the_options_of_a_plan(function):
     assert PlanOptions.__annotations__.keys() == OF_PLAN
     assert OF_PLAN - accepted(function) == set()
+
+
+@pytest.mark.parametrize("function", [split, make_plan, report_plan])
+@pytest.mark.parametrize("name", ["dtpye", "xyz"])
+def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TypeError, match=rf"option '{name}' is unknown \(expected one of rules, "):
+        function(DEMO, tp=2, **{name: "fp32"})
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("function", [check_source, propose_plan])

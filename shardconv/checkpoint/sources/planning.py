@@ -34,8 +34,8 @@ class PlanOptions(TypedDict, total=False):
         rules: "auto", a family name, a plan file or a Plan: see :data:`~shardconv.plan.request.Rules`.
         replicate: names or patterns of tensors to replicate.
         head_dim: the head size, for checkpoints without a config.
-        ep: expert parallel size: the number of ranks of a stage, a multiple of ``tp``, each of which has whole experts;
-            by default 1: each expert is sharded as other layers are.
+        ep: expert parallel size: 1, the default, shards each expert as other layers; else a multiple of ``tp``, the
+            number of ranks of a stage, each of which has whole experts.
         engine: "vllm" to use the boundaries of that engine; None for shardconv's runtime, which also runs
             checkpoints with other boundaries.
         pad: pad units that do not divide with zeros, if outputs stay equal.
@@ -154,7 +154,12 @@ def plan_source(
     the ``layout``, if it has one. With ``dtype``, floating-point tensors are converted: see
     :func:`~shardconv.checkpoint.sources.dtype_conversion.with_dtype`. With ``allow_unmatched_rules``, rules of
     the user may match nothing.
+
+    Raises:
+        TypeError: if an option is unknown.
     """
+    if unknown := next((name for name in options if name not in PLAN_DEFAULTS), None):
+        raise TypeError(f"option {unknown!r} is unknown (expected one of {', '.join(PLAN_DEFAULTS)}): correct its name")
     given: PlanOptions = {**PLAN_DEFAULTS, **options}
     if isinstance(src, Source) and (late := given_options(given, _OPENING)):
         raise UsageError(
