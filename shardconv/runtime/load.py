@@ -163,7 +163,7 @@ def _refuse_with_stages(path: AnyPath, plan: Plan, model: object) -> None:
     """Refuse a module of the caller in pipeline stages."""
     if model is not None and plan.stages is not None:
         raise UsageError(
-            f"{path}: {option('model')} is not supported with pipeline stages: remove it, or make a checkpoint without "
+            f"{path}: model= is not supported with pipeline stages: remove it, or make a checkpoint without "
             f"them (shardconv reshard {path} --tp N --pp 1)"
         )
 

@@ -148,7 +148,7 @@ def check_refused(axis, path, options, message):
 
 REFUSED = {
     "classifier": ("llama-classifier", {"tp": 2, "pp": 2}, "modules of kind 'last' are not connected"),
-    "a module": ("llama", {"tp": 2, "pp": 2, "model": torch.nn.Identity}, "model is not supported with pipeline stag"),
+    "a module": ("llama", {"tp": 2, "pp": 2, "model": torch.nn.Identity}, "model= is not supported with pipeline stag"),
     "number of processes": ("llama", {"tp": 1, "pp": 2}, "would be loaded for 2 ranks, and there are 4 processes"),
     "a norm before the layers, too": (
         "nanochat",

@@ -93,14 +93,14 @@ def test_a_file_that_changes_is_an_error(saved, s3, tmp_path, monkeypatch, name,
 
 
 def test_a_duplicate_beside_safetensors_files_is_left_out(source, s3, tmp_path):
-    saved = {"both": read(source), "other": {**read(source), "another.weight": torch.ones(2)}}
+    saved = {"duplicate": read(source), "different": {**read(source), "another.weight": torch.ones(2)}}
     for name, tensors in saved.items():
         upload(source, "bucket", name)
         upload(write_pytorch(tmp_path / name, tensors), "bucket", name)
-    report = shardconv.report_plan("s3://bucket/both")
+    report = shardconv.report_plan("s3://bucket/duplicate")
     assert report.left_out == {SINGLE: "duplicate of the checkpoint in another format"}
     with pytest.raises(SourceError, match=r"pytorch_model.bin \(has another.weight, which .*ignore="):
-        shardconv.report_plan("s3://bucket/other")
+        shardconv.report_plan("s3://bucket/different")
 
 
 @pytest.mark.parametrize("fault", ["403", "cut"])
