@@ -53,7 +53,7 @@ _VLLM = Engine(
     },
     in_all_stages=frozenset({
         "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
-        "qwen2_moe", "qwen3_moe", "qwen3_next", "stablelm",
+        "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "stablelm",
     }),
 )  # fmt: skip
 

@@ -30,7 +30,7 @@ PLAN_FILE = "plan file"
 LAYERS, EMBEDDING, HEAD = "layers", "embedding", "head"
 
 #: Kind of modules to the part of all stages that holds their tensors. Layers, which are divided, are not among them.
-#: Encoders of images and audio are on all of them, as in vLLM.
+#: Encoders of images are on all of them, as in vLLM.
 _FIRST, _LAST, _ALL, ALL, ENCODER = slice(1), slice(-1, None), slice(None), "all", "encoder"
 STAGES = {EMBEDDING: _FIRST, "first": _FIRST, "last": _LAST, HEAD: _LAST, ALL: _ALL, ENCODER: _ALL}
 
