@@ -41,6 +41,7 @@ TYPES = (
 )  # fmt: skip
 OTHERS = {
     **{name: MODELS[name] for name in ("llama-classifier", "bert", *TYPES)},
+    "llama-tied": Model("llama", {**GQA, "tie_word_embeddings": True}),
     "nanochat": Model("nanochat", GQA),
     "llama4_text": Model("llama4_text", {**GQA, **MOE, "intermediate_size_mlp": 64}),
     "zamba2": Model("zamba2", {**GQA, "layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8}),
@@ -126,8 +127,8 @@ def test_adapter(ranks, source_of, tmp_path, name):
 
 
 def test_adapter_of_a_tied_embedding(ranks, source_of, tmp_path):
-    source = source_of("gemma3")
-    adapter = write_adapter(tmp_path / "lora", source, target_modules=["q_proj", "down_proj"])
+    source = source_of("llama-tied")
+    adapter = write_adapter(tmp_path / "lora", source, target_modules=["embed_tokens", "down_proj"])
     shardconv.split(source, tmp_path / "split", tp=1, pp=4, adapters=[adapter])
     ranks("four", check_adapter, source, adapter, tmp_path / "split", ["lora"])
 

@@ -132,11 +132,15 @@ def test_each_stage_has_the_parameters_of_the_model(name, layout, tmp_path):
     assert check_engine(tmp_path / "split").differences == ()
 
 
-def test_an_image_encoder_is_on_all_stages(tmp_path):
+@pytest.mark.parametrize(
+    ("model_type", "tp"), [("qwen2_5_vl", 2), ("mistral3", 1), ("qwen3_vl", 1), ("qwen3_5", 1), ("qwen3_5_moe", 1)]
+)
+def test_an_image_encoder_is_on_all_stages(tmp_path, model_type, tp):
+    """Also of models whose text model has the embedding on all stages, as Qwen3.5."""
     from vllm.model_executor.models import registry  # noqa: PLC0415 - after the environment is set
 
-    small(model_class("image-text-to-text", "qwen2_5_vl")).save_pretrained(tmp_path / "source")
-    shardconv.split(tmp_path / "source", tmp_path / "split", tp=2, pp=2, engine="vllm")
+    small(model_class("image-text-to-text", model_type)).save_pretrained(tmp_path / "source")
+    shardconv.split(tmp_path / "source", tmp_path / "split", tp=tp, pp=2, engine="vllm")
     with mock.patch.object(registry, "_run_in_subprocess", lambda function: function()):  # which has torchvision
         assert check_engine(tmp_path / "split").differences == ()
 
