@@ -159,10 +159,15 @@ def _expert_groups(request: Request, group: GroupLike) -> ParallelGroups | None:
 
 
 def config_fields(model: nn.Module) -> dict[str, object]:
-    """The fields of a model's config: a mapping, as in diffusers, by ``to_dict``, as in transformers, or attributes."""
+    """The fields of a model's config: a mapping, as in diffusers, by ``to_dict``, as in transformers, or attributes.
+
+    The names of defaults, which diffusers does not save, are not among them: their order is of a set, and differs
+    between processes.
+    """
     config = getattr(model, "config", None)
     if isinstance(config, Mapping):
-        return {"_class_name": type(model).__name__, **config}
+        saved = {name: value for name, value in config.items() if name != "_use_default_values"}
+        return {"_class_name": type(model).__name__, **saved}
     to_dict: Callable[[], dict[str, object]] = getattr(config, "to_dict", lambda: dict(getattr(config, "__dict__", {})))
     return to_dict()
 

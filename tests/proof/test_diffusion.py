@@ -219,6 +219,18 @@ def test_counted_collectives_are_the_real_ones(ranks, name):
     ranks("pair", check_counted, name, [(one.collective, one.num_bytes) for one in usage.decode])
 
 
+def check_other_order_of_defaults(axis):
+    model = small_model("FluxTransformer2DModel")
+    names = ["guidance_embeds", "out_channels"]
+    model.register_to_config(_use_default_values=names if axis.rank else names[::-1])
+    convert_model(model, group=axis)
+
+
+def test_names_of_defaults_may_differ_in_order(ranks):
+    """diffusers has them in the order of a set, which differs between processes."""
+    ranks("pair", check_other_order_of_defaults)
+
+
 def check_chroma_with_images(axis):
     """Chroma has the IP adapters of FLUX; tests/runtime has pipelines of FLUX and Stable Diffusion 3."""
     models = [small_model("ChromaTransformer2DModel") for _ in range(2)]
