@@ -123,7 +123,7 @@ def test_sigint_at_any_moment(made, tmp_path):
 
 
 def test_sigint_with_json(made):
-    result = interrupted(BEFORE_IMPORT.format(step=250), ["plan", made / "tiny", "--tp", 2, "--json"])
+    result = interrupted(BEFORE_IMPORT.format(step=180), ["plan", made / "tiny", "--tp", 2, "--json"])
     assert (result.code, result.out) == (130, f'{{"error": "{LINE.removeprefix("shardconv: ")}", "exit_code": 130}}\n')
 
 
