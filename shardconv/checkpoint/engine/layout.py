@@ -169,7 +169,7 @@ def lay_out_ranks(
 
 
 def _check_number(count: int, layout: FileLayout) -> None:
-    """Check the number of files of all ranks, of which those with a limit of the size may be many."""
+    """Refuse too many files of all ranks: a small maximum file size makes many."""
     if layout.max_file_bytes is not None and count > _MAX_FILES:
         raise PlanError(
             f"the maximum file size is too small (got {layout.max_file_bytes} bytes, for {count} rank files, expected "
