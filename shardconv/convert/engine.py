@@ -7,7 +7,7 @@ Modules and parameters keep their identity: whatever refers to them still does, 
 parameters stay tied. Nothing is changed before all ranks have passed all checks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -69,6 +69,17 @@ class Conversion(NamedTuple):
 
 #: A tensor to compare over the ranks: the name of its module, its name there, and the tensor.
 NamedTensor = tuple[str, str, Tensor]
+
+
+def own_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[NamedTensor]:
+    """The parameters and buffers of modules, by the name of the module and their name in it."""
+    tensors = [
+        (label, name, tensor)
+        for label, module in modules
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    ]
+    # some models register buffers in the order of a set, which differs between processes
+    return sorted(tensors, key=lambda one: one[:2])
 
 
 class Preparation(NamedTuple):

@@ -6,11 +6,11 @@ Owns how a request becomes rules over the model's tensors. The plan is made from
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from msgspec.json import encode
@@ -18,15 +18,15 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.converted_model import extend_model_class
-from shardconv.convert.engine import NamedTensor, Preparation, convert
+from shardconv.convert.engine import Preparation, convert, own_tensors
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.forward_reader import Problem
+from shardconv.convert.ip_adapters import shard_ip_adapters
 from shardconv.convert.layer_specs import check_partial_products, plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
 from shardconv.convert.unchanged_counts import IN_CODE, Examined, UnitCounts, check_counts, examine_forwards
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.distributed.agreement import run_on_all
 from shardconv.distributed.groups import ParallelGroups, current_groups, has_groups
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
@@ -48,9 +48,6 @@ DTYPE_NAMES = {
 }  # fmt: skip
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-#: The method of transformers of diffusers that sets attention processors with tensors.
-_LOAD_IP_ADAPTER = "_load_ip_adapter_weights"
 
 #: The rules of a conversion: a plan, a request to make one, or policies.
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
@@ -220,63 +217,29 @@ def convert_with_request(
         ``model``.
     """
     check_versions()
-    tensors = _own_tensors(model.named_modules())
+    tensors = own_tensors(model.named_modules())
     tensors = tensors if has_values else [(label, name, tensor.to("meta")) for label, name, tensor in tensors]
     everyone = axis if groups is None else groups.stage
     convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors, everyone)
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
         check_inputs(model, axis.size)
-    if axis.size > 1 and hasattr(model, _LOAD_IP_ADAPTER):
-        vars(model)[_LOAD_IP_ADAPTER] = partial(_load_ip_adapter, model, config, request, axis)
+    shard_ip_adapters(model, partial(_prepare_processors, model, config, request, axis), axis)
     return model
 
 
-def _own_tensors(modules: Iterable[tuple[str, nn.Module]]) -> list[NamedTensor]:
-    """The parameters and buffers of modules, by the name of the module and their name in it."""
-    tensors = [
-        (label, name, tensor)
-        for label, module in modules
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    ]
-    # some models register buffers in the order of a set, which differs between processes
-    return sorted(tensors, key=lambda one: one[:2])
-
-
-def _load_ip_adapter(
-    model: Any, config: Mapping[str, object], request: Request, axis: Axis, *arguments: object, **options: object
-) -> None:
-    """Load an IP adapter as a transformer of diffusers does, and shard its keys and values by heads. All ranks call it.
-
-    If that fails on any rank, the model has its earlier attention processors and image projection on all ranks.
-
-    Raises:
-        PlanError: if no rule shards them.
-        ValueError: if ranks have different values.
-    """
-    processors, modules = model.attn_processors, {*model.modules()}
-    attributes = {**vars(model), "_modules": {**vars(model)["_modules"]}}
+def _prepare_processors(
+    model: nn.Module, config: Mapping[str, object], request: Request, axis: Axis, processors: tuple[str, ...]
+) -> Preparation:
+    """Prepare attention processors of a converted model; policies shard none."""
+    if isinstance(request, tuple):
+        return Preparation(())
     if isinstance(request, PlanRequest):
         request = replace(request, allow_unmatched_rules=True)
-    elif isinstance(request, Plan) and request.rules is not None:
+    else:
+        assert request.rules is not None  # see stored_plan
         request = replace(request, rules=request.rules.with_optional_rules())
-
-    def prepare() -> Preparation:
-        if not isinstance(request, tuple):
-            inside = tuple(f"{name}." for name, _ in model.named_modules() if name.endswith(".processor"))
-            prepared = _prepare(model, config, request, axis, None, inside)
-            if any(".to_k_ip" in one.name for one in prepared.conversions):
-                return prepared
-        raise PlanError("the rules do not shard keys of IP adapters: load the adapter into an unsharded pipeline")
-
-    try:
-        run_on_all(axis, partial(getattr(type(model), _LOAD_IP_ADAPTER), model, *arguments, **options))
-        convert(model, prepare, axis, _own_tensors(one for one in model.named_modules() if one[1] not in modules))
-    except Exception:
-        vars(model).clear()
-        vars(model).update(attributes)
-        model.set_attn_processor(processors)
-        raise
+    return _prepare(model, config, request, axis, None, processors)
 
 
 def sort_keys(value: object) -> object:

@@ -12,12 +12,12 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from shardconv.convert.ip_adapters import GatheredProcessor
 from shardconv.convert.modules import AllReducedOutput, ParallelExperts
 from shardconv.convert.norms import NormsOfHeads
 from shardconv.convert.overrides import (
     Extension,
     GatheredOutput,
-    GatheredProcessor,
     InputGradientAllReduce,
     InputSlice,
     Overrides,

@@ -19,7 +19,7 @@ from shardconv.convert.modules import ForwardWithShards, Substitutable, Substitu
 from shardconv.distributed import Axis, copy_to_tp, gather_from_tp
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.runtime_classes import converted_class
-from shardconv.layers.sharding import gather_shards, take_shard
+from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement
 from shardconv.support.errors import PlanError
 
@@ -257,27 +257,6 @@ class GatheredOutput(ParallelModule):
         if isinstance(output, tuple):
             return tuple(gather_from_tp(one, group=self.axis) for one in output)
         return gather_from_tp(output, group=self.axis)
-
-
-class GatheredProcessor(ParallelModule):
-    """An attention processor of diffusers that returns heads of an IP adapter beside projected heads."""
-
-    to_k_ip: Sequence[ParallelModule]
-
-    def __call__(
-        self, attention: Any, *inputs: object, ip_hidden_states: object = None, ip_adapter_masks: object = None
-    ) -> tuple[Tensor, ...]:
-        """Run the processor without the output projection, which is applied here; all-gather the last output.
-
-        Attention passes the keyword arguments of this signature only.
-        """
-        unprojected = RankConfig(attention, {"to_out": (nn.Identity(), nn.Identity())})
-        options = {"ip_hidden_states": ip_hidden_states, "ip_adapter_masks": ip_adapter_masks}
-        hidden, *others, heads = super().__call__(unprojected, *inputs, **options)
-        for layer in attention.to_out:
-            hidden = layer(hidden)
-        placement = self.to_k_ip[0].placements["weight"]
-        return (hidden, *others, gather_shards(heads, placement, self.axis, dim=-1))
 
 
 class Unfused(ParallelModule):
