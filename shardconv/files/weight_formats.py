@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
@@ -70,11 +69,11 @@ _WEIGHT_SUFFIXES = (
     ".pdiparams", ".pb", ".ptl", ".mlmodel", ".engine",
 )  # fmt: skip
 #: Files of transformers' Trainer, accelerate and DeepSpeed that resume training.
-_TRAINER_STATE = (
-    "optimizer.pt", "optimizer.bin", "optimizer_*.bin", "*_optim_states.pt", "scheduler.pt", "scheduler.bin",
-    "scheduler_*.bin", "scaler.pt", "training_args.bin", "rng_state.pth", "rng_state_*.pth", "sampler.bin",
-    "sampler_*.bin", "dl_state_dict.bin", "dl_state_dict_*.bin",
-)  # fmt: skip
+_TRAINER_STATE = re.compile(
+    r"training_args\.bin|(optimizer|scheduler|scaler)\.pt|.*_optim_states\.pt|rng_state(_.*)?\.pth"
+    r"|(optimizer|scheduler|sampler|dl_state_dict)(_.*)?\.bin",
+    re.DOTALL,
+)
 #: Names of the files of a rank in shardconv's own layouts, and of their index.
 RANK_FILE = r"rank-\d+-of-\d+((-file-\d+-of-\d+)?\.safetensors|\.safetensors\.index\.json)"
 #: Names of vLLM's rank files, with and without pipeline parallelism.
@@ -173,7 +172,7 @@ def refuse_sharded_state(folder: AnyPath, names: Collection[str]) -> None:
 
 def is_trainer_state(name: str) -> bool:
     """Whether a file resumes training and holds no model weights, by its name."""
-    return any(fnmatchcase(PurePosixPath(name).name, pattern) for pattern in _TRAINER_STATE)
+    return _TRAINER_STATE.fullmatch(PurePosixPath(name).name) is not None
 
 
 def merge_adapter(folder: AnyPath, task: object) -> str:

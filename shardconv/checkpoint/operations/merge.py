@@ -9,8 +9,9 @@ from typing import Annotated
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, lay_out_source
-from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_split_folders
+from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.verify import is_source_of
+from shardconv.checkpoint.operations.written_pipeline import Written
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.combined import every, paths, texts, total
 from shardconv.checkpoint.output.destination import Destination, find_destination

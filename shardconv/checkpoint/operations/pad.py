@@ -18,11 +18,11 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.merge import write_full
 from shardconv.checkpoint.operations.pipeline import (
-    Written,
     on_pipelines,
     open_padded_pipeline,
     open_source_pipeline,
 )
+from shardconv.checkpoint.operations.written_pipeline import Written
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
 from shardconv.checkpoint.output.combined import config_changes, listed, padding_of_all, path_keys, texts, total
 from shardconv.checkpoint.output.destination import Destination, find_destination

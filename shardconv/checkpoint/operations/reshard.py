@@ -10,10 +10,11 @@ from msgspec.structs import fields, replace
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_split_folders
+from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.split import SplitReport, split
 from shardconv.checkpoint.operations.split_writing import write_ranks
 from shardconv.checkpoint.operations.verify import is_right
+from shardconv.checkpoint.operations.written_pipeline import Written
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.combined import padding_of_all, texts, total, totals_per_rank
 from shardconv.checkpoint.output.destination import Destination, find_destination

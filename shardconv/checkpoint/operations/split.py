@@ -11,10 +11,11 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.foreign_writer import ForeignLayout, write_foreign
 from shardconv.checkpoint.operations.megatron_writer import MegatronLayout
 from shardconv.checkpoint.operations.meta_writer import MetaLayout
-from shardconv.checkpoint.operations.pipeline import Written, on_pipelines, open_source_pipeline
+from shardconv.checkpoint.operations.pipeline import on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.operations.split_writing import Adapters, write_split, writer_of
 from shardconv.checkpoint.operations.verify import is_right
+from shardconv.checkpoint.operations.written_pipeline import Written
 from shardconv.checkpoint.output.combined import listed, padding_of_all, path_keys, paths, texts, total, totals_per_rank
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
