@@ -1,6 +1,6 @@
 """IP adapters of diffusers, which a transformer loads after its conversion: its attention processors get tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,24 @@ from shardconv.support.errors import PlanError
 
 #: The method of transformers of diffusers that loads adapters.
 _LOAD = "_load_ip_adapter_weights"
+#: In the name of a tensor of a loaded adapter.
+_KEYS = ".processor.to_k_ip."
+
+
+def refuse_ip_adapters(names: Iterable[str]) -> None:
+    """Refuse a model with an IP adapter, which only :func:`shard_ip_adapters` shards.
+
+    Args:
+        names: of its tensors.
+
+    Raises:
+        PlanError: if it has one.
+    """
+    if (name := next((name for name in names if _KEYS in name), None)) is not None:
+        raise PlanError(
+            f"{name}: is a tensor of an IP adapter: call unload_ip_adapter of the pipeline, convert the transformer, "
+            "and call load_ip_adapter again"
+        )
 
 
 def shard_ip_adapters(model: nn.Module, prepare: Callable[[tuple[str, ...]], Preparation], axis: Axis) -> None:
@@ -45,7 +63,7 @@ def _load(
     def prepare_processors() -> Preparation:
         names = (f"{name}." for name, _ in model.named_modules() if name.endswith(".processor"))
         prepared = prepare(tuple(names))
-        if not any(".to_k_ip" in one.name for one in prepared.conversions):
+        if not any(_KEYS in f"{one.name}." for one in prepared.conversions):
             raise PlanError("the rules do not shard keys of IP adapters: load the adapter into an unsharded pipeline")
         return prepared
 

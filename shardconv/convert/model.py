@@ -21,7 +21,7 @@ from shardconv.convert.converted_model import extend_model_class
 from shardconv.convert.engine import Preparation, convert, own_tensors
 from shardconv.convert.feature_checks import check_chains, check_inputs
 from shardconv.convert.forward_reader import Problem
-from shardconv.convert.ip_adapters import shard_ip_adapters
+from shardconv.convert.ip_adapters import refuse_ip_adapters, shard_ip_adapters
 from shardconv.convert.layer_specs import check_partial_products, plan_conversions
 from shardconv.convert.module_rules import module_overrides
 from shardconv.convert.overrides import Overrides, split_config_fields
@@ -48,6 +48,9 @@ DTYPE_NAMES = {
 }  # fmt: skip
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: The beginning of all names in a model.
+_WHOLE = ("",)
 
 #: The rules of a conversion: a plan, a request to make one, or policies.
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
@@ -255,10 +258,12 @@ def _prepare(
     request: Request,
     axis: Axis,
     groups: ParallelGroups | None,
-    inside: tuple[str, ...] = ("",),
+    inside: tuple[str, ...] = _WHOLE,
 ) -> Preparation:
     """Plan the tensors ``inside`` modules, and prepare the parallel modules and overrides there; changes nothing."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(inside)}
+    if inside == _WHOLE:
+        refuse_ip_adapters(state)
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}

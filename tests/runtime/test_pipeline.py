@@ -21,7 +21,15 @@ import shardconv
 from shardconv.hf.package import quiet
 from shardconv.layers.sharding import take_shard
 from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipeline
-from shardconv.support.errors import PeerError, PlanError, RunError, SplitCheckpointError, UsageError, WorldSizeError
+from shardconv.support.errors import (
+    PeerError,
+    PlanError,
+    RunError,
+    SourceError,
+    SplitCheckpointError,
+    UsageError,
+    WorldSizeError,
+)
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.diffusion import CALLS, IMAGES, ip_adapter, latents, load_ip_adapter, write_diffusion
@@ -297,14 +305,36 @@ def test_ip_adapters_that_no_rule_shards_are_refused(axis, rules, source):
         load_ip_adapter(pipeline, "flux")
 
 
-@pytest.mark.parametrize(("name", "tensor"), [("flux", "encoder_hid_proj"), ("sd3", "image_proj")])
-def test_transformer_with_an_ip_adapter_is_not_split(made, tmp_path, name, tensor):
-    """diffusers saves its tensors, and does not load them."""
-    pipeline = unsharded(made(name, 2)[0])
+@on_ranks("pair")
+def test_transformer_with_an_ip_adapter_is_not_converted(axis, source):
+    pipeline = unsharded(source)
+    load_ip_adapter(pipeline, "flux")
+    with pytest.raises(PlanError, match=r"to_k_ip.* is a tensor of an IP adapter: call unload_ip_adapter"):
+        shardconv.convert_model(pipeline.transformer, group=axis)
+    pipeline.unload_ip_adapter()
+    shardconv.convert_model(pipeline.transformer, group=axis)
+    load_ip_adapter(pipeline, "flux")
+    assert pipeline.transformer.transformer_blocks[0].attn.processor.to_k_ip[0].weight.shape == (32, 32)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_transformer_with_an_ip_adapter_is_not_split(made, tmp_path, monkeypatch, name):
+    """diffusers saves its tensors, and does not load them. The lines in the error save the transformer without them."""
+    source = made(name, 2)[0]
+    pipeline = unsharded(source)
     load_ip_adapter(pipeline, name)
     pipeline.transformer.save_pretrained(tmp_path / "transformer")
-    with pytest.raises(PlanError, match=rf"{tensor}.*: no rule of family .* matches it"):
+    with pytest.raises(SourceError, match=r"attn\.processor\.to_k_ip.*: is a tensor of an IP adapter") as error:
         shardconv.split(tmp_path / "transformer", tmp_path / "split", tp=2)
+    monkeypatch.chdir(tmp_path)
+    with quiet():
+        exec(str(error.value).partition("\n")[2])
+    expected, found = (
+        load_file(folder / "diffusion_pytorch_model.safetensors")
+        for folder in (source / "transformer", tmp_path / "transformer-without-adapter")
+    )
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(expected[key]) for key in expected)
 
 
 DAMAGES = {

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter_settings import Adapter, parse_settings
 from shardconv.checkpoint.engine.layout import in_file_order
+from shardconv.checkpoint.sources.diffusers_classes import LOAD_IP_ADAPTER
 from shardconv.checkpoint.sources.joined import JoinedRows, Rows
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source, SourceFile
@@ -253,7 +254,7 @@ def _parse(name: str, path: AnyPath) -> tuple[str, _Layer, str]:
     if any(text in f".{name}" for text in _names().ip_adapters):
         raise PlanError(
             f"{path}: {name}: is a tensor of an IP adapter, which is not split: split the pipeline without it, and "
-            "call load_ip_adapter of the pipeline that shardconv.load returns"
+            f"{LOAD_IP_ADAPTER}"
         )
     if end is None:
         raise PlanError(

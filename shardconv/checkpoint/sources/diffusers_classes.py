@@ -1,4 +1,4 @@
-"""Classes of diffusers: which of them are sharded, and single files of models with names that diffusers converts."""
+"""Classes of diffusers: which of them are sharded, and models that diffusers has to save again first."""
 
 import tomllib
 from functools import cache
@@ -8,6 +8,11 @@ from pathlib import Path
 from shardconv.checkpoint.sources.source import Source
 from shardconv.support.errors import SourceError
 from shardconv.support.structs import Data, convert
+
+#: In the name of a tensor of an IP adapter that is saved with a transformer.
+_IP_ADAPTER = ".processor.to_k_ip."
+#: What to do with an IP adapter, which is not split.
+LOAD_IP_ADAPTER = "call load_ip_adapter of the pipeline that shardconv.load returns"
 
 
 class DiffusersClasses(Data, frozen=True):
@@ -23,6 +28,20 @@ class DiffusersClasses(Data, frozen=True):
 def diffusers_classes() -> DiffusersClasses:
     """Read the file."""
     return convert(tomllib.loads(Path(__file__).with_name("diffusers.toml").read_text("utf-8")), DiffusersClasses)
+
+
+def refuse_ip_adapters(source: Source) -> None:
+    """Refuse a diffusion model that was saved with an IP adapter, which diffusers does not load with the model.
+
+    Raises:
+        SourceError: if it is one, with the lines that save the model without the adapter.
+    """
+    if (name := next((name for name in source.specs if _IP_ADAPTER in name), None)) is not None:
+        raise SourceError(
+            f"{source.path}: {name}: is a tensor of an IP adapter, which diffusers saves and does not load: save the "
+            f"model without it in Python, pass the new folder, and {LOAD_IP_ADAPTER}:\nfrom diffusers import AutoModel"
+            f"\nAutoModel.from_pretrained({str(source.path)!r}).save_pretrained('{source.name}-without-adapter')"
+        )
 
 
 def refuse_original_names(source: Source) -> None:

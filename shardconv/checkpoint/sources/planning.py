@@ -6,7 +6,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from msgspec.structs import replace
 
-from shardconv.checkpoint.sources.diffusers_classes import refuse_original_names
+from shardconv.checkpoint.sources.diffusers_classes import refuse_ip_adapters, refuse_original_names
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source, standalone_config
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
@@ -173,6 +173,7 @@ def plan_source(
     source = src if isinstance(src, Source) else _open(src, given)
     refuse_adapter(source)
     refuse_original_names(source)
+    refuse_ip_adapters(source)
     source = source if dtype is None else with_dtype(source, dtype)
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = config_with_quantization(source)
