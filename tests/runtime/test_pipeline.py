@@ -251,7 +251,8 @@ def check_ip_gradients(axis, name, source, pad):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "pad"), [("pair", "flux", False), ("pair", "sd3", False), ("three", "flux", True)]
+    ("layout", "name", "pad"),
+    [("pair", "flux", False), ("pair", "sd3", False), ("three", "flux", True), ("three", "sd3", True)],
 )
 def test_gradients_of_ip_adapters(ranks, made, layout, name, pad):
     ranks(layout, check_ip_gradients, name, made(name, 2)[0], pad)

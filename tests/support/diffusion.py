@@ -73,7 +73,7 @@ def _sd3() -> Any:
     transformer = diffusers.SD3Transformer2DModel(
         sample_size=32, patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=_HEAD_DIM,
         num_attention_heads=_HEADS, caption_projection_dim=_HEADS * _HEAD_DIM, joint_attention_dim=_WIDTH,
-        pooled_projection_dim=2 * _WIDTH,
+        pooled_projection_dim=2 * _WIDTH, dual_attention_layers=(0,), qk_norm="rms_norm",
     )  # fmt: skip
     clip = [part for _ in range(2) for part in (_clip(CLIPTextModelWithProjection), _tokenizer())]
     return diffusers.StableDiffusion3Pipeline(
@@ -130,7 +130,8 @@ def _ip_adapter(name: str) -> dict[str, dict[str, torch.Tensor]]:
         processors = [FluxIPAdapterAttnProcessor(width, _WIDTH)]
     else:
         projection = IPAdapterTimeImageProjection(_IMAGE, width, 64, heads=1, num_queries=2).state_dict()
-        processors = [SD3IPAdapterJointAttnProcessor2_0(width, width, _HEAD_DIM, 64) for _ in range(2)]
+        attentions = 3  # two in the first layer
+        processors = [SD3IPAdapterJointAttnProcessor2_0(width, width, _HEAD_DIM, 64) for _ in range(attentions)]
     states = [(number, one.state_dict()) for number, one in enumerate(processors)]
     layers = {f"{number}.{key.replace('ip.0.', 'ip.')}": value for number, one in states for key, value in one.items()}
     return {
