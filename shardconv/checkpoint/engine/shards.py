@@ -15,6 +15,9 @@ from shardconv.files.fileio import Bytes, OutputFiles, populate
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError
 
+#: Maximum bytes that a :class:`Comparer` compares at once.
+_COMPARED_BYTES = 512 * 2**10
+
 
 def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
     """The slice of a block that equals a shard's range of ``size`` bytes; None if the range is not contiguous."""
@@ -257,11 +260,13 @@ class Comparer:
         self._held = held
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Compare a block."""
-        other = scratch.take("compare", len(block))
-        for common in self._common([span]):
-            self._reader.gather(state, common, other, scratch)
-            self._compare(state, span, block, other, scratch)
+        """Compare a block, of which the other reader reads a small part at a time."""
+        for start in range(span.start, span.stop, _COMPARED_BYTES):
+            part = Span(span.tensor, start, min(start + _COMPARED_BYTES, span.stop))
+            for common in self._common([part]):
+                other = scratch.take("compare", part.stop - part.start)
+                self._reader.gather(state, common, other, scratch)
+                self._compare(state, part, block[start - span.start : part.stop - span.start], other, scratch)
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
         """Yield the spans of the other reader."""
