@@ -11,7 +11,7 @@ from shardconv.support.structs import Data, convert
 
 #: In the name of a tensor of an IP adapter that is saved with a transformer.
 _IP_ADAPTER = ".processor.to_k_ip."
-#: What to do with an IP adapter, which is not split.
+#: Instructions for an IP adapter, which is not split.
 LOAD_IP_ADAPTER = "call load_ip_adapter of the pipeline that shardconv.load returns"
 
 
