@@ -58,7 +58,7 @@ _WIDE = {"models.md", "diffusion-models.md"}
 #: Classes of the page of reports that no command prints with ``--json``, or only as a part of another.
 _PARTS_OF_REPORTS = (
     "shardconv.checkpoint.operations.plan_report.TensorReport", "shardconv.plan.tp_sizes.PaddingReport",
-    "shardconv.proof.ranks.Proof", "shardconv.runtime.cost_report.TpCost", "shardconv.hf.names.ModelCheck",
+    "shardconv.proof.ranks.Proof", "shardconv.runtime.estimate.TpCost", "shardconv.hf.names.ModelCheck",
     "shardconv.engines.check.EngineReport",
 )  # fmt: skip
 _ROLE = re.compile(r":\w+:`(?P<short>~?)(?P<name>[\w.]+)`")

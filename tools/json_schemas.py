@@ -24,8 +24,8 @@ REPORTS = {
     "plan-prove": "shardconv.proof.prove.ProofReport",
     "plan-prove-pipeline": "shardconv.proof.prove.PipelineProof",
     "plan-measure-link": "shardconv.tensor.cost.LinkReport",
-    "plan-cost": "shardconv.runtime.cost_report.CostReport",
-    "plan-cost-pipeline": "shardconv.runtime.cost_report.PipelineCost",
+    "plan-cost": "shardconv.runtime.estimate.CostReport",
+    "plan-cost-pipeline": "shardconv.runtime.estimate.PipelineCost",
     "run": "shardconv.runtime.run.RunReport",
     "run-pipeline": "shardconv.runtime.pipeline_run.PipelineRunReport",
 }

@@ -16,7 +16,7 @@ from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, duration, ranges, size
 
 if TYPE_CHECKING:
-    from shardconv.runtime.cost_report import CostReport, PipelineCost, TpCost, Traffic
+    from shardconv.runtime.estimate import CostReport, PipelineCost, TpCost, Traffic
     from shardconv.tensor.cost import Link, LinkReport
 
 _LINK_NUMBER = Number(float, 0, 1e9)
@@ -118,8 +118,7 @@ def show_cost(
         from shardconv.files.paths import open_path
         from shardconv.html.page import write_page
         from shardconv.plan.tp_sizes import MAX_PADDED_TP
-        from shardconv.runtime.cost_report import PipelineCost
-        from shardconv.runtime.estimate import MAX_TP, NUM_PADDED, estimate_cost
+        from shardconv.runtime.estimate import MAX_TP, NUM_PADDED, PipelineCost, estimate_cost
         from shardconv.tensor.cost import Link
     if page is not None and is_pipeline(open_path(src)):
         raise UsageError(f"--html shows the cost of one model (got the pipeline {src}): pass a component")

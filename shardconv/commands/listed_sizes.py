@@ -13,7 +13,7 @@ from shardconv.support.formatting import parse_size, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport
-    from shardconv.runtime.cost_report import CostReport
+    from shardconv.runtime.estimate import CostReport
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.convert.feature_checks import is_of_torch
 from shardconv.convert.modules import (
+    GlobalLayerNorm,
+    GlobalRMSNorm,
+    GroupedRMSNorm,
     ParallelDepthwise,
     ParallelExpertLinear,
     ParallelExperts,
     Sharded,
 )
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
-from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm, GroupedRMSNorm
 from shardconv.convert.overrides import Overrides
 from shardconv.distributed import Axis
 from shardconv.distributed.groups import ParallelGroups

@@ -13,8 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from shardconv.convert.ip_adapters import GatheredProcessor
-from shardconv.convert.modules import AllReducedOutput, ParallelExperts
-from shardconv.convert.norms import NormsOfHeads
+from shardconv.convert.modules import AllReducedOutput, NormsOfHeads, ParallelExperts
 from shardconv.convert.overrides import (
     Extension,
     GatheredOutput,
@@ -33,8 +32,8 @@ from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.families.config_fields import fields_in, lookup
 from shardconv.plan.families.rule import ModuleRule, SliceRule
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement, shard_dim
+from shardconv.plan.rule_set import ModelRules
 from shardconv.support.errors import PlanError
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from shardconv.convert.modules import Sharded, ShardedOptions
-from shardconv.convert.norms import GlobalLayerNorm, GlobalRMSNorm
+from shardconv.convert.modules import GlobalLayerNorm, GlobalRMSNorm, Sharded, ShardedOptions
 from shardconv.distributed import Axis, copy_to_tp
 from shardconv.layers import RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule

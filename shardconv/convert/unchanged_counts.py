@@ -19,9 +19,9 @@ from shardconv.convert.overrides import Overrides, is_read_only
 from shardconv.layers import ColumnParallelLinear, ParallelEmbedding, ParallelLinear, RowParallelLinear
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.families.matcher import pattern_for
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import IndivisibleError, intervals
 from shardconv.plan.plan import Plan
+from shardconv.plan.rule_set import ModelRules
 from shardconv.support.errors import PlanError
 
 #: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.

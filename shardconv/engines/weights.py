@@ -15,8 +15,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.checkpoint.split.stored_plan import stored_planner
-from shardconv.engines.held_shard import HeldShard, positions_of
-from shardconv.engines.rank_tensor import RankTensor
+from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config

@@ -21,7 +21,7 @@ from shardconv.support.formatting import json_text, visible
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport
     from shardconv.checkpoint.operations.verify import VerifyReport
-    from shardconv.runtime.cost_report import CostReport
+    from shardconv.runtime.estimate import CostReport
 
 #: The beginning of every page, by which a page is known before it is replaced.
 MARK = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="shardconv">\n'

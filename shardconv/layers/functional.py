@@ -4,10 +4,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardconv.distributed import GroupLike, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.layers.column_row_linear import shard_input
 from shardconv.layers.embedding import parallel_embedding
 from shardconv.layers.features import check_features, check_tag
-from shardconv.layers.linear import weight_dim
+from shardconv.layers.linear import shard_input, weight_dim
 from shardconv.layers.loss import parallel_cross_entropy
 from shardconv.layers.sharding import even_placement, gather_shards
 

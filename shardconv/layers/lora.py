@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardconv.distributed import copy_to_tp, reduce_from_tp
-from shardconv.layers.column_row_linear import num_replicas
 from shardconv.layers.embedding import ParallelEmbedding, look_up
 from shardconv.layers.init import fill_shard_, linear_weight_
-from shardconv.layers.linear import ParallelLinear
+from shardconv.layers.linear import ParallelLinear, num_replicas
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import gather_shards
 

@@ -13,9 +13,8 @@ from msgspec import Struct
 from shardconv.plan.families.matcher import Matcher
 from shardconv.plan.families.rule import STYLES, Rule
 from shardconv.plan.grid import NO_DIM, Grid, GridDim
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.rule_set import ModelRules, RuleSet
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.support.errors import PlanError
 

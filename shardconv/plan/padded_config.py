@@ -11,8 +11,8 @@ from functools import reduce
 from msgspec import Struct
 
 from shardconv.plan.families.config_fields import Fields, fields_in, lookup, with_field
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.planner import Planner
+from shardconv.plan.rule_set import ModelRules
 from shardconv.plan.tensor_placement import PaddedRule
 from shardconv.support.errors import PlanError, option
 

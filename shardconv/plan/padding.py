@@ -19,7 +19,7 @@ from shardconv.plan.placement import Unit, round_up
 from shardconv.support.errors import PlanError
 
 if TYPE_CHECKING:
-    from shardconv.plan.model_rules import ModelRules
+    from shardconv.plan.rule_set import ModelRules
 
 
 #: Padded widths are multiples of this many features per rank: torch's grouped matmul kernels need rows of a multiple of

@@ -19,11 +19,10 @@ from shardconv.plan.families.loading import expand_family, family_for, load_fami
 from shardconv.plan.families.matcher import Matcher
 from shardconv.plan.families.rule import REPLICATE_OPTION, Rule
 from shardconv.plan.head_inference import check_pairs, towers_in, with_heads
-from shardconv.plan.model_rules import Multiple
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.rule_set import RuleSet, rules_for
+from shardconv.plan.rule_set import Multiple, RuleSet, rules_for
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
 from shardconv.support.errors import PlanError, UsageError, option

@@ -15,9 +15,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Interval, Placement
-from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.rule_set import ModelRules, RuleSet
 from shardconv.support.errors import PlanError, UsageError, option
 from shardconv.support.structs import Data
 

@@ -15,9 +15,8 @@ from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import Matcher, PatternMatch, layer_key, pattern_for
 from shardconv.plan.families.rule import Rule
 from shardconv.plan.grid import Grid
-from shardconv.plan.model_rules import ModelRules, UsedRules
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.rule_set import ModelRules, RuleSet, UsedRules
 from shardconv.plan.tensor_placement import TensorGroup
 from shardconv.support.errors import PlanError, option
 

@@ -15,11 +15,10 @@ from shardconv.plan.experts import Expert, place_expert
 from shardconv.plan.families.config_fields import Fields
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.rule import STYLES, Rule
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padding import UnitPadding
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, shard_dim
 from shardconv.plan.plan import Reason, TensorPlan, TensorSpec
-from shardconv.plan.rule_set import RuleSet
+from shardconv.plan.rule_set import ModelRules, RuleSet
 from shardconv.support.errors import PlanError, ShapeError, option
 
 #: Config fields about attention heads, which are assumed without a config.

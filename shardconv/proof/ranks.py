@@ -23,8 +23,7 @@ from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import OutputDifferences, compare
-from shardconv.proof.small_models import REFERENCE, SMALL
+from shardconv.proof.compare import REFERENCE, SMALL, OutputDifferences, compare
 from shardconv.runtime.launch import launch
 from shardconv.support.errors import RunError, ShardconvError, is_connection_error
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardconv.checkpoint.adapters.adapter import adapter_folder
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.layout import PADDING_NAME
-from shardconv.checkpoint.operations.differences import is_other_model, tensor_differences
 from shardconv.checkpoint.operations.merge import merge
+from shardconv.checkpoint.operations.verify import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source, config_with_quantization

@@ -16,7 +16,7 @@ from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, StrPath, given_options
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_tp
 from shardconv.checkpoint.split.manifest_file import is_split
-from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pipeline_manifest
 from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.files.folder import AnyPath

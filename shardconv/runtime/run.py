@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
-from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.convert.converted_model import ConvertedModel
 from shardconv.distributed.agreement import gather, is_first_rank
 from shardconv.distributed.devices import device_module

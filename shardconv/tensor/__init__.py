@@ -6,12 +6,13 @@ from shardconv.tensor.comm import CommSpec, Cost
 from shardconv.tensor.cost import Link, LinkReport, Timing, collective_time, fit_link, measure_link
 from shardconv.tensor.hooks import ParamHook, use_param_hooks
 from shardconv.tensor.interop import as_dtensor
-from shardconv.tensor.redistribution import plan_redistribution, redistribution_cost
 from shardconv.tensor.sharded import (
     from_global,
     from_local,
     named_sharded_parameters,
+    plan_redistribution,
     redistribute,
+    redistribution_cost,
     shard_parameter,
     to_mesh,
 )

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardconv.distributed import Axis, as_axis, copy_to_tp, reduce_from_tp
-from shardconv.distributed.block_collectives import (
+from shardconv.distributed.groups import group_over
+from shardconv.distributed.operations import (
     BlockGrid,
     exchange_blocks,
     gather_blocks,
@@ -23,7 +24,6 @@ from shardconv.distributed.block_collectives import (
     reduce_scatter_blocks,
     take_block,
 )
-from shardconv.distributed.new_groups import group_over
 from shardconv.tensor.cost import ROUNDS, Link, collective_time
 from shardconv.tensor.spec import MeshAxis, MeshLike, axis_number, coordinate_in, describe_mesh, mesh_sizes
 

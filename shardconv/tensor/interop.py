@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups
-from shardconv.distributed.new_groups import new_members_group
+from shardconv.distributed.groups import Axis, as_axis, current_groups, has_groups, new_members_group
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.plan.placement import Interval, Placement, intervals
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 import shardconv
-from shardconv.checkpoint.adapters import low_rank
+from shardconv.checkpoint.adapters import merge_adapter
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
@@ -336,7 +336,7 @@ def test_merge_keeps_elements_that_are_infinite_in_the_model(made, tmp_path):
 )  # fmt: skip
 def test_dtype_converts_the_sums(made, tmp_path, monkeypatch, name, stored, dtype):
     """Sums are rounded once, as if the model were converted to float32 first, and to the dtype last."""
-    monkeypatch.setattr(low_rank, "_NORM_ELEMENTS", 2**10)  # several blocks for the norms of a table
+    monkeypatch.setattr(merge_adapter, "_NORM_ELEMENTS", 2**10)  # several blocks for the norms of a table
     source, adapter = made(name, {"bf16": torch.bfloat16, "fp32": torch.float32}[stored])
     options = {"tp": 2, "adapters": [adapter], "merge_adapter": True}
     shardconv.split(source, tmp_path / "split", dtype=dtype, **options)

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.convert.engine import Conversion, LayerSpec
+from shardconv.convert.modules import GlobalLayerNorm
 from shardconv.convert.multihead_attention import ParallelMultiheadAttention
-from shardconv.convert.norms import GlobalLayerNorm
 from shardconv.convert.overrides import SlicedOutput, SlicedTensors, extend_class
 from shardconv.layers import ParallelLinear
 from shardconv.layers.sharding import even_placement, take_shard

@@ -11,8 +11,7 @@ from torch import nn
 
 import shardconv
 from shardconv.convert.engine import Conversion, LayerSpec
-from shardconv.convert.modules import AllReducedOutput, ParallelDepthwise, Sharded, current_substitution
-from shardconv.convert.norms import GroupedRMSNorm
+from shardconv.convert.modules import AllReducedOutput, GroupedRMSNorm, ParallelDepthwise, Sharded, current_substitution
 from shardconv.convert.overrides import InputGradientAllReduce, Overrides, apply_overrides, extend_class, gather_on_use
 from shardconv.distributed import Axis
 from shardconv.layers import ParallelLinear

@@ -19,7 +19,7 @@ from shardconv.distributed import (
     reduce_from_tp,
     scatter_to_tp,
 )
-from shardconv.distributed.new_groups import group_over, new_members_group
+from shardconv.distributed.groups import group_over, new_members_group
 from tests.support.forked import run_python
 from tests.support.policies import MlpPolicy
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
-from shardconv.engines.held_shard import HeldShard, positions_of
-from shardconv.engines.rank_tensor import RankTensor
+from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Placement, Unit, shard_dim
 from shardconv.support.errors import NotHeldError

@@ -249,7 +249,7 @@ def test_dtype_of_stored_values_is_refused(compressed, tmp_path):
 def test_bands_of_rows_have_the_values_of_the_weight(compressed, tmp_path, monkeypatch, bands):
     source = compressed("FP8_BLOCK", "llama")
     shardconv.split(source, tmp_path / "split", tp=1)
-    monkeypatch.setattr("shardconv.runtime.dequantize._BAND_ELEMENTS", bands)
+    monkeypatch.setattr("shardconv.runtime.rank_tensors._BAND_ELEMENTS", bands)
     loaded = loaded_values(tmp_path / "split", 0, torch.bfloat16)
     assert all(torch.equal(loaded[name], weight) for name, weight in dequantize(source, read(source)).items())
 

@@ -20,7 +20,7 @@ from shardconv.formats.detect import with_grids
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.placement import Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
-from shardconv.runtime.dequantize import Stored, dequantize
+from shardconv.runtime.rank_tensors import Stored, dequantize
 from shardconv.support.errors import IntegrityError, PlanError
 from tests.support.matrix import cases
 from tests.support.models import Model, Tensors, change_tensors, read

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import shardconv
 from shardconv.html.page import write_page
 from shardconv.plan.placement import Interval
-from shardconv.runtime.cost_report import CostReport, TpCost, Traffic
+from shardconv.runtime.estimate import CostReport, TpCost, Traffic
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call

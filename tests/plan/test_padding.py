@@ -21,13 +21,13 @@ from torch import nn
 import shardconv
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.rule import ModuleRule, Rule, SliceRule, UnitRule
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.padded_config import change_config
 from shardconv.plan.padding import Heads, UnitPadding, matched_modules, unit_paddings
 from shardconv.plan.placement import Interval, Unit, shard_dim
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import PlanRequest, planner_for
+from shardconv.plan.rule_set import ModelRules
 from shardconv.support.errors import IntegrityError, PlanError, UsageError
 from shardconv.tensor import as_dtensor
 from tests.support.checkpoints import contents, llama_config, write_checkpoint

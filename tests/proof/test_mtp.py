@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.split import split
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import write_reference
-from shardconv.proof.small_models import REFERENCE
+from shardconv.proof.compare import REFERENCE, write_reference
 from tests.support.matrix import MATRIX
 from tests.support.models import model_class
 from tests.support.mtp import HUB, KIND_OF, with_mtp

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardconv
-from shardconv.runtime.caller_module import build_by_caller
+from shardconv.runtime.load import build_by_caller
 from shardconv.support.errors import RunError, UsageError
 from tests.support.loading import Mlp
 

@@ -8,7 +8,7 @@ import moto.s3.models
 import pytest
 
 import shardconv
-from shardconv.files.storage import parts, remote_file, stores, upload
+from shardconv.files.storage import remote_file, stores, upload
 from tests.storage.written import PART
 from tests.support.checkpoints import contents, llama_config, write_checkpoint
 from tests.support.s3_server import S3Server, serve_s3
@@ -51,7 +51,7 @@ def server(made) -> S3Server:
 def s3(server, monkeypatch, _fast_retries) -> S3Server:
     """The server without faults, and small parts, so that every weight file is a multipart upload."""
     monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
-    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * PART)
+    monkeypatch.setattr(upload, "MEMORY_BYTES", 4 * PART)
     monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)
     server.fault = lambda *_: None
     server.requests.clear()

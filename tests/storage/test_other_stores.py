@@ -11,7 +11,7 @@ import pytest
 from obstore.store import AzureStore
 
 import shardconv
-from shardconv.files.storage import parts, upload
+from shardconv.files.storage import upload
 from shardconv.files.storage.stores import list_files
 from shardconv.files.storage.url import parse
 from shardconv.support.errors import OutputError, SourceError
@@ -47,7 +47,7 @@ def azure():
 def store(request, server, monkeypatch, _fast_retries) -> Store:
     """With small parts, so that every weight file is a multipart upload."""
     monkeypatch.setattr(upload, "part_bytes", lambda _: PART)
-    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * PART)
+    monkeypatch.setattr(upload, "MEMORY_BYTES", 4 * PART)
     return _open(request, server, monkeypatch)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from obstore.store import LocalStore
 
-from shardconv.files.storage import parts, upload
+from shardconv.files.storage import upload
 from shardconv.files.storage.clients import Key
 from shardconv.files.storage.read_ahead import Budget
 from shardconv.files.storage.upload import UploadFiles
@@ -27,7 +27,7 @@ def store(tmp_path) -> LocalStore:
 def _small(monkeypatch):
     """Parts of a page, of which memory has room for four."""
     monkeypatch.setattr(upload, "part_bytes", lambda _: 4096)
-    monkeypatch.setattr(parts, "MEMORY_BYTES", 4 * 4096)
+    monkeypatch.setattr(upload, "MEMORY_BYTES", 4 * 4096)
 
 
 def ranges(size: int, chooser: random.Random) -> list[tuple[int, int]]:
@@ -76,7 +76,7 @@ def test_parts_beyond_the_memory_are_in_a_temporary_file(store):
 
 @pytest.mark.usefixtures("_small")
 def test_parts_without_room_in_the_budget_are_in_a_temporary_file(store, monkeypatch):
-    monkeypatch.setattr(parts, "BUDGET", budget := Budget(6 * 4096))
+    monkeypatch.setattr(upload, "BUDGET", budget := Budget(6 * 4096))
     keys, prefixes, sizes = [Key(store, "file", "file://x")], [b"12345678"], [3 * 4096]
     first, second = (UploadFiles(keys, prefixes, sizes) for _ in range(2))
     assert first.uploads[0]._parts[0].spool is None
@@ -96,7 +96,7 @@ def test_a_full_temporary_disk_is_one_error(store, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parts.os, "pwrite", full)
+    monkeypatch.setattr(upload.os, "pwrite", full)
     with pytest.raises(OutputError, match="cannot store data that is uploaded later: No space left on device: free"):
         files.write_ranges(0, memoryview(bytes(89 * 4096)), [(4096, 89 * 4096)])
 
@@ -111,7 +111,7 @@ def test_a_file_with_bytes_that_were_not_written_is_an_error(store):
 
 @pytest.mark.usefixtures("_small")
 def test_cancelling_wakes_threads_that_wait_for_memory(store, monkeypatch):
-    monkeypatch.setattr(parts.PartMemory, "free", lambda *_: None)  # a store that never takes a part
+    monkeypatch.setattr(upload.PartMemory, "free", lambda *_: None)  # a store that never takes a part
     files = UploadFiles([Key(store, "file", "file://x")], [b""], [100 * 4096])
     raised = threading.Event()
 
@@ -131,6 +131,6 @@ def test_cancelling_wakes_threads_that_wait_for_memory(store, monkeypatch):
 
 
 def test_large_files_have_few_parts():
-    assert parts.part_bytes(80 * 10**9) == 8 * 2**20
-    assert parts.part_bytes(10**12) == 96 * 2**20
-    assert parts.part_bytes(10**12) * parts.MAX_PARTS >= 10**12
+    assert upload.part_bytes(80 * 10**9) == 8 * 2**20
+    assert upload.part_bytes(10**12) == 96 * 2**20
+    assert upload.part_bytes(10**12) * upload.MAX_PARTS >= 10**12

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardconv.distributed import Axis, as_axis
-from shardconv.distributed.new_groups import new_members_group
+from shardconv.distributed.groups import new_members_group
 
 
 class RecordingGroup(dist.ProcessGroup):

@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shardconv.tensor import plan_redistribution, redistribute, redistribution_cost
 from shardconv.tensor.cost import Link
-from shardconv.tensor.redistribution import START_SECONDS
+from shardconv.tensor.sharded import START_SECONDS
 from tests.support.matrix import cases, each_once
 from tests.support.mesh_layouts import (
     ALL,

@@ -27,7 +27,7 @@ from shardconv.checkpoint.sources.planning import (
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint

@@ -21,7 +21,7 @@ from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.split.rank_files import file_differences
+from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import (
     PipelineManifest,
     SplitPipeline,

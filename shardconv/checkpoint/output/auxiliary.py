@@ -12,7 +12,7 @@ from msgspec import Struct
 from shardconv.checkpoint.engine.copy import default_threads
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import auxiliary_paths
+from shardconv.checkpoint.split.split_folders import auxiliary_paths
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, file_bytes, permissions

@@ -16,8 +16,8 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import sample_checksum
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import comparable, is_split, read_manifest
-from shardconv.checkpoint.split.rank_files import check_ranks
 from shardconv.checkpoint.split.rank_reader import RankFileReader, RankReader, RankSourceReader, copied_bytes
+from shardconv.checkpoint.split.split_folders import check_ranks
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, RemotePath, remote_versions
 from shardconv.files.paths import folder_name

@@ -19,7 +19,7 @@ from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.rank_files import open_rank_files
+from shardconv.checkpoint.split.split_folders import open_rank_files
 from shardconv.files.containers.safetensors import DTYPE_BITS, num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath, RemotePath

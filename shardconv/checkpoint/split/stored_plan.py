@@ -9,10 +9,10 @@ from shardconv.files.folder import AnyPath
 from shardconv.formats.detect import with_grids
 from shardconv.plan.engines import engine_named
 from shardconv.plan.families.rule import Rule
-from shardconv.plan.model_rules import ModelRules
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner
+from shardconv.plan.rule_set import ModelRules
 from shardconv.plan.unused import known_unused
 from shardconv.support.errors import PlanError, SplitCheckpointError
 

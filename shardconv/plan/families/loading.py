@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from shardconv.plan.families.expansion import expand_blocks
-from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel
+from shardconv.plan.families.family import PLAN_FILE, Family, Mount, Submodel, expand_blocks
 from shardconv.plan.families.rule import ModuleRule, Rule, UnitRule, check_pattern
 from shardconv.support.errors import PlanError, UsageError
 from shardconv.support.structs import convert, parse_table
