@@ -25,8 +25,8 @@ COMMANDS_ONLY = {
 REPORTS = {
     ("checkpoint/operations/verify.py", "--config"), ("checkpoint/sources/layout_source.py", "--from"),
     ("checkpoint/split/loadable.py", "--adapter"),
-    ("plan/head_inference.py", "--config"), ("plan/head_inference.py", "--head-dim"),
-    ("plan/head_inference.py", "--rules"), ("plan/families/rule.py", "--replicate"),
+    ("plan/request.py", "--config"), ("plan/request.py", "--head-dim"),
+    ("plan/request.py", "--rules"), ("plan/families/rule.py", "--replicate"),
 }  # fmt: skip
 
 

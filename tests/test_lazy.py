@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from shardconv import engines
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.files import containers, storage
 
 
-@pytest.mark.parametrize("package", [arrays, containers, storage], ids=["arrays", "containers", "storage"])
+@pytest.mark.parametrize("package", [engine, containers, storage], ids=["engine", "containers", "storage"])
 def test_module_is_imported_when_it_is_read(package):
     code = (
         f"import sys, {package.__name__} as package\n"
@@ -30,7 +30,7 @@ def test_package_of_engines_does_not_import_them():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("package", [arrays, engines, storage], ids=["arrays", "engines", "storage"])
+@pytest.mark.parametrize("package", [engine, engines, storage], ids=["engine", "engines", "storage"])
 def test_other_names_are_not_attributes(package):
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' does not have an attribute 'other'"):
         _ = package.other

@@ -57,7 +57,7 @@ PURPOSES = {
 _WIDE = {"models.md", "diffusion-models.md"}
 #: Classes of the page of reports that no command prints with ``--json``, or only as a part of another.
 _PARTS_OF_REPORTS = (
-    "shardconv.checkpoint.operations.plan_report.TensorReport", "shardconv.plan.tp_sizes.PaddingReport",
+    "shardconv.checkpoint.operations.plan_report.TensorReport", "shardconv.plan.planner.PaddingReport",
     "shardconv.proof.ranks.Proof", "shardconv.runtime.estimate.TpCost", "shardconv.hf.names.ModelCheck",
     "shardconv.engines.check.EngineReport",
 )  # fmt: skip

@@ -48,7 +48,7 @@ from shardconv.support.formatting import counted, ranges, size, sizes
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
-    from shardconv.plan.tp_sizes import BlockedTp
+    from shardconv.plan.planner import BlockedTp
 
 
 _DISPLAY = ("src", "as_json", "quiet")
@@ -235,7 +235,7 @@ def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> 
     for (tensor, _), equal in blocks.items():
         lines.append(f"unsupported tp: {ranges([blocked.tp for blocked in equal])}; {tensor}: {equal[0].reason}")
     if report.padded_tp:
-        from shardconv.plan.tp_sizes import MAX_PADDED_TP
+        from shardconv.plan.planner import MAX_PADDED_TP
 
         padded = ", ".join(f"{one.tp} ({one.memory:.1%})" for one in report.padded_tp)
         lines.append(f"supported with --pad up to tp {MAX_PADDED_TP} (additional memory): {padded}")

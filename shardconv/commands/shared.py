@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.checkpoint.output.writer import WriteReport
     from shardconv.hf.names import ModelCheck
-    from shardconv.plan.tp_sizes import PaddingReport
+    from shardconv.plan.planner import PaddingReport
     from shardconv.runtime.run import RunReport
 
 

@@ -41,7 +41,7 @@ from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
 
 if TYPE_CHECKING:
-    from shardconv.checkpoint.output.team import Team
+    from shardconv.checkpoint.output.writer import Team
 
 _ADAPTER = "Split this LoRA adapter with SRC, into adapters/NAME of the output. Repeatable."
 _RANKS = "Write the files of these ranks only, such as 8-15 or 0,2,5-7. [default: all ranks]"
@@ -111,7 +111,7 @@ def split(console: Console, src: SourcePath, output: SourcePath | None, *, check
 def _team() -> "AbstractContextManager[Team]":
     """The processes that torchrun started for this split; this process alone without torchrun."""
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
-        from shardconv.checkpoint.output.team import Team
+        from shardconv.checkpoint.output.writer import Team
 
         return nullcontext(Team())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's warnings of lost connections have a page each

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from shardconv.checkpoint.sources.planning import PlanOptions
-from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable, stored_planner
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.rank_reader import RankReader
-from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor

@@ -6,9 +6,8 @@ from pathlib import Path, PurePosixPath
 
 from msgspec import Struct
 
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.paths import folder_name, local_path
-from shardconv.files.text_files import read_json
 from shardconv.support.errors import SourceError
 
 CONFIG_NAME = "config.json"

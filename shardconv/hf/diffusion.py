@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardconv.convert.protocols import ModelConfig
-from shardconv.files.text_files import read_json
+from shardconv.files.folder import read_json
 from shardconv.files.weight_formats import is_index, is_weights
 from shardconv.hf.package import import_diffusers, quiet
 from shardconv.hf.small import HEADS

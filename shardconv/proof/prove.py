@@ -31,9 +31,8 @@ from shardconv.plan.families.matcher import starred
 from shardconv.plan.grid import GROUP_INDEX, PLAIN, SCALE, SHAPE, VALUES, ZERO_POINT, Grid
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, logical_tensors
-from shardconv.plan.planner import Planner
+from shardconv.plan.planner import Planner, tp_sizes
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.tp_sizes import tp_sizes
 from shardconv.proof.compare import SMALL, heads_for, padding_mismatch, write_small_model
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import Proof, prove_all

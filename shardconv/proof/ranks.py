@@ -17,7 +17,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import Source
 from shardconv.distributed import Axis, as_axis
-from shardconv.files.text_files import read_json
+from shardconv.files.folder import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement

@@ -20,9 +20,8 @@ from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
-from shardconv.files.folder import AnyPath, file_bytes
+from shardconv.files.folder import AnyPath, file_bytes, read_json
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
@@ -30,13 +29,11 @@ from shardconv.hf.inputs.special import check_step
 from shardconv.hf.names import DiskTensors
 from shardconv.hf.package import diffusers_name
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.planner import Planner
+from shardconv.plan.planner import Planner, padding_report, tp_sizes
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.stages import chosen_stages
-from shardconv.plan.tp_sizes import padding_report, tp_sizes
-from shardconv.runtime.dry_run import SEQ, MetaModel, Usage, denoise, dry_run
-from shardconv.runtime.meters import Call
+from shardconv.runtime.dry_run import SEQ, Call, MetaModel, Usage, denoise, dry_run
 from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, option
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
@@ -240,7 +237,7 @@ def estimate_cost(
             of the class. Of a pipeline of diffusers, the result is a
             :class:`~shardconv.runtime.estimate.PipelineCost`.
         tps: tensor parallel sizes; by default the supported ones up to :data:`MAX_TP`, with ``pad`` also, of those up
-            to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that need it, the :data:`NUM_PADDED` with the least.
+            to :data:`~shardconv.plan.planner.MAX_PADDED_TP` that need it, the :data:`NUM_PADDED` with the least.
         pp: number of pipeline stages, as in :func:`~shardconv.split`. Memory is of the rank with most.
         stages: number of layers of each.
         batch: prompts per batch.

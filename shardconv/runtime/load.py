@@ -20,9 +20,8 @@ from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import on_pipelines
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
-from shardconv.checkpoint.split.loadable import Loadable, open_loadable
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable, placements_in_memory, runnable_plan
 from shardconv.checkpoint.split.manifest_file import comparable
-from shardconv.checkpoint.split.stored_plan import placements_in_memory, runnable_plan
 from shardconv.convert.converted_model import ConvertedModel, extend_model_class
 from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from shardconv.checkpoint.engine.copy import Progress
+from shardconv.checkpoint.split.loadable import quantized_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_reader import RankReader
-from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import AnyPath

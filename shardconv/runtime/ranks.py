@@ -10,15 +10,13 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 
-from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter
+from shardconv.checkpoint.split.loadable import Loadable, refuse_split_adapter, stored_planner
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.stored_plan import stored_planner
 from shardconv.distributed import Axis, GroupLike, as_axis, init_parallel
 from shardconv.distributed.agreement import attempt, check_same, run_on_all
 from shardconv.distributed.devices import Device
 from shardconv.distributed.groups import ParallelGroups, has_groups, launched_size, other_groups
-from shardconv.files.folder import AnyPath
-from shardconv.files.text_files import read_json
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.classes import ModelClass, model_class
 from shardconv.runtime.device import rank_device

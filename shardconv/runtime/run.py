@@ -25,11 +25,15 @@ from shardconv.hf.tokenizer import check_tokenizer, text_streamer
 from shardconv.runtime.comparison import check_unsharded, compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
-from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimedScores, compute_outputs
-from shardconv.runtime.prompts import (
+from shardconv.runtime.outputs import (
     Codec,
+    ModelRun,
+    Outputs,
+    RunOptions,
+    TimedScores,
     check_input,
     check_positions,
+    compute_outputs,
     default_ids,
     parse_ids,
 )

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.destination import NewFolder, joined_folder
 from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
-from shardconv.checkpoint.output.team import Checksums, Team
+from shardconv.checkpoint.output.writer import Checksums, Team
 from shardconv.distributed.agreement import View, difference
 from shardconv.files.folder import AnyPath
 from shardconv.support.errors import PeerError, RunError, UsageError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardconv.checkpoint.engine.arrays.rounding import convert
+from shardconv.checkpoint.engine.arrays import round_to
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -13,7 +13,7 @@ INFINITY, MAX = float("inf"), {"F16": 65504.0, "BF16": 3.3895313892515355e38, "F
 
 def converted(tensor: torch.Tensor, dtype: str, to: str) -> torch.Tensor:
     target = bytearray(tensor.numel() * DTYPES[to].itemsize)
-    convert(memoryview(tensor.view(torch.uint8).numpy().tobytes()), dtype, memoryview(target), to)
+    round_to(memoryview(tensor.view(torch.uint8).numpy().tobytes()), dtype, memoryview(target), to)
     return torch.frombuffer(target, dtype=DTYPES[to])
 
 

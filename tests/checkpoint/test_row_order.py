@@ -10,9 +10,8 @@ from safetensors.numpy import save_file
 
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.joined import JoinedRows, Rows
+from shardconv.checkpoint.sources.joined import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 
 

@@ -20,10 +20,9 @@ from shardconv.plan.families import loading
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.loading import family_names, load_family
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.planner import Planner
+from shardconv.plan.planner import Planner, tp_sizes
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import RuleSet, rules_for
-from shardconv.plan.tp_sizes import tp_sizes
 from shardconv.proof.compare import float_tensors
 from tests.support.checkpoints import DEMO, contents
 from tests.support.command import call

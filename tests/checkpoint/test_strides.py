@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardconv.checkpoint.engine.arrays import strided
-from shardconv.checkpoint.engine.arrays.strided import StridedTensor
+from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint.engine.arrays import StridedTensor
 from shardconv.checkpoint.engine.copy import Scratch
 
 #: Views of an array of 12 x 10 x 14 elements.
@@ -23,10 +23,10 @@ VIEWS = {
 LIMITS = ("_SMALL_READ", "_LARGE_READ", "_MAX_SLICE")
 
 
-@pytest.fixture(params=[(64, 128, 0), (400, 1000, 0), tuple(getattr(strided, name) for name in LIMITS)], ids=str)
+@pytest.fixture(params=[(64, 128, 0), (400, 1000, 0), tuple(getattr(arrays, name) for name in LIMITS)], ids=str)
 def limits(request, monkeypatch) -> tuple[int, ...]:
     for name, value in zip(LIMITS, request.param, strict=True):
-        monkeypatch.setattr(strided, name, value)
+        monkeypatch.setattr(arrays, name, value)
     return request.param
 
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.planner import TpSizes, tp_sizes
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.tp_sizes import TpSizes, tp_sizes
 from shardconv.support.errors import PlanError
 from tests.support.plans import plan_of
 

@@ -13,9 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import shardconv
 from shardconv.plan.request import PlanRequest
-from shardconv.runtime.dry_run import MetaModel, Usage, dry_run
+from shardconv.runtime.dry_run import LiveBytes, MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
-from shardconv.runtime.meters import LiveBytes
 from shardconv.support.errors import PlanError, RunError, SourceError
 from shardconv.support.formatting import duration, size
 from shardconv.tensor.cost import Link

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shardconv.distributed import gather_from_tp, reduce_from_tp
 from shardconv.distributed.operations import REDUCE_SCATTER
-from shardconv.runtime.meters import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
+from shardconv.runtime.dry_run import Call, CountedAxis, CountingGroup, LiveBytes, held_tensors
 
 KB = 1024
 

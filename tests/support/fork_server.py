@@ -43,7 +43,7 @@ IMPORTED = (
     "transformers.models.encoder_decoder",
     "transformers.models.llama.modeling_llama",
     "transformers.models.llama.tokenization_llama",
-    "shardconv.checkpoint.engine.arrays.strided",
+    "shardconv.checkpoint.engine.arrays",
     "shardconv.checkpoint.operations.foreign_writer",
     "shardconv.checkpoint.operations.plan_report",
     "shardconv.checkpoint.operations.split",

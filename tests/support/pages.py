@@ -13,7 +13,7 @@ from msgspec import structs
 from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
 from shardconv.html.page import write_page
 from shardconv.plan.placement import Interval
-from shardconv.plan.tp_sizes import NO_PADDING
+from shardconv.plan.planner import NO_PADDING
 
 #: Names that would do harm as markup, as script or as text that looks like other text.
 HOSTILE = (

@@ -14,14 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.split.loadable import quantized_tensors, runnable_plan, stored_planner
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.checkpoint.split.rank_reader import RankFileReader
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, runnable_plan, stored_planner
 from shardconv.files.containers.safetensors import read_header
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import logical_tensors
-from shardconv.plan.planner import Planner
-from shardconv.plan.tp_sizes import padding_report
+from shardconv.plan.planner import Planner, padding_report
 from shardconv.runtime.estimate import MAX_TP
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors
 from tests.support.checkpoints import contents

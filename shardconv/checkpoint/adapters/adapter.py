@@ -25,10 +25,10 @@ from shardconv.checkpoint.sources.planning import (
     refuse_changes,
 )
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.loadable import quantized_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.checkpoint.split.split_folders import file_differences
-from shardconv.checkpoint.split.stored_plan import quantized_tensors
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA

@@ -13,8 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.folder import AnyPath
-from shardconv.files.text_files import read_json
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import ADAPTER_CONFIG, merge_adapter
 from shardconv.formats.format import check_pattern
 from shardconv.plan.adapter_plan import MAGNITUDE, A, AdaptedLayer

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter, fitted
 from shardconv.checkpoint.adapters.adapter_settings import Adapter
-from shardconv.checkpoint.engine.arrays.rounding import convert, widen
+from shardconv.checkpoint.engine.arrays import round_to, widen
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
@@ -121,7 +121,7 @@ class RowTransform:
         self._check_finite(values, read, first, last)
         data = scratch.take("rows", (last - first) * row_bytes)
         try:
-            convert(values.reshape(-1).view("u1").data, "F32", data, self.result.dtype)
+            round_to(values.reshape(-1).view("u1").data, "F32", data, self.result.dtype)
         except OverflowError as error:
             raise self._too_large(error.args[1]) from error
         offset = start - first * row_bytes

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Box
 from shardconv.files.fileio import Bytes, OutputFiles, populate
@@ -31,7 +31,7 @@ def _contiguous(boxes: Sequence[Box], size: int, block: Bytes) -> Bytes | None:
 
 def _edit(data: Bytes, edits: Edits, rank: int, offset: int, *, sign: int) -> None:
     assert edits.values is not None
-    arrays.edits.add(data, edits.dtype, offset, edits.values[rank], sign=sign)
+    engine.arrays.add_integers(data, edits.dtype, offset, edits.values[rank], sign=sign)
 
 
 def name_tensors(stripe: Stripe, names: Sequence[str], damaged: str = "") -> str:
@@ -78,7 +78,7 @@ class ShardReader:
         """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
         shards = self.tensors[span.tensor]
         if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
-            arrays.edits.fill(block, shards.edits, span.start)  # bytes that no shard holds are as expected
+            engine.arrays.fill_expected(block, shards.edits, span.start)  # bytes that no shard holds are as expected
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, ranges = shards.files[rank], shards.ranges(rank, low, high)
             boxes = list(shard.boxes(span.start, span.stop))
@@ -93,7 +93,7 @@ class ShardReader:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
         if shards.edits is not None:
-            state.problem = state.problem or arrays.edits.difference(block, shards.edits, span.start)
+            state.problem = state.problem or engine.arrays.unexpected(block, shards.edits, span.start)
 
     def check(self, number: int, stripe: Stripe, views: Sequence[Bytes]) -> None:
         """Check a stripe against its checksum where its bytes are in memory, without gathering full tensors.
@@ -127,9 +127,9 @@ class ShardReader:
     ) -> None:  # fmt: skip
         label, name = self._labels[file], self._names[span.tensor]
         problem = ""
-        if not arrays.strided.gather(data, boxes, block):
+        if not engine.arrays.gather(data, boxes, block):
             problem = f"{label}: {name} differs from the shard of a lower rank (expected equal replicas){self._remedy}"
-        elif is_padded and not arrays.strided.is_padding_zero(boxes, data):
+        elif is_padded and not engine.arrays.is_padding_zero(boxes, data):
             problem = f"{label}: the padding of {name} is not zero{self._remedy}"
         if problem and not state.problem:
             state.problem, state.damaged = problem, name
@@ -216,7 +216,7 @@ class ShardWriter:
             data = _contiguous(boxes, high - low, block)
             if data is None or shards.is_edited:
                 data = scratch.take("scatter", high - low)
-                arrays.strided.scatter(block, boxes, data, is_padded=shard.is_padded)
+                engine.arrays.scatter(block, boxes, data, is_padded=shard.is_padded)
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=-1)
             if self._with_checksums:
@@ -280,9 +280,9 @@ class Comparer:
             compared = scratch.take("held", len(block))
             compared[:] = other
             for _, shard, _, _ in held.overlaps(span.start, span.stop):
-                arrays.strided.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
+                engine.arrays.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
             block = compared
-        at = arrays.strided.first_difference(block, other)
+        at = engine.arrays.first_difference(block, other)
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
 

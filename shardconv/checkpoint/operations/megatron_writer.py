@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
 from shardconv.checkpoint.operations.megatron_arguments import common_state
 from shardconv.checkpoint.output.job import Job
@@ -27,7 +27,6 @@ from shardconv.layouts import MEGATRON
 from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import mtp_layers, names_in_files, split_layer
-from shardconv.layouts.permutation import permutations
 from shardconv.layouts.relation import find_source
 from shardconv.layouts.row_pieces import (
     Piece,
@@ -35,6 +34,7 @@ from shardconv.layouts.row_pieces import (
     check_needed,
     find_copies,
     implied_tensors,
+    permutations,
     row_tensors_of_sources,
 )
 from shardconv.plan.placement import round_up
@@ -137,7 +137,7 @@ def _as_rows(
                 f"config, or the tensor"
             )
         specs[name] = order.rows(dtype)
-        transforms[name] = arrays.strided.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_file)
+        transforms[name] = engine.arrays.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_file)
     ((dtype, _),) = Counter(spec.dtype for spec in tensors.values()).most_common(1)
     for name, value in implied_tensors(rules, config).items():
         if name in tensors:

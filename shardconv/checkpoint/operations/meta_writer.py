@@ -11,10 +11,9 @@ from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
-from shardconv.checkpoint.sources.joined import JoinedRows, Rows
+from shardconv.checkpoint.sources.joined import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform
 from shardconv.files.containers.safetensors import num_bytes
@@ -24,7 +23,7 @@ from shardconv.layouts.layout_file import layout_file
 from shardconv.layouts.relation import find_source
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
-from shardconv.plan.tp_sizes import CANDIDATE_TPS
+from shardconv.plan.planner import CANDIDATE_TPS
 from shardconv.support.errors import PlanError, option
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -41,10 +41,9 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.planner import Planner
+from shardconv.plan.planner import PaddingReport, Planner, padding_report
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.tp_sizes import PaddingReport, padding_report
 from shardconv.support.errors import PlanError, SourceError, UsageError, option
 
 #: Checks that a model of a config has these tensors; raises if not.

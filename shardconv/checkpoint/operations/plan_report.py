@@ -27,8 +27,8 @@ from shardconv.checkpoint.output.combined import (
 )
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
 from shardconv.checkpoint.sources.source import config_with_quantization
+from shardconv.checkpoint.split.loadable import quantized_tensors, stored_planner
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import num_bytes, total_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
@@ -37,9 +37,8 @@ from shardconv.formats.settings import describe_settings
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
-from shardconv.plan.planner import Planner
+from shardconv.plan.planner import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, Planner, padding_report, tp_sizes
 from shardconv.plan.stages import StageFinder, chosen_stages, even_stages
-from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, padding_report, tp_sizes
 from shardconv.support.errors import UsageError, option
 
 
@@ -90,9 +89,9 @@ class PlanReport(Struct, frozen=True):
         left_out: name to reason of files of the source that are left out; names of hidden folders end with /.
         supported_tp: the supported tp sizes.
         supported_bytes: for each supported size the bytes of the tensors of the rank that has most.
-        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.tp_sizes.CANDIDATE_TPS`, each with the first tensor
+        blocked_tp: the unsupported sizes of :data:`~shardconv.plan.planner.CANDIDATE_TPS`, each with the first tensor
             that blocks it, and the reason.
-        padded_tp: the sizes among them up to :data:`~shardconv.plan.tp_sizes.MAX_PADDED_TP` that ``pad`` supports, and
+        padded_tp: the sizes among them up to :data:`~shardconv.plan.planner.MAX_PADDED_TP` that ``pad`` supports, and
             the cost of padding.
         padding: padded units of the plan for ``tp``, and their cost.
         rank_bytes: for each rank the bytes of its tensors.

@@ -23,9 +23,9 @@ from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, WriteOp
 from shardconv.checkpoint.sources.planning import StrPath, request_for
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.chosen_ranks import size_suffix
+from shardconv.checkpoint.split.loadable import quantized_tensors, stored_planner
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
-from shardconv.checkpoint.split.stored_plan import quantized_tensors, stored_planner
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath
@@ -33,8 +33,8 @@ from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import check_stages, choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
+from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
-from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 

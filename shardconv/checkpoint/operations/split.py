@@ -19,8 +19,7 @@ from shardconv.checkpoint.operations.written_pipeline import Written
 from shardconv.checkpoint.output.combined import listed, padding_of_all, path_keys, paths, texts, total, totals_per_rank
 from shardconv.checkpoint.output.destination import Destination, find_destination
 from shardconv.checkpoint.output.job import settings_of
-from shardconv.checkpoint.output.team import Team
-from shardconv.checkpoint.output.writer import CheckpointWriter, WriteOptions, WriteReport
+from shardconv.checkpoint.output.writer import CheckpointWriter, Team, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks, size_suffix
@@ -30,8 +29,8 @@ from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import check_stages, choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
+from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
 from shardconv.plan.stages import Stages, chosen_stages
-from shardconv.plan.tp_sizes import NO_PADDING, PaddingReport, padding_report
 from shardconv.support.errors import UsageError, option
 
 

@@ -12,14 +12,13 @@ from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.destination import Destination
 from shardconv.checkpoint.output.job import Job, settings_of
-from shardconv.checkpoint.output.team import Checksums, Team, facts
-from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions
+from shardconv.checkpoint.output.writer import CheckpointWriter, Checksums, Staged, Team, Weights, WriteOptions
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors, sample_checksum
 from shardconv.checkpoint.split.chosen_ranks import as_option
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import write_manifest
-from shardconv.files.folder import AnyPath, permissions
+from shardconv.checkpoint.split.manifest_file import comparable, write_manifest
+from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, permissions, remote_versions
 from shardconv.files.input_files import InputFiles
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts.layout import NATIVE, FileLayout
@@ -77,7 +76,7 @@ def write_split(
         Bytes of full tensors that an interrupted run had written.
     """
     team = writer.team
-    team.meet(writer.destination.path, partial(facts, (source, manifest), *adapters.values()))
+    team.meet(writer.destination.path, partial(_facts, (source, manifest), *adapters.values()))
     manifest = manifest.with_ranks(team.folder_ranks(manifest.ranks))
     if not manifest.is_complete:
         manifest = replace(manifest, sample=sample_checksum(source))
@@ -147,3 +146,13 @@ def _manifest_mode(source: Source, weights_mode: int) -> int:
         return weights_mode
     config = [source.auxiliary_files[CONFIG_NAME]] if CONFIG_NAME in source.auxiliary_files else []
     return permissions([source.index_path, *config])
+
+
+def _facts(*splits: tuple[Source, Manifest]) -> dict[str, object]:
+    """Facts that are equal in all processes that split sources together: plural name to value."""
+    return {
+        "checkpoints or options": [comparable(replace(manifest, source_name="")) for _, manifest in splits],
+        "auxiliary files": [AuxiliaryFiles.of_source(source).checksums() for source, _ in splits],
+        "values of tensors": [sample_checksum(source) for source, _ in splits],
+        REMOTE_VERSIONS: [remote_versions(source.paths) for source, _ in splits],
+    }

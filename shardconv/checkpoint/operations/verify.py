@@ -29,9 +29,8 @@ from shardconv.checkpoint.split.split_folders import (
 )
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, read_text
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.files.text_files import read_text
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of

@@ -19,8 +19,7 @@ from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.output.destination import Destination, InnerDestination, NewFolder, find_destination
 from shardconv.checkpoint.output.job import Job, options_of
-from shardconv.checkpoint.output.team import Team
-from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Weights, WriteOptions, WriteReport
+from shardconv.checkpoint.output.writer import CheckpointWriter, Staged, Team, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.split.manifest_file import write_sealed
 from shardconv.checkpoint.split.split_pipeline import PipelineManifest, SplitComponent

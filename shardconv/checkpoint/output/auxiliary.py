@@ -15,9 +15,8 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import auxiliary_paths
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.fileio import create
-from shardconv.files.folder import AnyPath, file_bytes, permissions
+from shardconv.files.folder import AnyPath, file_bytes, permissions, read_json
 from shardconv.files.input_files import chunks
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.support.errors import IntegrityError, SourceError
 

@@ -12,7 +12,7 @@ from msgspec.structs import fields, replace
 
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.plan.padded_config import ConfigChange
-from shardconv.plan.tp_sizes import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
+from shardconv.plan.planner import NO_PADDING, BlockedTp, PaddedTp, PaddingReport
 
 #: The class of a report.
 R = TypeVar("R")

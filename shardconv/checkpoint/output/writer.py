@@ -2,11 +2,14 @@
 
 The caller writes the manifest or index, which makes the folder a checkpoint, at the end of the same context. On exit,
 the checkpoint becomes visible as a whole, or not at all.
+
+A :class:`Team` is one process, unless a launcher such as torchrun started several: then
+:mod:`shardconv.runtime.split_team` implements it with torch.distributed. Nothing here depends on torch.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple, Self, TypedDict
@@ -22,11 +25,66 @@ from shardconv.checkpoint.output.destination import Destination, InnerDestinatio
 from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.checkpoint.output.job import Job, check_versions, job_of
 from shardconv.checkpoint.output.journal import Journal, ResumableWriter
-from shardconv.checkpoint.output.team import Checksums, Team
 from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import UsageError, option
+
+#: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
+Checksums = tuple[tuple[str, ...], ...]
+
+
+class Team:
+    """A process that writes a split checkpoint alone; the base class of processes that write one together.
+
+    Processes on one host, or on hosts with a shared disk, write one folder. Each writes the files of some ranks.
+
+    Attributes:
+        size: number of processes.
+        is_first: whether this process reports the result.
+        is_leader: whether this process writes the auxiliary files and the manifest of its folder.
+    """
+
+    size = 1
+    is_first = True
+    is_leader = True
+
+    def meet(self, target: AnyPath, facts: Callable[[], Mapping[str, object]]) -> None:
+        """Check that all processes write the same checkpoint, and detect processes that share this one's folder.
+
+        Args:
+            target: the folder that this process writes.
+            facts: computes the facts that are compared: plural name to a value that JSON can represent.
+        """
+
+    def folder_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The subset of ``ranks`` in the folder of this process."""
+        return ranks
+
+    def own_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The subset of ``ranks`` whose files this process writes."""
+        return ranks
+
+    def staging(
+        self, target: Path, open_staging: Callable[[], AbstractContextManager[NewFolder]]
+    ) -> AbstractContextManager[NewFolder]:
+        """The staging folder, which gets its final name when all processes have left the context.
+
+        Args:
+            target: the final name.
+            open_staging: opens the staging folder, once for all processes that write it.
+        """
+        del target
+        return open_staging()
+
+    def gather(self, rows: Checksums) -> Checksums:
+        """The checksums of all ranks of the folder, gathered from the processes."""
+        return rows
+
+    def watch(self, progress: Progress | None) -> Progress | None:
+        """A callback for the progress of this process that raises if another process has failed."""
+        return progress
+
 
 #: Maps checksums to the first bytes of each file, before its shards.
 Identify = Callable[[Checksums], Iterable[bytes]]

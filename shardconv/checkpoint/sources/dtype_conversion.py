@@ -12,7 +12,7 @@ from math import prod
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
@@ -171,7 +171,7 @@ class DtypeConversion(Struct, frozen=True):
             data = scratch.take("conversion", len(converted) // size * stored_size)
             read(self.name, first * stored_size, data)
             try:
-                arrays.rounding.convert(data, self.stored_dtype, converted, self.dtype)
+                engine.arrays.round_to(data, self.stored_dtype, converted, self.dtype)
             except OverflowError as error:
                 index, value = error.args
                 raise SourceError(self._overflow(first + index, value)) from error

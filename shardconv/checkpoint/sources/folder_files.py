@@ -15,10 +15,9 @@ from msgspec import Struct
 
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import TensorFile, TensorInfo, read_header
-from shardconv.files.folder import AnyPath, relative_name, walk
+from shardconv.files.folder import AnyPath, read_json, relative_name, walk
 from shardconv.files.paths import check_link, leads_out, locked
 from shardconv.files.storage.url import LOCK_NAME, is_lock
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,

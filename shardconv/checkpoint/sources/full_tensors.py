@@ -11,8 +11,8 @@ from itertools import product
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
+from shardconv.checkpoint.sources.joined import RotaryRows
 from shardconv.checkpoint.sources.layout_files import RankFiles, RankFileTensor, refuse_missing
-from shardconv.checkpoint.sources.row_order import RotaryRows
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath

@@ -1,4 +1,4 @@
-"""Tensors and files that consist of ranges of stored tensors, one after the other."""
+"""Tensors and files of ranges of stored tensors: one after the other, or with the rows of heads in another order."""
 
 from array import array
 from bisect import bisect_right
@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 from msgspec import Struct
 
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Scratch
 from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange, Transform
 from shardconv.files.containers.safetensors import num_bytes
@@ -162,3 +163,44 @@ class FileContents:
             offset = self._offsets[at] - self._starts[at]
             yield self._parts[at], offset + start, offset + end
             start, at = end, at + 1
+
+
+class RotaryRows(Struct, frozen=True):
+    """A tensor whose heads have their rows in the other order than the stored tensor.
+
+    Attributes:
+        stored: the name of the stored tensor, of the same size.
+        head_rows: rows per head.
+        row_bytes: bytes per row.
+        to_halves: whether stored pairs are neighbors, and pairs of the tensor half a head apart; else the inverse.
+    """
+
+    stored: str
+    head_rows: int
+    row_bytes: int
+    to_halves: bool = True
+
+    @property
+    def unit(self) -> int:
+        """Bytes of a head."""
+        return self.head_rows * self.row_bytes
+
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
+        """Fill a block with the bytes of the tensor from ``start`` on; reads the heads that overlap it."""
+        step = max(scratch.block_bytes // self.unit, 1) * self.unit
+        half, at = self.head_rows // 2, start
+        pairs = (half, 2) if self.to_halves else (2, half)
+        while at < start + len(block):
+            low = at // self.unit * self.unit
+            high = min(low + step, -(-(start + len(block)) // self.unit) * self.unit)
+            data = scratch.take("stored heads", high - low)
+            read(self.stored, low, data)
+            heads = scratch.take("reordered heads", high - low)
+            engine.arrays.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), heads)
+            stop = min(high, start + len(block))
+            block[at - start : stop - start] = heads[at - low : stop - low]
+            at = stop
+
+    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """Yield the range of heads that is read to fill these bytes."""
+        yield self.stored, start // self.unit * self.unit, -(-stop // self.unit) * self.unit

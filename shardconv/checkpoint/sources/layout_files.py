@@ -14,8 +14,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import TensorFile, read_header
-from shardconv.files.folder import AnyPath
-from shardconv.files.text_files import read_text
+from shardconv.files.folder import AnyPath, read_text
 from shardconv.files.weight_formats import PYTORCH, SOURCE_FORMATS, is_index, is_trainer_state, is_weights
 from shardconv.layouts import MEGATRON, SOURCE_LAYOUTS
 from shardconv.layouts.layout_file import LayoutFile, LayoutHead, layout_file, layout_head

@@ -15,8 +15,7 @@ from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_confi
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header
-from shardconv.files.folder import AnyPath
-from shardconv.files.text_files import read_json
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
     CONFIG_NAME,

@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.sources.dcp_files import (
     TRAINING_STATE,
     ChunkedFiles,
@@ -27,7 +27,6 @@ from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout import Constant
 from shardconv.layouts.layout_file import ChosenRules, layout_file
 from shardconv.layouts.megatron_names import is_mtp_layer, mtp_layers, name_in_rules, name_of_layer, split_layer
-from shardconv.layouts.permutation import permutations
 from shardconv.layouts.relation import find_target
 from shardconv.layouts.row_pieces import (
     FoundTensors,
@@ -35,6 +34,7 @@ from shardconv.layouts.row_pieces import (
     check_needed,
     copies_of_layers,
     implied_tensors,
+    permutations,
     row_tensors_of_files,
 )
 from shardconv.plan.plan import TensorSpec
@@ -185,7 +185,7 @@ def _reordered(found: _Found, specs: dict[str, TensorSpec]) -> dict[str, Transfo
     for name, order in permutations(found.rules.rules, specs, found.sizes).items():
         dtype = specs[name].dtype
         specs[name] = TensorSpec(dtype, order.source_shape)
-        transforms[name] = arrays.strided.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_source)
+        transforms[name] = engine.arrays.StridedTensor(name, num_bytes(dtype, (1,)), *order.to_source)
     return transforms
 
 

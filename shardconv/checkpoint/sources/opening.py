@@ -11,9 +11,8 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder, leave_out_we
 from shardconv.checkpoint.sources.layout_files import find_layout, refuse_rank_file, with_iteration
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import WeightFiles, check_portable, find_weight_files, read_weights
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.paths import check_link, missing_hint, unfinished
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,
     CONFIG_NAME,

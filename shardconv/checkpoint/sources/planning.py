@@ -10,9 +10,8 @@ from shardconv.checkpoint.sources.diffusers_classes import refuse_ip_adapters, r
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source, standalone_config
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, config_path
 from shardconv.formats.detect import with_grids
 from shardconv.layouts.choice import engine_of

@@ -9,9 +9,8 @@ from msgspec import Struct
 from shardconv.checkpoint.engine.layout import lay_out_source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import Header
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.paths import absolute_path, folder_name
-from shardconv.files.text_files import read_json
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY

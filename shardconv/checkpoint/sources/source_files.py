@@ -13,7 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME, in_file_order
@@ -22,9 +22,8 @@ from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, parse_object, read_text
 from shardconv.files.paths import check_link
-from shardconv.files.text_files import parse_object, read_text
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
     INDEX_NAME,
@@ -377,5 +376,5 @@ def _stored(files: Sequence[TensorFile]) -> StoredTensors:
             shards[name] = Shards(unsharded(info.num_bytes), (number,), (info.start,))
             if info.strides is not None:
                 item_bytes = DTYPE_BITS[info.dtype] // 8
-                transforms[name] = arrays.strided.StridedTensor(name, item_bytes, info.shape, info.strides)
+                transforms[name] = engine.arrays.StridedTensor(name, item_bytes, info.shape, info.strides)
     return StoredTensors(tuple(files), shards).with_layer(transforms)

@@ -9,7 +9,7 @@ import xxhash
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of
@@ -218,7 +218,7 @@ class _TransformedReader:
         self._fill(len(self._layers), state, scratch, name, span.start, block)
         edits = self.tensors[span.tensor].edits
         if edits is not None and self._layer(len(self._layers), name):
-            state.problem = state.problem or arrays.edits.difference(block, edits, span.start)
+            state.problem = state.problem or engine.arrays.unexpected(block, edits, span.start)
 
     def _fill(self, count: int, state: StripeState, scratch: Scratch, name: str, start: int, block: Bytes) -> None:
         """Fill a block with the bytes of a tensor from ``start`` on, by the first ``count`` layers."""

@@ -23,7 +23,7 @@ from shardconv.files.fileio import create
 from shardconv.files.folder import AnyPath, RemotePath, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
-from shardconv.plan.tp_sizes import MAX_TP
+from shardconv.plan.planner import MAX_TP
 from shardconv.support.errors import ShardconvError, SourceError, SplitCheckpointError
 from shardconv.support.structs import located
 

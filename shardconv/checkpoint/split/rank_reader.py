@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from shardconv.checkpoint.engine import arrays
+from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState, default_threads, held_stripes
 from shardconv.checkpoint.engine.geometry import ShardRows, geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader
@@ -287,7 +287,7 @@ class RankSourceReader(RankReader):
                     self._fill(name, local, start)
                 else:
                     self._fill(name, block[: stop - start], start)
-                    arrays.strided.scatter(block, boxes, local, is_padded=False)
+                    engine.arrays.scatter(block, boxes, local, is_padded=False)
         return data
 
     def _mapped(self, full: Shards) -> Bytes | None:
@@ -345,7 +345,7 @@ def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> By
     if not is_copied and (found := _only_range(shard, len(full))) is not None:
         return full[found]
     data = memoryview(bytearray(shard.local(len(full))))
-    arrays.strided.scatter(full, list(shard.boxes(0, len(full))), data, is_padded=False)
+    engine.arrays.scatter(full, list(shard.boxes(0, len(full))), data, is_padded=False)
     return data
 
 
@@ -363,7 +363,7 @@ def _only_range(shard: ShardRows, full_bytes: int) -> slice | None:
 def _sum(data: Bytes, dtype: str, values: Sequence[int], *, sign: int) -> Bytes:
     """A copy of a shard with integers added to its elements, or subtracted with ``sign`` -1."""
     copied = memoryview(bytearray(data))
-    arrays.edits.add(copied, dtype, 0, values, sign=sign)
+    engine.arrays.add_integers(copied, dtype, 0, values, sign=sign)
     return copied
 
 
@@ -371,5 +371,5 @@ def _implied_values(shards: Shards) -> Bytes:
     """The values of a tensor that no file has, as they follow from its grid."""
     assert shards.edits is not None
     values = memoryview(bytearray(shards.geometry.num_bytes))
-    arrays.edits.fill(values, shards.edits, 0)
+    engine.arrays.fill_expected(values, shards.edits, 0)
     return values

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 from msgspec import Struct, convert
 from msgspec.json import Decoder, encode
 
-from shardconv.files.folder import AnyPath, RemotePath
+from shardconv.files.folder import START_BYTES, AnyPath, RemotePath, text_problem
 from shardconv.files.input_files import FileState, InputFile, open_input
-from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.plan.plan import TensorSpec, plain_spec
 from shardconv.support.errors import SourceError, UsageError
 from shardconv.support.structs import located

@@ -26,9 +26,8 @@ from msgspec import Struct
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
 from shardconv.files.containers.unpickle import DTYPES, STORAGES
-from shardconv.files.folder import NUM_REQUESTS, AnyPath
+from shardconv.files.folder import NUM_REQUESTS, START_BYTES, AnyPath, text_problem
 from shardconv.files.input_files import FileState, InputFiles, file_states, open_file
-from shardconv.files.text_files import START_BYTES, text_problem
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
 
