@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # the same names as in _HOMES
     from shardconv.layers import clip_grad_norm_ as clip_grad_norm_
     from shardconv.plan.placement import Placement as Placement
     from shardconv.plan.plan import Plan as Plan
-    from shardconv.policies.policy import Layer as Layer
-    from shardconv.policies.policy import Policy as Policy
+    from shardconv.policies import Layer as Layer
+    from shardconv.policies import Policy as Policy
     from shardconv.proof.model_check import check_source as check_source
     from shardconv.proof.propose import propose_plan as propose_plan
     from shardconv.proof.prove import prove as prove
@@ -78,7 +78,7 @@ _HOMES = {
     ),
     "shardconv.plan.placement": ("Placement",),
     "shardconv.plan.plan": ("Plan",),
-    "shardconv.policies.policy": ("Layer", "Policy"),
+    "shardconv.policies": ("Layer", "Policy"),
     "shardconv.proof.model_check": ("check_source",),
     "shardconv.proof.propose": ("propose_plan",),
     "shardconv.proof.prove": ("prove",),

@@ -35,8 +35,7 @@ from shardconv.plan.quantization import check_quantization
 from shardconv.plan.request import AUTO, PlanRequest, Rules, planner_for, request_of
 from shardconv.plan.rule_set import rules_for
 from shardconv.plan.tensor_groups import SCALAR
-from shardconv.policies.compiler import CompiledPolicies, as_policies, check_first_gradients, compile_policies
-from shardconv.policies.policy import Policy
+from shardconv.policies import CompiledPolicies, Policy, as_policies, check_first_gradients, compile_policies
 from shardconv.support.errors import ConfigError, PlanError, RunError, UsageError, option
 
 #: torch's dtypes under the names of safetensors.
