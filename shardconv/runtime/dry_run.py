@@ -25,7 +25,7 @@ from shardconv.distributed import Axis
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
 from shardconv.hf.diffusion import DiffusersConfig
-from shardconv.hf.inputs.special import diffusion_inputs, step_sizes
+from shardconv.hf.inputs import diffusion_inputs, step_sizes
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
@@ -293,7 +293,7 @@ class MetaModel:
         """The sizes of its inputs: ``batch`` and ``seq``; for models of diffusers also the sizes of the result.
 
         Args:
-            given: sizes that the user chose, as in :func:`~shardconv.hf.inputs.special.step_sizes`.
+            given: sizes that the user chose, as in :func:`~shardconv.hf.inputs.step_sizes`.
 
         Raises:
             RunError: if the inputs of a class of diffusers are not known.
@@ -364,7 +364,7 @@ def denoise(model: MetaModel, request: PlanRequest, tp: int, step: Mapping[str, 
         model: the model.
         request: determines the rules.
         tp: the number of ranks.
-        step: the sizes of the step, see :func:`~shardconv.hf.inputs.special.step_sizes`.
+        step: the sizes of the step, see :func:`~shardconv.hf.inputs.step_sizes`.
 
     Raises:
         Exception: as for :func:`dry_run`.

@@ -25,7 +25,7 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
-from shardconv.hf.inputs.special import check_step
+from shardconv.hf.inputs import check_step
 from shardconv.hf.names import DiskTensors
 from shardconv.hf.package import diffusers_name
 from shardconv.plan.plan import TensorSpec

@@ -1,4 +1,4 @@
-"""shardconv/hf/inputs/special.toml: its format, and the inputs of one small model."""
+"""shardconv/hf/special.toml: its format, and the inputs of one small model."""
 
 import ast
 import tomllib
@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardconv.hf.inputs import example_inputs, special
+from shardconv.hf import inputs
+from shardconv.hf.inputs import example_inputs
 from tests.support.models import model_class
 from tools.model_matrix.trial import small
 
-TABLES = tomllib.loads((Path(special.__file__).parent / "special.toml").read_text("utf-8"))
+TABLES = tomllib.loads((Path(inputs.__file__).parent / "special.toml").read_text("utf-8"))
 SAME = TABLES.pop("same_inputs")
 KINDS = {
     "tokens": {"after"}, "normal": set(), "pixels": {"size"}, "uniform": {"sorted"}, "integers": {"below"},

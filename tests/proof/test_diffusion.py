@@ -18,7 +18,7 @@ from shardconv.checkpoint.sources.planning import make_plan
 from shardconv.convert.model import config_fields, convert_model
 from shardconv.hf.build import build_small
 from shardconv.hf.diffusion import default_fields, of_class, small_config
-from shardconv.hf.inputs.special import diffusion_inputs
+from shardconv.hf.inputs import diffusion_inputs
 from shardconv.hf.small import HEADS
 from shardconv.plan.families.family import DIFFUSERS
 from shardconv.plan.families.library_plans import library_family
@@ -187,7 +187,7 @@ def test_height_between_patches_is_refused(tmp_path, name, fields, height, expec
     ],
 )
 def test_steps_that_are_not_counted(tmp_path, monkeypatch, name, reason):
-    monkeypatch.setattr("shardconv.hf.inputs.special.find_spec", lambda _: None)
+    monkeypatch.setattr("shardconv.hf.inputs.find_spec", lambda _: None)
     report = cost_of_config(tmp_path, name, num_layers=1)
     assert report.costs[1].weight_bytes
     assert report.costs[1].not_counted == reason

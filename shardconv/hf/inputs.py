@@ -1,6 +1,8 @@
-"""Inputs that tables describe: of single model types in ``special.toml``, of models of diffusers in ``diffusion.toml``.
+"""Random inputs for small models: text, images, audio, and text with placeholder tokens for images or audio.
 
-Neither the signature of ``forward`` nor the config determines these inputs. This module draws their values.
+The config and the signature of ``forward`` determine most inputs; ``types.toml`` has what they need besides.
+``special.toml`` has the inputs of single model types, and ``diffusion.toml`` of models of diffusers. The number of
+placeholder tokens is the number of features that the model computes.
 """
 
 import inspect
@@ -17,10 +19,51 @@ from torch import Tensor
 
 from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
+from shardconv.hf.derived_inputs import (
+    BATCH,
+    GRID,
+    LENGTH,
+    audio_inputs,
+    image_inputs,
+    is_type,
+    pair_of,
+    random_tokens,
+    text_inputs,
+    vocabulary_size,
+)
 from shardconv.hf.diffusion import of_class, table
-from shardconv.hf.inputs.derived import BATCH, GRID, LENGTH, pair_of, random_tokens, vocabulary_size
 from shardconv.plan.families.config_fields import Fields, lookup
 from shardconv.support.errors import RunError, UsageError, option
+
+
+def example_inputs(model: PretrainedModel, seed: int = 1) -> dict[str, Any]:
+    """Random inputs with which a model can be called, as ``model(**example_inputs(model))``.
+
+    Args:
+        model: a small model of transformers, whose inputs are tensors, or of diffusers.
+        seed: of the random generator.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(model.config, Mapping):
+        return diffusion_inputs(model, generator)
+    names = inspect.signature(model.forward).parameters
+    kind = str(model.config.model_type)
+    given = special_inputs(model, generator)
+    has_both, has_own = is_type("images_and_audio", kind), bool(given) or is_type("text_only", kind)
+    if not has_own and (has_both or "pixel_values" not in names):
+        given |= audio_inputs(model, names, generator)
+    if not has_own or has_both:
+        given |= image_inputs(model, names, generator)
+    if given.keys().isdisjoint({"input_ids", "decoder_input_ids"}):
+        given |= text_inputs(model, names, given, generator)
+    return given
+
+
+def can_generate_text(model: PretrainedModel) -> bool:
+    """Whether ``generate`` returns tokens of text for the inputs of :func:`example_inputs`."""
+    can_generate = getattr(model, "can_generate", None)
+    return bool(can_generate and can_generate()) and not is_type("no_generation", model.config.model_type)
+
 
 #: An input in ``special.toml``.
 _Table = Mapping[str, Any]
