@@ -25,9 +25,9 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.engines.weights import EngineStages, open_for_engine, rank_weights
-from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.paths import local_path
 from shardconv.layouts.choice import choose_layout
+from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in names.values()}
 
 
-def _tensor_differences(tensors: Mapping[str, TensorInfo], state: Mapping[str, Tensor]) -> Iterator[str]:
+def _tensor_differences(tensors: Mapping[str, TensorSpec], state: Mapping[str, Tensor]) -> Iterator[str]:
     """Compare names, shapes and dtypes of a rank file with vLLM's model; vLLM converts some of the latter."""
     for name in sorted(tensors.keys() - state.keys()):
         yield f"{name} is in the rank file, but not in vLLM's model"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -310,6 +311,26 @@ _STARTS = {
 }
 #: Number of bytes to read from the start of a file.
 START_BYTES = 64
+
+
+class Compressed:
+    """A text with the names of all tensors, which is kept compressed, as it would take much memory."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, raw: bytes | bytearray) -> None:
+        self._data = zlib.compress(raw, zlib.Z_BEST_SPEED)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compressed) and self._data == other._data
+
+    def __hash__(self) -> int:
+        return hash(self._data)
+
+    @property
+    def raw(self) -> bytes:
+        """The text."""
+        return zlib.decompress(self._data)
 
 
 def read_json(path: AnyPath) -> dict[str, object]:

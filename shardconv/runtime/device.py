@@ -10,7 +10,7 @@ from torch import nn
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
-from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, TensorInfo, target_dtype
+from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, target_dtype
 from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import RunError, UsageError, option
@@ -54,7 +54,7 @@ def rank_device(device: Device) -> torch.device:
 
 def check_room(
     device: torch.device,
-    tensors: Iterable[TensorInfo | TensorSpec],
+    tensors: Iterable[TensorSpec],
     dtype: torch.dtype | None,
     tp: int,
     *,
@@ -92,12 +92,12 @@ def check_room(
     _refuse_more(in_memory * ranks, room, torch.device("cpu"), ranks, remedy)
 
 
-def _is_converted(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None) -> bool:
+def _is_converted(tensor: TensorSpec, dtype: torch.dtype | None) -> bool:
     is_other = FLOAT_NAMES.get(tensor.dtype) != str(dtype).removeprefix("torch.")
     return dtype is not None and _is_float(tensor) and is_other
 
 
-def _is_float(tensor: TensorInfo | TensorSpec) -> bool:
+def _is_float(tensor: TensorSpec) -> bool:
     return tensor.dtype.lstrip("B").startswith("F")
 
 
@@ -123,7 +123,7 @@ def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def num_bytes(tensor: TensorInfo | TensorSpec, dtype: torch.dtype | None = None) -> int:
+def num_bytes(tensor: TensorSpec, dtype: torch.dtype | None = None) -> int:
     """Bytes of a tensor, if floating-point values are converted to a dtype."""
     bits = DTYPE_BITS[tensor.dtype] if dtype is None or not _is_float(tensor) else 8 * dtype.itemsize
     return prod(tensor.shape) * bits // 8

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read
 from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
-from shardconv.files.containers.safetensors import Header, TensorInfo, num_bytes
+from shardconv.files.containers.safetensors import Header, num_bytes
 from shardconv.files.folder import AnyPath, file_bytes, read_json
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
@@ -402,12 +402,7 @@ def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, Di
 
 def _source(path: AnyPath, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:
     """The source of one file with these tensors."""
-    tensors, start = {}, 0
-    for name, spec in specs.items():
-        stop = start + num_bytes(spec.dtype, spec.shape)
-        tensors[name] = TensorInfo(spec.dtype, spec.shape, start, stop)
-        start = stop
-    file = SourceFile("model.safetensors", path / "model.safetensors", Header(b"", tensors, None))
+    file = SourceFile("model.safetensors", path / "model.safetensors", Header(b"", specs, None))
     return Source(path, is_folder=False, files=(file,), config=config)
 
 

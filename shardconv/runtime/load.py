@@ -27,7 +27,6 @@ from shardconv.convert.model import convert_with_request
 from shardconv.distributed import Axis, GroupLike
 from shardconv.distributed.agreement import check_same, run_on_all
 from shardconv.distributed.devices import Device
-from shardconv.files.containers.safetensors import TensorInfo
 from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, remote_versions
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.hf.build import from_config
@@ -267,7 +266,7 @@ class _Loading:
     def _check_room(self) -> None:
         """Check that the values fit, before they are read."""
         manifest, rank = self.checkpoint.manifest, self.ranks.all.rank
-        stored: Iterable[TensorInfo | TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
+        stored: Iterable[TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
         values, dtype, copied = stored, self.dtype, self.checkpoint.copied_bytes(rank)
         if self.dequantizer is not None:
             values, dtype = self.dequantizer.weights.values(), self.dequantizer.dtype

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from functools import cache, partial
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import shardconv
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import IntegrityError, OutputError, PlanError, SourceError, UsageError
 from tests.support.changes import both, config, drop, put
-from tests.support.checkpoints import contents
+from tests.support.checkpoints import contents, deal, part_names, write_index, write_weights
 from tests.support.command import call
 from tests.support.faults import failing_after
 from tests.support.matrix import cases
@@ -205,6 +206,31 @@ def test_tp_is_the_number_of_files(source_of, tmp_path):
     assert report.rank_bytes == tuple(path.stat().st_size for path in files)
     assert max(report.rank_bytes) < 2 * min(report.rank_bytes)
     check_equal(load_dcp(tmp_path / "files" / "release"), all_names(expected(source_of("llama"))))
+
+
+def test_memory_per_tensor_of_a_dry_run(source_of, tmp_path):
+    """Names are most of the memory of a plan: the texts of headers and index, which have them, too, are compressed."""
+    source = shutil.copytree(source_of("qwen3_moe"), tmp_path / "source")
+    change_config(source, {"num_experts": 4000, "moe_intermediate_size": 1})
+    specs = {name: ("BF16", tuple(tensor.shape)) for name, tensor in read(source).items() if ".experts." not in name}
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp"
+        specs[f"{mlp}.gate.weight"] = "BF16", (4000, 64)
+        for name, shape in {"gate_proj": (1, 64), "up_proj": (1, 64), "down_proj": (64, 1)}.items():
+            specs |= {f"{mlp}.experts.{expert}.{name}.weight": ("BF16", shape) for expert in range(4000)}
+    (source / "model.safetensors").unlink()
+    weight_map = {}
+    for part, names in zip(part_names(8), deal(list(specs), 8), strict=True):
+        write_weights(source / part, {name: specs[name] for name in names})
+        weight_map |= dict.fromkeys(names, part)
+    write_index(source, weight_map)
+    tracemalloc.start()
+    try:
+        shardconv.split(source, tmp_path / "out", layout="megatron", dry_run=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 800 * len(specs), peak / len(specs)
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (3, 384)])

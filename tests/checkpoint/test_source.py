@@ -10,6 +10,7 @@ import pytest
 import shardconv
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
+from shardconv.files.folder import Compressed
 from shardconv.files.weight_formats import SAFETENSORS
 from shardconv.support.errors import SourceError, SplitCheckpointError
 from tests.support.checkpoints import (
@@ -85,7 +86,7 @@ def test_folder_with_several_files(folder):
     assert [part.name for part in source.files] == PARTS
     assert list(source.specs) == list(weight_map(folder))
     assert stored(source) == llama_specs(llama_config())
-    assert source.index == (INDEX, (folder / INDEX).read_text())
+    assert source.index == (INDEX, Compressed((folder / INDEX).read_bytes()))
     assert sorted(source.auxiliary_files) == ["config.json", "tokenizer.json"]
     assert source.left_out == {}
     assert source.num_bytes == sum(part.header.data_bytes for part in source.files)

@@ -159,10 +159,10 @@ def test_room_on_a_device(monkeypatch, found, dtype, ranks, free, fits):
     found("cuda", 2, free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
-        device.check_room(CUDA, header.tensors.values(), dtype, 4)
+        device.check_room(CUDA, header.specs.values(), dtype, 4)
     else:
         with pytest.raises(RunError, match=r"cuda:0 has room for \d+ B: use more ranks .*tp=8.* --tp 8"):
-            device.check_room(CUDA, header.tensors.values(), dtype, 4)
+            device.check_room(CUDA, header.specs.values(), dtype, 4)
 
 
 ROOM = {
@@ -185,7 +185,7 @@ def test_room_in_memory(monkeypatch, found, what):
     header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
     found("cuda", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    arguments = (torch.device(device_type, 0), header.tensors.values(), dtype, 4)
+    arguments = (torch.device(device_type, 0), header.specs.values(), dtype, 4)
     monkeypatch.setattr(device.os, "sysconf", lambda name: needed if name == "SC_PAGE_SIZE" else 1)
     device.check_room(*arguments, copied=copied, fetched=fetched)
     if needed:

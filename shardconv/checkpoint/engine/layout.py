@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Edits, FileRows, Shards
 from shardconv.checkpoint.engine.geometry import Geometry, geometry, unsharded
-from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorInfo, build_header, num_bytes
+from shardconv.files.containers.safetensors import DTYPE_BITS, Header, build_header, num_bytes
 from shardconv.formats.torchao import VALUES, all_names, rank_metadata
 from shardconv.layouts.layout import NATIVE, Constant, FileLayout, FileTensor
 from shardconv.plan.families.family import HEAD
@@ -82,9 +82,9 @@ class Layout(Struct, frozen=True):
         start = sum(self.files_per_rank[:rank])
         return slice(start, start + self.files_per_rank[rank])
 
-    def tensors_of(self, rank: int) -> dict[str, TensorInfo]:
-        """Name to tensor of the files of a rank."""
-        return {name: info for header in self.headers[self.files_of(rank)] for name, info in header.tensors.items()}
+    def tensors_of(self, rank: int) -> dict[str, TensorSpec]:
+        """Name to dtype and shape of each tensor in the files of a rank."""
+        return {name: spec for header in self.headers[self.files_of(rank)] for name, spec in header.specs.items()}
 
 
 def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -276,12 +276,11 @@ def _lay_out_rank(
         else rank_metadata(metadata, plan, in_stage)
     )
     header = build_header(chain(first, fused), {**metadata, **of_rank})
+    infos = header.tensors
     positions = {
         name: position
         for tensor in file_tensors
-        for name, position in _positions(
-            tensor, header.data_offset + header.tensors[tensor.name].start, tensors, shapes
-        )
+        for name, position in _positions(tensor, header.data_offset + infos[tensor.name].start, tensors, shapes)
     }
     return _RankFile(header, positions, constants)
 
@@ -334,7 +333,7 @@ def _divide(
     groups: list[list[FileTensor]] = [[]]
     used = others
     for tensor in file_tensors:
-        size = max(file.header.tensors[tensor.name].num_bytes for file in files)
+        size = max(num_bytes(*file.header.specs[tensor.name][:2]) for file in files)
         if groups[-1] and used + size > max_file_bytes:
             groups.append([])
             used = others
@@ -365,7 +364,7 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
 
     def padded(header: Header) -> Header:
         shapes = (
-            (name, info.dtype, plan.placement(name).shard_shape(info.shape, 0)) for name, info in header.tensors.items()
+            (name, spec.dtype, plan.placement(name).shard_shape(spec.shape, 0)) for name, spec in header.specs.items()
         )
         return build_header(shapes, header.metadata)
 

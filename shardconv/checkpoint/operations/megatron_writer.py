@@ -126,9 +126,9 @@ def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
 
 def _as_rows(
     rules: ChosenRules, tensors: Mapping[str, TensorSpec], config: Mapping[str, Any]
-) -> tuple[dict[str, TensorSpec], dict[str, Transform]]:
+) -> tuple[Mapping[str, TensorSpec], dict[str, Transform]]:
     """The source tensors with the rows of file tensors, and the transforms to tensors that the source does not have."""
-    specs, transforms = dict(tensors), dict[str, Transform]()
+    specs, transforms = dict[str, TensorSpec](), dict[str, Transform]()
     for name, order in permutations(rules.rules, tensors, config).items():
         dtype, shape = tensors[name][:2]
         if shape != order.source_shape:
@@ -145,7 +145,7 @@ def _as_rows(
         constant = Constant(name, dtype, (config["hidden_size"],), value)
         specs[name] = TensorSpec(dtype, constant.shape)
         transforms[name] = Literal(constant.data)
-    return specs, transforms
+    return {**tensors, **specs} if specs else tensors, transforms
 
 
 def _checked_copies(copies: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, WithCopies]:

@@ -197,5 +197,6 @@ def write_full(
         for name, adapter in adapters.items():
             merge(adapter.paths, staged.inner(f"{ADAPTERS}/{name}"), threads=writer.options.threads)
         if writer.is_folder and manifest.index is not None:
-            staged.write(*manifest.index, permissions(read))
+            name, index = manifest.index
+            staged.write(name, index.raw.decode(), permissions(read))
     return staged.resumed_bytes

@@ -281,5 +281,9 @@ def _ranks(
         write = partial(write_split, source=source, manifest=manifest, adapters=adapters, read=read)
         return manifest.rank_layout.rank_bytes, write
     files = foreign.lay_out(planned, manifest.plan)
-    settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
-    return files.rank_bytes, partial(write_foreign, source=source, files=files, settings=settings, read=read)
+
+    def write_files(writer: CheckpointWriter) -> int:
+        settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
+        return write_foreign(writer, source=source, files=files, settings=settings, read=read)
+
+    return files.rank_bytes, write_files

@@ -29,7 +29,7 @@ from shardconv.checkpoint.split.split_folders import (
 )
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
-from shardconv.files.folder import AnyPath, read_text
+from shardconv.files.folder import AnyPath, Compressed, read_text
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
@@ -251,7 +251,8 @@ def is_source_of(folders: Sequence[AnyPath], folder: AnyPath) -> bool:
             follow_links=False,
         )
         if manifest.index is not None:
-            source = replace(source, index=(manifest.index[0], read_text(folder / manifest.index[0])))
+            name = manifest.index[0]
+            source = replace(source, index=(name, Compressed(read_text(folder / name).encode())))
         differences = _file_differences(manifest, source) or _compare_data(split, source).found
     except (SourceError, OSError):
         return False

@@ -27,6 +27,7 @@ from shardconv.files.containers.safetensors import (
     target_dtype,
 )
 from shardconv.files.fileio import Bytes
+from shardconv.files.folder import Compressed
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
@@ -71,10 +72,14 @@ def with_dtype(source: Source, dtype: str) -> Source:
     return replace(
         source,
         files=files,
-        index=None if source.index is None else (source.index[0], with_total_size(source.index[1], total)),
+        index=None if source.index is None else _with_total_size(*source.index, total),
         converted_from=source.stored.with_layer(transforms),
         derived=(*source.derived, _describe(source.specs, dtype, kept)),
     )
+
+
+def _with_total_size(name: str, text: Compressed, total: int) -> tuple[str, Compressed]:
+    return name, Compressed(with_total_size(text.raw, total).encode())
 
 
 def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
@@ -116,8 +121,7 @@ def _with_header(file: SourceFile, converted: set[str], dtype: str) -> SourceFil
     """The file as a merge writes it; its tensors stay aligned to their dtypes."""
     header: Header = file.header
     specs = {
-        name: TensorSpec(dtype if name in converted else info.dtype, info.shape)
-        for name, info in header.tensors.items()
+        name: TensorSpec(dtype if name in converted else spec.dtype, spec.shape) for name, spec in header.specs.items()
     }
     tensors = ((name, spec.dtype, spec.shape) for name, spec in in_file_order(specs).items())
     return replace(file, header=build_header(tensors, header.metadata))

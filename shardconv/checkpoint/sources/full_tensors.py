@@ -189,8 +189,7 @@ def _check_tensors(
     """Check that ranks have the tensors of the layout; constants may be missing, as no source tensor is in them."""
     constants = {constant.name for constant in layout.constants}
     for rank, header in enumerate(lay_out_ranks(tensors, plan, {}, layout=layout).headers):
-        expected = {name: info.spec for name, info in header.tensors.items()}
-        held = {name: stored.spec for name, stored in found.ranks[rank].items()}
+        expected, held = header.specs, {name: stored.spec for name, stored in found.ranks[rank].items()}
         for name in [*held, *(expected.keys() - constants)]:
             if held.get(name) != expected.get(name):
                 raise SourceError(

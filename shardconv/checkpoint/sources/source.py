@@ -9,7 +9,7 @@ from msgspec import Struct
 from shardconv.checkpoint.engine.layout import lay_out_source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
 from shardconv.files.containers.safetensors import Header
-from shardconv.files.folder import AnyPath, read_json
+from shardconv.files.folder import AnyPath, Compressed, read_json
 from shardconv.files.paths import absolute_path, folder_name
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.plan.plan import TensorSpec
@@ -42,7 +42,7 @@ class Source(Struct, frozen=True, dict=True):
         is_folder: whether ``path`` is a folder.
         files: the safetensors files that a merge writes, sorted by name.
         converted_from: the stored tensors from which the tensors of ``files`` are made; None if ``files`` store them.
-        index: name and text of the index of the files, or None.
+        index: name and compressed text of the index of the files, or None.
         index_path: the index of the files that store the tensors, or None.
         config: contents of config.json, or None.
         auxiliary_files: name relative to the folder, with / as separator, to path.
@@ -64,7 +64,7 @@ class Source(Struct, frozen=True, dict=True):
     is_folder: bool
     files: tuple[SourceFile, ...]
     converted_from: StoredTensors | None = None
-    index: tuple[str, str] | None = None
+    index: tuple[str, Compressed] | None = None
     index_path: AnyPath | None = None
     config: dict[str, object] | None = None
     auxiliary_files: Mapping[str, AnyPath] = {}
@@ -95,13 +95,13 @@ class Source(Struct, frozen=True, dict=True):
         if self.converted_from is not None:
             return self.converted_from
         shards = lay_out_source([file.header for file in self.files], self.specs).shards
-        files = tuple(file.header.file(file.path) for file in self.files)
+        files = tuple(file.header.file(file.path)._replace(tensors={}) for file in self.files)  # they are in shards
         return StoredTensors(files, dict(zip(self.specs, shards, strict=True)))
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of every tensor, in the order of the files and of their data."""
-        return {name: info.spec for file in self.files for name, info in file.header.tensors.items()}
+        return {name: spec for file in self.files for name, spec in file.header.specs.items()}
 
     @property
     def name(self) -> str:

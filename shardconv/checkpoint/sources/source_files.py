@@ -7,7 +7,7 @@ share it, and all others are read with their strides.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,7 +22,7 @@ from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
-from shardconv.files.folder import AnyPath, parse_object, read_text
+from shardconv.files.folder import AnyPath, Compressed, parse_object, read_json, read_text
 from shardconv.files.paths import check_link
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
@@ -54,13 +54,13 @@ class WeightFiles(Struct, frozen=True):
 
     Attributes:
         names: of the source files, sorted; all in one format.
-        index: name and text of their index, or None.
-        weight_map: tensor to file, by the index; empty without one.
+        index: name and compressed text of their index, or None.
+        weight_map: tensor to file, by the index; empty without one, and after the files are read.
     """
 
     names: list[str]
-    index: tuple[str, str] | None = None
-    weight_map: Mapping[str, str] = {}
+    index: tuple[str, Compressed] | None = None
+    weight_map: dict[str, str] = {}
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
@@ -111,12 +111,12 @@ def _find_format(files: Collection[str]) -> WeightFormat:
     return next((one for one in SOURCE_FORMATS if any(map(one.has_or_lists, files))), SAFETENSORS)
 
 
-def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[str, dict[str, str]]:
+def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, dict[str, str]]:
     """The text of an index, and the file of each tensor by it."""
     _check_not_ignored(folder, [name])
     folder.check_link(name)
     text = read_text(folder.path / name)
-    return text, _weight_map(folder.path / name, text, weight_format)
+    return Compressed(text.encode()), _weight_map(folder.path / name, text, weight_format)
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -203,16 +203,26 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     paths = [_path(folder, name, found, follow_links=follow_links) for name in found.names]
     listed = containers.torch_files.read_torch_files(paths) if found.names[0].endswith(PYTORCH.suffixes) else None
     headers = map(read_header, paths) if listed is None else map(header_of, listed)
-    files = tuple(map(SourceFile, found.names, paths, headers))
+    listed_count = len(found.weight_map)
+    files = tuple(_removed_from(found.weight_map, map(SourceFile, found.names, paths, headers)))
     if shard := next((file for file in files if IDENTITY_KEY in (file.header.metadata or {})), None):
         raise SourceError(without_manifest(folder, shard.name))
-    file_of = _file_of(folder, files)
-    index_path = None
-    if found.index is not None:
-        index_path = folder / found.index[0]
-        _check_index(index_path, found.weight_map, file_of, files)
+    index_path = None if found.index is None else folder / found.index[0]
+    if found.weight_map or listed_count != sum(len(file.header.specs) for file in files):
+        file_of = _file_of(folder, files)
+        if index_path is not None:
+            _check_index(index_path, file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)
+
+
+def _removed_from(weight_map: dict[str, str], files: Iterable[SourceFile]) -> Iterator[SourceFile]:
+    """Yield the files; remove their tensors from the index, so that only one of the two has the names in memory."""
+    for file in files:
+        for name in file.header.specs:
+            if weight_map.get(name) == file.name:
+                del weight_map[name]
+        yield file
 
 
 def _path(folder: AnyPath, name: str, found: WeightFiles, *, follow_links: bool) -> AnyPath:
@@ -239,7 +249,7 @@ def _weight_map(path: AnyPath, text: str, weight_format: WeightFormat) -> dict[s
     return weight_map
 
 
-def with_total_size(text: str, total: int) -> str:
+def with_total_size(text: str | bytes, total: int) -> str:
     """The text of an index with another total size in bytes."""
     index = json.loads(text)
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
@@ -266,15 +276,15 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     """The file of each tensor, which is in no other."""
     found: dict[str, str] = {}
     for file in files:
-        for name in file.header.tensors:
+        for name in file.header.specs:
             if found.setdefault(name, file.name) != file.name:
                 raise SourceError(f"{folder}: tensor {name} is in both {found[name]} and {file.name}")
     return found
 
 
-def _check_index(
-    path: AnyPath, weight_map: Mapping[str, str], file_of: Mapping[str, str], files: Sequence[SourceFile]
-) -> None:
+def _check_index(path: AnyPath, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> None:
+    weight_map = read_json(path)["weight_map"]
+    assert isinstance(weight_map, dict)
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
             raise SourceError(
@@ -354,9 +364,11 @@ def _new_names(folder: AnyPath, names: Sequence[str]) -> dict[str, str]:
     return new
 
 
-def _index(folder: AnyPath, name: str, text: str, names: Mapping[str, str], total: int) -> tuple[str, str]:
+def _index(
+    folder: AnyPath, name: str, text: Compressed, names: Mapping[str, str], total: int
+) -> tuple[str, Compressed]:
     """Name and text of the index of the files that a merge writes, with ``total`` bytes."""
-    index = parse_object(folder / name, text)
+    index = parse_object(folder / name, text.raw.decode())
     metadata, weight_map = index.get("metadata"), index["weight_map"]
     assert isinstance(weight_map, dict)
     index |= {
@@ -364,7 +376,8 @@ def _index(folder: AnyPath, name: str, text: str, names: Mapping[str, str], tota
         "weight_map": {tensor: names[file] for tensor, file in weight_map.items()},
     }
     single, _, rest = name.rpartition(".index")
-    return f"{_new_names(folder, [single])[single]}.index{rest}", json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    new_text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
+    return f"{_new_names(folder, [single])[single]}.index{rest}", Compressed(new_text.encode())
 
 
 def _stored(files: Sequence[TensorFile]) -> StoredTensors:

@@ -25,8 +25,8 @@ from shardconv.checkpoint.engine.layout import (
     lay_out_ranks,
 )
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.containers.safetensors import Header, num_bytes
-from shardconv.files.folder import AnyPath
+from shardconv.files.containers.safetensors import Header, num_bytes, total_bytes
+from shardconv.files.folder import AnyPath, Compressed
 from shardconv.layouts.layout import NATIVE, FileLayout
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
@@ -51,7 +51,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         source_name: the name of the source's file or folder.
         is_folder: whether the source was a folder.
         source_files: name and header of each source file.
-        index: name and text of the source's index, or None.
+        index: name and compressed text of the source's index, or None.
         metadata: metadata of the rank files, except the format.
         auxiliary_files: name to checksum of each auxiliary file.
         stripe_bytes: bytes of the full tensors per checksum.
@@ -80,7 +80,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     source_name: str
     is_folder: bool
     source_files: tuple[tuple[str, Header], ...]
-    index: tuple[str, str] | None
+    index: tuple[str, Compressed] | None
     metadata: dict[str, str]
     auxiliary_files: Mapping[str, str]
     stripe_bytes: int
@@ -183,8 +183,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     @cached_property
     def source_tensors(self) -> dict[str, TensorSpec]:
         """Name to dtype and full shape of every tensor, in the source's order."""
-        headers = (header for _, header in self.source_files)
-        return {name: info.spec for header in headers for name, info in header.tensors.items()}
+        return {name: spec for _, header in self.source_files for name, spec in header.specs.items()}
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -244,8 +243,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         several = [(at, rank) for at, rank in enumerate(self.ranks) if layout.files_per_rank[at] > 1]
         for at, rank in several:
             files = zip(names[layout.files_of(at)], layout.headers[layout.files_of(at)], strict=True)
-            weight_map = {tensor: name for name, header in files for tensor in header.tensors}
-            total = sum(info.num_bytes for info in layout.tensors_of(at).values())
+            weight_map = {tensor: name for name, header in files for tensor in header.specs}
+            total = total_bytes(layout.tensors_of(at).values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             indexes[f"{self._rank_file(rank)}.index.json"] = json.dumps(index, indent=2) + "\n"
         return indexes
@@ -296,7 +295,8 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         Raises:
             PlanError: if the layout does not fit the tensors or the plan.
         """
-        self.layout.check(self.tensors, self.plan)
+        if self.layout != NATIVE:
+            self.layout.check(self.tensors, self.plan)
         if self.layout.changed:
             _ = self.rank_layout  # raises PlanError if shards do not form a tensor
         return self

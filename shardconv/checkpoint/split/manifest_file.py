@@ -20,7 +20,7 @@ from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.containers.safetensors import Header, parse_header
 from shardconv.files.fileio import create
-from shardconv.files.folder import AnyPath, RemotePath, file_bytes
+from shardconv.files.folder import AnyPath, Compressed, RemotePath, file_bytes
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
 from shardconv.plan.planner import MAX_TP
@@ -42,7 +42,7 @@ class _Version(Struct):
 
 def encode(data: Struct) -> bytes:
     """Encode data without its checksum; equal data have equal bytes."""
-    return json.encode(data, enc_hook=_header_text)
+    return json.encode(data, enc_hook=_stored_text)
 
 
 def write_sealed(data: Struct, path: Path, *, mode: int) -> None:
@@ -108,7 +108,7 @@ def _unseal(text: bytes, kind: type[T]) -> T:
     if end != _end(body):
         raise ValueError("it was changed after it was written (its checksum differs)")
     try:
-        data = json.decode(body, type=kind, dec_hook=_header)
+        data = json.decode(body, type=kind, dec_hook=_parsed_text)
     except ValidationError as error:
         raise ValueError(located(error)) from error
     del body
@@ -137,16 +137,16 @@ def _check_version(text: bytes, expected: int) -> None:
         raise ValueError(f"its format version is not supported (got {version}, expected {expected})")
 
 
-def _header_text(header: object) -> str:
-    """A header as it is stored."""
-    assert isinstance(header, Header)
-    return header.raw.decode()
+def _stored_text(value: object) -> str:
+    """A header or an index as it is stored."""
+    assert isinstance(value, Header | Compressed)
+    return value.raw.decode()
 
 
-def _header(kind: type, text: object) -> Header:
-    if kind is not Header or not isinstance(text, str):
-        raise ValueError(f"is {text!r:.60} (expected the text of a header)")
-    return parse_header(text.encode(), None, Path("header"))
+def _parsed_text(kind: type, text: object) -> Header | Compressed:
+    if not isinstance(text, str):
+        raise ValueError(f"is {text!r:.60} (expected a text)")  # noqa: TRY004 - untrusted data
+    return parse_header(text.encode(), None, Path("header")) if kind is Header else Compressed(text.encode())
 
 
 # --- manifests of checkpoints -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from msgspec import Struct, convert
 from msgspec.json import Decoder, encode
 
-from shardconv.files.folder import START_BYTES, AnyPath, RemotePath, text_problem
+from shardconv.files.folder import START_BYTES, AnyPath, Compressed, RemotePath, text_problem
 from shardconv.files.input_files import FileState, InputFile, open_input
 from shardconv.plan.plan import TensorSpec, plain_spec
 from shardconv.support.errors import SourceError, UsageError
@@ -93,41 +93,55 @@ class Header:
     """A checked header.
 
     Attributes:
-        prefix: the bytes of the file before its data section: the length of the JSON text, and this text with its
-            padding.
-        tensors: name to tensor, in the order of the data.
+        specs: name to dtype and shape of each tensor, in the order of the data, where one follows the other.
         metadata: the ``__metadata__`` strings of the file, or None.
+        data_offset: offset of the data section in the file.
     """
 
-    prefix: bytes
-    tensors: dict[str, TensorInfo]
+    specs: Mapping[str, TensorSpec]
     metadata: dict[str, str] | None
+    data_offset: int
 
-    __slots__ = ("metadata", "prefix", "tensors")
+    __slots__ = ("_text", "data_offset", "metadata", "specs")
 
-    def __init__(self, raw: bytes | bytearray, tensors: dict[str, TensorInfo], metadata: dict[str, str] | None) -> None:
-        self.prefix, self.tensors, self.metadata = _LENGTH.pack(len(raw)) + raw, tensors, metadata
+    def __init__(
+        self, raw: bytes | bytearray, specs: Mapping[str, TensorSpec], metadata: dict[str, str] | None
+    ) -> None:
+        self.specs, self.metadata, self.data_offset = specs, metadata, _LENGTH.size + len(raw)
+        self._text = Compressed(raw)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Header) and self.prefix == other.prefix
+        return isinstance(other, Header) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(self.prefix)
+        return hash(self._text)
 
     @property
     def raw(self) -> bytes:
         """The JSON text exactly as in the file, with its padding."""
-        return self.prefix[_LENGTH.size :]
+        return self._text.raw
 
     @property
-    def data_offset(self) -> int:
-        """Offset of the data section in the file."""
-        return len(self.prefix)
+    def prefix(self) -> bytes:
+        """The bytes of the file before its data section: the length of the JSON text, and this text."""
+        raw = self.raw
+        return _LENGTH.pack(len(raw)) + raw
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Name to tensor, in the order of the data; computed, as the positions of many tensors take much memory."""
+        infos: dict[str, TensorInfo] = {}
+        start = 0
+        for name, (dtype, shape, _) in self.specs.items():
+            stop = start + num_bytes(dtype, shape)
+            infos[name] = TensorInfo(dtype, shape, start, stop)
+            start = stop
+        return infos
 
     @property
     def data_bytes(self) -> int:
         """Bytes of the data section."""
-        return max((info.stop for info in self.tensors.values()), default=0)
+        return total_bytes(self.specs.values())
 
     @property
     def file_bytes(self) -> int:
@@ -222,8 +236,8 @@ def parse_header(raw: bytes, data_bytes: int | None, path: AnyPath) -> Header:
     try:
         tensors, metadata = _parse_usual(raw) or _parse_strictly(raw)
         ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
-        header = Header(raw, ordered, metadata)
         _check_coverage(ordered)
+        header = Header(raw, {name: info.spec for name, info in ordered.items()}, metadata)
     except ValueError as error:
         raise SourceError(f"{path}: invalid safetensors header: {error!s:.300}: {_AGAIN}") from error
     if data_bytes is not None and header.data_bytes != data_bytes:
@@ -356,22 +370,20 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     Raises:
         SourceError: if the header would be longer than the format allows.
     """
-    infos: dict[str, TensorInfo] = {}
+    specs: dict[str, TensorSpec] = {}
     end = 0
-    for name, dtype, shape in tensors:
-        start, end = end, end + num_bytes(dtype, shape)
-        infos[name] = TensorInfo(*plain_spec(dtype, shape)[:2], start, end)
     raw = bytearray() if metadata is None else bytearray(encode({"__metadata__": metadata})[:-1])
-    for name, info in infos.items():  # one by one, as all entries would take much memory
-        entry = _Entry(info.dtype, info.shape, (info.start, info.stop))
-        raw += (b"," if raw else b"{") + encode({name: entry})[1:-1]
+    for name, dtype, shape in tensors:  # one by one, as all entries would take much memory
+        start, end = end, end + num_bytes(dtype, shape)
+        specs[name] = plain_spec(dtype, shape)
+        raw += (b"," if raw else b"{") + encode({name: _Entry(dtype, shape, (start, end))})[1:-1]
     raw += b"}" if raw else b"{}"
     if len(raw) > MAX_HEADER_BYTES - 8:
         raise SourceError(
             f"header is too large (got {len(raw)} bytes, expected at most {MAX_HEADER_BYTES - 8}): use smaller metadata"
         )
     raw += b" " * (-len(raw) % 8)
-    return Header(raw, infos, metadata)
+    return Header(raw, specs, metadata)
 
 
 @lru_cache
