@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 
@@ -630,6 +631,14 @@ def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text
     with pytest.raises(SourceError) as caught:
         shardconv.merge(folder, tmp_path / "merged")
     assert text in str(caught.value)
+
+
+def test_arguments_beside_objects_of_any_class(source_of, trained, tmp_path):
+    """Frameworks store objects of their own classes with the arguments, which are compared all the same."""
+    arguments = argparse.Namespace(started=Fraction(1, 2), states=[Fraction(1, 3)], hidden_size=65)
+    torch.save({"args": arguments, "step": Fraction(2)}, trained / "iter_0000500" / "common.pt")
+    with pytest.raises(SourceError, match=r"hidden_size is 64 in the config \(expected 65 by common\.pt\)"):
+        shardconv.merge(trained, tmp_path / "merged")
 
 
 @pytest.mark.parametrize(

@@ -676,6 +676,10 @@ CASES: Mapping[str, Case] = {
         remove("config.json"),
         "does not have a config.json, which has the model type", "--config",
     ),
+    "checkpoint of Megatron-Core, the file with the arguments is truncated": of_megatron(
+        lambda source: (path := source / "iter_0000500" / "common.pt").write_bytes(path.read_bytes()[:300]),
+        "common.pt: is truncated or damaged: download or save it again, or move it to another folder",
+    ),
     "checkpoint of Megatron-Core, its iteration is missing": of_megatron(
         lambda source: (source / "latest_checkpointed_iteration.txt").write_text("600"),
         "names '600', whose folder is not there",

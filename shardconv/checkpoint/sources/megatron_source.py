@@ -215,12 +215,19 @@ def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
 
     Raises:
         PlanError: if one is not.
+        SourceError: if they cannot be read.
     """
     names = [name for name in folder.inner_names if name == COMMON_NAME or name.startswith("mp_rank_")]
     if not names:
         return
     folder.check_link(f"{folder.inner}{names[0]}")
-    arguments = list_arguments(folder.weights_path / names[0])
+    try:
+        arguments = list_arguments(folder.weights_path / names[0])
+    except SourceError as error:
+        raise SourceError(
+            f"{error.message}, or move it to another folder, to read the weights without a comparison of its arguments "
+            "with the config"
+        ) from error
     for name, field in SIZES.items():
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
         if name in arguments and is_used and field in sizes and arguments[name] != sizes[field]:

@@ -85,16 +85,29 @@ def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unp
         SourceError: if the metadata is damaged, or asks for anything but its own classes.
     """
     for answer in _ask([Request("metadata")], [path]):
-        if "problem" in answer:
-            raise SourceError(f"{path}: {answer['problem']}: {answer['remedy']}")
-        yield answer
+        yield _without_problem(path, answer)
 
 
 def list_arguments(path: AnyPath) -> Mapping[str, int]:
-    """The integers among the arguments of the program that saved a file; none if there are none, or it is refused."""
+    """The integers among the arguments of the program that saved a file; none if it does not have arguments.
+
+    Raises:
+        SourceError: if the file is damaged.
+    """
     (answer,) = _ask([Request("arguments")], [path])
-    arguments: Mapping[str, int] = answer.get("arguments", {})
+    arguments: Mapping[str, int] = _without_problem(path, answer)["arguments"]
     return arguments
+
+
+def _without_problem(path: AnyPath, answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of the child process.
+
+    Raises:
+        SourceError: if it is the reason why a file cannot be read.
+    """
+    if "problem" in answer:
+        raise SourceError(f"{path}: {answer['problem']}: {answer['remedy']}")
+    return answer
 
 
 def list_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile | TorchProblem]:

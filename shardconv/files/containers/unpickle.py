@@ -330,6 +330,7 @@ METADATA_NAMES: dict[tuple[str, str], object] = {
 }
 #: The modules of classes whose objects in files of torch.save are settings and states of training: they are records.
 _INERT = re.compile(r"(argparse|numpy|megatron|transformer_engine|signal|pathlib)(\..+)?")
+_ANY = re.compile(".*")
 #: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
 _TEXTS = re.compile(r"(q?u?int|b?float|complex|bool|per_)\w*|strided|\w*(Storage|Tensor|_format)")
 
@@ -341,14 +342,21 @@ class Unpickler(pickle.Unpickler):
         file: is read from its position to the end of the pickle.
         names: the allowed names: module and name to the replacement.
         refused: the problem and the remedy of another name, which is put into ``{}``.
+        inert: the modules of classes whose objects are records.
 
     Attributes:
         item_bytes: for each key of a storage the bytes of an element.
     """
 
-    def __init__(self, file: BinaryIO, names: Mapping[tuple[str, str], object], refused: tuple[str, str]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        names: Mapping[tuple[str, str], object],
+        refused: tuple[str, str],
+        inert: re.Pattern[str] = _INERT,
+    ) -> None:
         super().__init__(file, encoding="utf-8")
-        self._names, self._refused = names, refused
+        self._names, self._refused, self._inert = names, refused, inert
         self.item_bytes: dict[object, int] = {}
 
     def find_class(self, module: str, name: str) -> object:
@@ -361,7 +369,7 @@ class Unpickler(pickle.Unpickler):
             return found
         if module in {"torch", "torch.cuda", "torch.storage"} and _TEXTS.fullmatch(name):
             return f"torch.{name}"  # a text cannot be called
-        if self._names is FILE_NAMES and _INERT.fullmatch(module):
+        if self._names is FILE_NAMES and self._inert.fullmatch(module):
             return Record
         problem, remedy = self._refused
         raise RefusedError(problem.format(f"{module}.{name}"), remedy)
@@ -401,8 +409,13 @@ Listed = Iterator[Mapping[str, object]]
 Contents = tuple[object, dict[object, Position]]
 
 
-def read_zip(file: File) -> Contents:
-    """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage."""
+def read_zip(file: File, inert: re.Pattern[str] = _INERT) -> Contents:
+    """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage.
+
+    Args:
+        file: the file.
+        inert: the modules of classes whose objects are records.
+    """
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         if len(entries) != len(archive.infolist()):
@@ -418,7 +431,8 @@ def read_zip(file: File) -> Contents:
             raise RefusedError("is compressed or encrypted", _SAVE_AGAIN)
         order = entries.get(f"{roots[0]}byteorder")
         _check_byte_order(is_little=order is None or _read(archive, order) == b"little")
-        unpickler = Unpickler(io.BytesIO(_read(archive, entries[f"{roots[0]}data.pkl"])), FILE_NAMES, _ASKS)
+        data = _read(archive, entries[f"{roots[0]}data.pkl"])
+        unpickler = Unpickler(io.BytesIO(data), FILE_NAMES, _ASKS, inert)
         loaded = unpickler.load()
     return loaded, _data_positions(file, {key: entries[f"{roots[0]}data/{key}"] for key in unpickler.item_bytes})
 
@@ -569,8 +583,11 @@ def list_chunk(file: File) -> Listed:
 
 
 def list_arguments(file: File) -> Listed:
-    """List the integers among the arguments of the program that saved a file, its entry ``args``; errors as above."""
-    loaded = read_zip(file)[0]
+    """List the integers among the arguments of the program that saved a file, its entry ``args``; errors as above.
+
+    Its other objects do not matter, so they are records whatever their classes are.
+    """
+    loaded = read_zip(file, _ANY)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
     yield {"arguments": {str(name): value for name, value in items if type(value) in {bool, int}}}
