@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 
-from shardconv.distributed.devices import device_module, device_types, local_device, message_device, supports_cpu
+from shardconv.distributed.devices import device_module, device_types, local_device, message_device
 from shardconv.distributed.shared_memory import SharedMemoryChannel
 
 _NAMES = ("pipeline", "data", "tensor")
@@ -34,7 +34,6 @@ class Axis:
         ranks: global ranks of the group, in its order.
         group: torch's process group; None for a single process without one.
         channel: shared-memory channel for small CPU tensors; None to use ``group`` only.
-        extra_cpu_group: group for CPU tensors created by :meth:`with_cpu_group`; None if there is none.
     """
 
     name: str
@@ -43,32 +42,6 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     channel: SharedMemoryChannel | None = None
-    extra_cpu_group: dist.ProcessGroup | None = None
-
-    @property
-    def has_cpu_group(self) -> bool:
-        """Whether collectives of CPU tensors are possible; always true for a single rank."""
-        if self.size == 1 or self.extra_cpu_group is not None:
-            return True
-        return self.group is not None and supports_cpu(self.group)
-
-    @property
-    def cpu_group(self) -> dist.ProcessGroup | None:
-        """Torch's group for CPU tensors: ``group`` itself if its backend is "gloo" or contains "cpu:".
-
-        Raises:
-            RuntimeError: if there is none.
-        """
-        if not self.has_cpu_group:
-            raise RuntimeError(
-                f"{self} does not have a group for CPU tensors: call with_cpu_group() on all its ranks, or initialize "
-                f'torch.distributed with backend="cpu:gloo,{dist.get_backend_config(self.group)}"'
-            )
-        return self.extra_cpu_group or self.group
-
-    def with_cpu_group(self) -> Self:
-        """Return this axis with a group for CPU tensors; itself if it has one. All its ranks call it."""
-        return self if self.has_cpu_group else replace(self, extra_cpu_group=new_members_group(self.ranks, "gloo"))
 
     def with_shared_memory(self) -> Self:
         """Return this axis with a shared-memory channel, if its ranks are on one machine. All its ranks call it.

@@ -151,24 +151,6 @@ def check_as_axis(_):
             as_axis(other)
 
 
-def check_cpu_groups(axis):
-    assert axis.has_cpu_group
-    assert axis.cpu_group is axis.group
-    assert axis.with_cpu_group() is axis
-    both = as_axis(dist.new_group(list(range(4)), backend="cpu:gloo,cuda:gloo"))
-    assert both.cpu_group is both.group
-    device_only = as_axis(new_members_group(axis.ranks, "cuda:gloo"))
-    assert not device_only.has_cpu_group
-    with pytest.raises(RuntimeError, match=r"not have a group for CPU tensors: call with_cpu_group\(\)"):
-        _ = device_only.cpu_group
-    found = device_only.with_cpu_group()
-    assert found.has_cpu_group
-    assert found.group is device_only.group
-    message = torch.tensor([dist.get_rank()])
-    dist.all_reduce(message, group=found.cpu_group)
-    assert message.item() == sum(axis.ranks)
-
-
 def check_groups_are_cached(_):
     order = [1, 0, 3, 2]
     assert group_over(range(4)) is dist.group.WORLD
@@ -188,11 +170,6 @@ def test_groups(ranks, check):
     ranks("four", check)
 
 
-@pytest.mark.parametrize("layout", ["pairs", "strided", "four"])
-def test_cpu_groups(ranks, layout):
-    ranks(layout, check_cpu_groups)
-
-
 @pytest.fixture
 def one_process():
     """Groups of this process alone, without torch.distributed."""
@@ -203,7 +180,7 @@ def one_process():
 def test_groups_of_one_process_have_one_rank(one_process):
     groups, axis = one_process, one_process.tensor
     assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
-    assert (axis.has_cpu_group, axis.cpu_group, axis.with_cpu_group() is axis) == (True, None, True)
+    assert (axis.size, axis.group) == (1, None)
     for wrong, message in (({"ranks": [1]}, "each from 0 to 0"), ({"tensor": 2}, r"of the world \(expected 1\)")):
         with pytest.raises(ValueError, match=message):
             init_parallel(**wrong)

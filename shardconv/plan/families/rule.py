@@ -257,11 +257,6 @@ class Rule(Named, frozen=True, eq=False):
         super().__post_init__()
 
 
-#: The sharding of a parameter that the code of a module multiplies with: as the weight of a column parallel layer, of a
-#: row parallel layer, or of a row parallel layer whose output is used with shards.
-PRODUCTS = ("colwise", "rowwise", "rowwise_shared")
-
-
 class SliceRule(Named, frozen=True):
     """A slice of an argument, an output, a parameter or a buffer: the elements of the rank's units.
 
