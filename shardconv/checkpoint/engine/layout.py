@@ -6,7 +6,7 @@ headers that are computed again from its manifest.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, chain, islice
 from math import prod
 from typing import NamedTuple
@@ -120,52 +120,100 @@ def lay_out_ranks(
     is_torchao = any(one.grid is not None and one.grid.suffix == VALUES for one in plan.tensors.values())
     metadata = all_names(metadata) if is_torchao else metadata
     metadata = {"format": "pt", **metadata, **({} if identity is None else {IDENTITY_KEY: identity})}
-    placements = {name: plan.placement(name) for name in tensors}
-    first_equal = _first_equal(plan, placements.values(), has_offsets=layout.has_offsets)
+    inputs = _Inputs(tensors, plan, metadata, layout)
+    first_equal = _first_equal(plan, map(plan.placement, tensors), has_offsets=layout.has_offsets)
     files: dict[int, list[_RankFile]] = {}
     for stage in range(plan.pp):
-        files |= _lay_out_stage(stage, first_equal, tensors, plan, metadata, layout)
+        files |= _lay_out_stage(inputs, stage, first_equal)
     _check_number(sum(len(files[first]) for first in first_equal), layout)
     chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
-    held_in = {stages: _held(stages, chosen, plan.ranks_per_stage) for stages in {one.stages for one in plan.distinct}}
-    counts = tuple(len(files[first_equal[rank]]) for rank in chosen)
-    starts = [*accumulate(counts, initial=0)]
-    file_of = [  # of each stage
-        {name: at for at, file in enumerate(files[stage * plan.ranks_per_stage]) for name in file.positions}
-        for stage in range(plan.pp)
-    ]
+    of_chosen = [files[first_equal[rank]] for rank in chosen]
+    of_stages = [files[stage * plan.ranks_per_stage] for stage in range(plan.pp)]
+    finder = _ShardFinder(inputs, chosen, of_chosen, of_stages)
+    return Layout(
+        headers=tuple(file.header for one in of_chosen for file in one),
+        shards=tuple(finder.shards_of(name, spec) for name, spec in tensors.items()),
+        files_per_rank=tuple(map(len, of_chosen)),
+        constants=tuple(b"".join(constant.data for constant in one[0].constants) for one in of_chosen),
+    )
 
-    @cache
-    def numbers_of(stages: tuple[int, ...], of_rank: tuple[int, ...]) -> list[int]:
-        """The files with a tensor; ``of_rank`` is the number of its file on a rank of each of its stages."""
-        file = dict(zip(stages, of_rank, strict=True))
-        return [starts[at] + file[chosen[at] // plan.ranks_per_stage] for at in held_in[stages][0]]
 
-    # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
-    has_full_values = layout.has_offsets or layout.engine is not None
-    implied = layout.implied
+class _Inputs(NamedTuple):
+    """The inputs of all rank files; see :func:`lay_out_ranks`."""
 
-    def shards_of(name: str, spec: TensorSpec) -> Shards:
-        if name in implied:
+    tensors: Mapping[str, TensorSpec]
+    plan: Plan
+    metadata: dict[str, str]
+    layout: FileLayout
+
+
+class _Position(NamedTuple):
+    """The offset of a shard in a file, and its rows there; None if it is contiguous."""
+
+    offset: int
+    rows: FileRows | None
+
+
+class _RankFile(NamedTuple):
+    """A rank file: its header, the position of each source tensor's shard, and its constants."""
+
+    header: Header
+    positions: dict[str, _Position]
+    constants: Sequence[Constant]
+
+
+class _ShardFinder:
+    """Finds the shards of source tensors in the files of some ranks.
+
+    Args:
+        inputs: the inputs of the files.
+        ranks: the ranks.
+        files: of each of them.
+        of_stages: the files of a rank of each stage; all ranks of a stage have a tensor in the same file.
+    """
+
+    def __init__(
+        self,
+        inputs: _Inputs,
+        ranks: Sequence[int],
+        files: Sequence[list[_RankFile]],
+        of_stages: Sequence[list[_RankFile]],
+    ) -> None:
+        plan, layout = inputs.plan, inputs.layout
+        self._plan, self._implied, self._files = plan, layout.implied, files
+        # files with offsets are read as parts of the full tensors, and engines read the values of full tensors
+        self._has_full_values = layout.has_offsets or layout.engine is not None
+        self._stages = [rank // plan.ranks_per_stage for rank in ranks]
+        self._held = {one.stages: _held(one.stages, ranks, plan.ranks_per_stage) for one in plan.distinct}
+        self._starts = [*accumulate(map(len, files), initial=0)]
+        self._file_of = [{name: at for at, file in enumerate(one) for name in file.positions} for one in of_stages]
+        self._numbers: dict[object, list[int]] = {}  # one object where they are equal
+
+    def shards_of(self, name: str, spec: TensorSpec) -> Shards:
+        """The positions of the shards of a tensor."""
+        plan = self._plan
+        if name in self._implied:
             size = num_bytes(spec.dtype, spec.shape)
             return Shards(Geometry(size, size, ()), (), (), edits_of(name, spec, plan))
         planned = plan.tensors[name]
-        held, stage_ranks = held_in[planned.stages]
-        values = None if has_full_values or planned.edits is None else [planned.edits[rank] for rank in stage_ranks]
-        edits = edits_of(name, spec, plan, values)
-        numbers = numbers_of(planned.stages, tuple(file_of[stage][name] for stage in planned.stages))
+        held, stage_ranks = self._held[planned.stages]
+        of_ranks = None if self._has_full_values else planned.edits
+        edits = edits_of(name, spec, plan, None if of_ranks is None else [of_ranks[rank] for rank in stage_ranks])
+        numbers = self._numbers_of(name, planned.stages, held)
         found = [
-            files[first_equal[chosen[at]]][number - starts[at]].positions[name]
-            for at, number in zip(held, numbers, strict=True)
+            self._files[at][number - self._starts[at]].positions[name] for at, number in zip(held, numbers, strict=True)
         ]
         rows = [position.rows for position in found if position.rows is not None] or None
         offsets = tuple(position.offset for position in found)
-        return Shards(geometry(placements[name], spec.dtype, spec.shape, stage_ranks), numbers, offsets, edits, rows)
+        return Shards(geometry(planned.placement, spec.dtype, spec.shape, stage_ranks), numbers, offsets, edits, rows)
 
-    shards = tuple(shards_of(name, spec) for name, spec in tensors.items())
-    headers = tuple(file.header for rank in chosen for file in files[first_equal[rank]])
-    constants = [b"".join(one.data for one in files[first_equal[rank]][0].constants) for rank in chosen]
-    return Layout(headers, shards, counts, tuple(constants))
+    def _numbers_of(self, name: str, stages: tuple[int, ...], held: Sequence[int]) -> list[int]:
+        """The numbers of the files with a tensor, on the ranks at these indexes."""
+        file_of = {stage: self._file_of[stage][name] for stage in stages}
+        key = tuple(file_of.items())
+        if key not in self._numbers:
+            self._numbers[key] = [self._starts[at] + file_of[self._stages[at]] for at in held]
+        return self._numbers[key]
 
 
 def _check_number(count: int, layout: FileLayout) -> None:
@@ -206,29 +254,7 @@ def edits_of(name: str, spec: TensorSpec, plan: Plan, values: Sequence[Sequence[
     return None if grid is None or not grid.is_checked else Edits(name, spec.dtype, grid, values)
 
 
-class _Position(NamedTuple):
-    """The offset of a shard in a file, and its rows there; None if it is contiguous."""
-
-    offset: int
-    rows: FileRows | None
-
-
-class _RankFile(NamedTuple):
-    """A rank file: its header, the position of each source tensor's shard, and its constants."""
-
-    header: Header
-    positions: dict[str, _Position]
-    constants: Sequence[Constant]
-
-
-def _lay_out_stage(
-    stage: int,
-    first_equal: Sequence[int],
-    tensors: Mapping[str, TensorSpec],
-    plan: Plan,
-    metadata: dict[str, str],
-    layout: FileLayout,
-) -> dict[int, list[_RankFile]]:
+def _lay_out_stage(inputs: _Inputs, stage: int, first_equal: Sequence[int]) -> dict[int, list[_RankFile]]:
     """Lay out the files of each rank of a stage that is the first one with its headers, by ``first_equal``.
 
     The tensors are divided over files in the same way on all of these ranks, as they have all shapes of the stage.
@@ -236,7 +262,8 @@ def _lay_out_stage(
     Raises:
         PlanError: if shards do not form the tensors of the layout.
     """
-    lay_out = partial(_lay_out_rank, tensors=tensors, plan=plan, metadata=metadata, layout=layout)
+    tensors, plan, _, layout = inputs
+    lay_out = partial(_lay_out_rank, inputs)
     ranks = list(dict.fromkeys(first_equal[stage * plan.ranks_per_stage : (stage + 1) * plan.ranks_per_stage]))
     held = layout.file_tensors([name for name in tensors if plan.holds(ranks[0], name)])
     names = {tensor.name for tensor in held}
@@ -251,16 +278,10 @@ def _lay_out_stage(
 
 
 def _lay_out_rank(
-    rank: int,
-    file_tensors: Sequence[FileTensor],
-    constants: Sequence[Constant],
-    *,
-    tensors: Mapping[str, TensorSpec],
-    plan: Plan,
-    metadata: dict[str, str],
-    layout: FileLayout,
+    inputs: _Inputs, rank: int, file_tensors: Sequence[FileTensor], constants: Sequence[Constant]
 ) -> _RankFile:
     """Lay out one file of a rank, with some of its tensors."""
+    tensors, plan, metadata, layout = inputs
     first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
     members = [name for tensor in file_tensors for name in tensor.members]
     placements = {name: plan.placement(name) for name in members}
