@@ -7,9 +7,12 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
+from shardconv.plan.families.config_fields import lookup
 from shardconv.plan.families.rule import Rule
 from shardconv.support.errors import UsageError
 
+#: Config field with the numbers of the layers of an image encoder whose features are added to the text layers' outputs.
+DEEPSTACK = "vision_config.deepstack_visual_indexes"
 #: Prefix of the origin of an engine's rules.
 ENGINE = "engine"
 
@@ -25,12 +28,22 @@ class Engine(Struct, frozen=True):
             Rank files have the full tensors, and shardconv's own runtime shards them when it loads.
         in_all_stages: model types whose embedding, norm and head the engine has on every pipeline stage, also where it
             does not compute with them. An engine does not start without them.
+        deepstack: model types whose engine adds features of images to the outputs of the first layers, all on the
+            first pipeline stage; to the number of these layers if the config does not have :data:`DEEPSTACK`. vLLM:
+            ``__init__`` in ``vllm/model_executor/models/qwen3_vl.py``.
     """
 
     name: str
     vocab_multiple: int = 1
     replicated: Mapping[str, tuple[str, ...]] = {}
     in_all_stages: frozenset[str] = frozenset()
+    deepstack: Mapping[str, int] = {}
+
+    def layers_of_first_stage(self, config: Mapping[str, object] | None) -> int:
+        """The least number of layers of the first of several pipeline stages, by the config of a composite model."""
+        default = self.deepstack.get(str((config or {}).get("model_type")), 0)
+        indexes = lookup(config or {}, DEEPSTACK)
+        return len(indexes) if default and isinstance(indexes, list | tuple) else default
 
     def rules(self, model_type: object) -> tuple[Rule, ...]:
         """The rules for a model type, tried before the rules of its family; ``model_type`` is any JSON value."""
@@ -55,6 +68,7 @@ _VLLM = Engine(
         "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe",
         "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "stablelm",
     }),
+    deepstack={"cohere_compass": 3, "qwen3_vl": 3, "qwen3_vl_moe": 3},
 )  # fmt: skip
 
 #: SGLang has the full embedding of Gemma 3 on each rank.

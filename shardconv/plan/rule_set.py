@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 from msgspec import Meta
 from msgspec.structs import replace
 
-from shardconv.plan.engines import ENGINE, SHARDCONV, Engine
+from shardconv.plan.engines import DEEPSTACK, ENGINE, SHARDCONV, Engine
 from shardconv.plan.families.config_fields import Fields, fields_in, lookup, reads_stage, select_fields, with_defaults
 from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, NUM_LAYERS, PLAN_FILE, TIED, Family, Submodel
 from shardconv.plan.families.loading import family_for, load_family
@@ -169,7 +169,7 @@ class ModelRules(Data, frozen=True, eq=False):
 
 
 #: The config fields that are read by themselves, and not by an expression of a rule.
-OTHER_FIELDS = ("model_type", NUM_LAYERS, TIED)
+OTHER_FIELDS = ("model_type", NUM_LAYERS, TIED, DEEPSTACK)
 
 
 class RuleSet(Data, frozen=True, eq=False):

@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
+from shardconv.plan.engines import engine_named
 from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule_set import ModelRules, RuleSet
@@ -225,6 +226,7 @@ class StageFinder:
             raise UsageError(
                 f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {total}, of {path}): correct it"
             )
+        self._check_first(num_layers, path)
         if not is_adapter and (missing := {*range(total)} - layers):
             raise PlanError(
                 f"{path}.{min(missing)} is missing (expected {total} layers, by {NUM_LAYERS}): pass the config of this "
@@ -233,6 +235,18 @@ class StageFinder:
         is_tied = _is_tied(self._rules, has_head=any(one.kind == HEAD for one in found))
         has_copies = (model_rules.config or {}).get("model_type") in self._rules.in_all_stages
         return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied, has_copies)
+
+    def _check_first(self, num_layers: tuple[int, ...], path: str) -> None:
+        """Refuse a first stage with fewer layers than the engine needs there."""
+        engine, total, pp = self._rules.engine, sum(num_layers), len(num_layers)
+        least = engine_named(engine).layers_of_first_stage(self._rules.models[0].config)
+        if num_layers[0] < least:
+            most = max(total - least, 0) + 1
+            stages = as_option((least, *divide_layers(total - least, pp - 1))) if pp <= most else option(pp=most)
+            raise UsageError(
+                f"{as_option(num_layers)} has {num_layers[0]} layers of {path} in the first stage (expected at least "
+                f"{least}, to whose outputs {engine} adds features of images): pass {stages}"
+            )
 
     def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:
         """The stages that hold a tensor.

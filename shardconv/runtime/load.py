@@ -38,7 +38,7 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
-from shardconv.runtime.model_stage import check_runs, connect_stage, keep_stage, refuse_parts
+from shardconv.runtime.model_stage import check_runs, connect_stage, keep_stage, needed_tensors, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
@@ -260,6 +260,8 @@ class _Loading:
             tensors[name] = take_shard(tensors[name], in_memory[name], rank)
         if self.adapter is not None:
             tensors = self.adapter.replace(tensors, self.plan.rules)
+        if self.ranks.pipeline is not None:
+            tensors = needed_tensors(tensors, self.plan, self.ranks.pipeline.rank)
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
 

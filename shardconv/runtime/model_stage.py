@@ -2,39 +2,48 @@
 
 Each rank has the modules of its stage. The model's own code runs unchanged on all stages: the embedding of a later
 stage returns zeros, layers of other stages return their input, the first layer of a later stage gets the hidden states
-that it receives from the stage before, the last layer of an earlier stage sends its output to the next stage, and the
+that it receives from the stage before, which sends them where its own code calls this layer, and the
 last stage broadcasts the logits to all. So transformers computes masks, positions and caches, and generates. Code
 between the embedding and the first layer has an effect on the first stage only.
+
+The first stage also has the image encoder of a composite model, and broadcasts the features of images to all stages:
+some models add them to hidden states after one of the first layers.
 
 Hidden states have shape [batch, tokens, hidden size], in the dtype of the model. Each rank sends them to the rank of
 the same number in the next stage.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
+from shardconv.distributed.agreement import gather
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import ModelClass
 from shardconv.plan.families.family import EMBEDDING, ENCODER, HEAD, LAYERS
 from shardconv.plan.plan import Plan
-from shardconv.plan.stages import StageFinder
+from shardconv.plan.stages import StageFinder, Stages
 from shardconv.runtime.dry_run import MetaFunctions
 from shardconv.support.errors import RunError, one_line
 
 #: The remedy for models that do not run in stages.
 _WITHOUT_STAGES = "run it in one stage (shardconv reshard DIR --tp N --pp 1)"
 #: Kind of modules in ``[stages]`` to the number of them that a model may have.
-_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0, ENCODER: 0}
+_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0}
+#: Methods of transformers that compute features with the modules of an image encoder.
+_FEATURES = ("get_image_features", "get_video_features")
+#: Attributes of modules of other stages. transformers does not initialize them.
+_OF_OTHER_STAGE = {"_is_hf_initialized": True, ON_OTHER_STAGE: True}
 
 
 def check_runs(kind: ModelClass, plan: Plan) -> None:
@@ -87,12 +96,14 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
         PlanError: if the stage of a parameter is unknown.
         RunError: if the model has modules that are not supported.
     """
-    finder = StageFinder(plan.rules)
-    assert plan.stages is not None
-    stages, layers = replace(plan.stages, has_copies=False), _Parts.of(model, finder).layers
+    finder, stages = StageFinder(plan.rules), _needed(plan)
+    layers = _Parts.of(model, finder).layers
     for name in [*_names(model, finder)]:
-        if stage not in finder.stages_of(name, stages):
+        if stage not in _stages_of(name, finder, stages):
             _remove(model, name)
+    for name, module in model.named_modules():
+        if stage and (found := finder.find(name)) and found.kind == ENCODER:
+            vars(module).update(_OF_OTHER_STAGE)
     for number, layer in enumerate(layers):
         if number not in stages.layers_of(stage):
             layer._modules.clear()  # noqa: SLF001 - it computes nothing
@@ -100,6 +111,26 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
             vars(layer)["forward"] = partial(_pass, number)
     if not stages.is_tied or stage < stages.count - 1:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
+
+
+def needed_tensors(tensors: Mapping[str, Tensor], plan: Plan, stage: int) -> dict[str, Tensor]:
+    """The tensors that a stage needs after :func:`keep_stage`, of those that the checkpoint has for it.
+
+    Engines have some tensors on all stages.
+    """
+    finder, stages = StageFinder(plan.rules), _needed(plan)
+    return {name: tensor for name, tensor in tensors.items() if stage in _stages_of(name, finder, stages)}
+
+
+def _needed(plan: Plan) -> Stages:
+    """The stages of a plan, without copies for an engine."""
+    assert plan.stages is not None
+    return replace(plan.stages, has_copies=False)
+
+
+def _stages_of(name: str, finder: StageFinder, stages: Stages) -> tuple[int, ...]:
+    """The stages that need a tensor. Engines have image encoders on all stages."""
+    return (0,) if finder.locate(name).kind == ENCODER else finder.stages_of(name, stages)
 
 
 def connect_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
@@ -132,11 +163,11 @@ def _names(model: nn.Module, finder: StageFinder) -> Iterator[str]:
 
 
 def _remove(model: nn.Module, name: str) -> None:
-    """Remove a parameter or buffer. transformers does not initialize its module."""
+    """Remove a parameter or buffer."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     setattr(module, own, None)
-    vars(module).update({"_is_hf_initialized": True, ON_OTHER_STAGE: True})
+    vars(module).update(_OF_OTHER_STAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +179,14 @@ class _Parts:
         layers: the layers.
         norm: the final norm.
         heads: the output projections; none for a base model.
+        images: the module that computes features of images; None without an image encoder.
     """
 
     embedding: nn.Embedding
     layers: list[nn.Module]
     norm: nn.Module
     heads: Sequence[nn.Linear]
+    images: nn.Module | None
 
     @classmethod
     def of(cls, model: nn.Module, finder: StageFinder) -> Self:
@@ -174,7 +207,23 @@ class _Parts:
                 raise does_not_run(model, f"modules of kind {kind!r} are not connected (got {names}, expected {count})")
         embedding, sequence, norm = (model.get_submodule(*paths[kind]) for kind in (EMBEDDING, LAYERS, "last"))
         heads = [cast("nn.Linear", model.get_submodule(path)) for path in paths.get(HEAD, ())]
-        return cls(cast("nn.Embedding", embedding), [*sequence.children()], norm, heads)
+        images = _owner_of_encoders(model, paths[ENCODER]) if ENCODER in paths else None
+        return cls(cast("nn.Embedding", embedding), [*sequence.children()], norm, heads, images)
+
+
+def _owner_of_encoders(model: nn.Module, paths: Collection[str]) -> nn.Module:
+    """The module whose methods compute features of images.
+
+    Raises:
+        RunError: if another module has some of the encoders, or its forward method uses them itself.
+    """
+    owners, _, names = zip(*(path.rpartition(".") for path in paths), strict=True)
+    owner = model.get_submodule(owners[0])
+    if len({*owners}) > 1 or not hasattr(owner, _FEATURES[0]):
+        raise does_not_run(model, f"no method {_FEATURES[0]} has all of {', '.join(sorted(paths))}")
+    if used := sorted({*names} & {*inspect.unwrap(type(owner).forward).__code__.co_names}):
+        raise does_not_run(model, f"{type(owner).__name__}.forward uses {', '.join(used)} outside of {_FEATURES[0]}")
+    return owner
 
 
 class _LayerCheck:
@@ -227,7 +276,7 @@ class _Stage:
     def __init__(self, axis: Axis, model: nn.Module) -> None:
         self._axis, self._model = axis, model
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
-        self._is_called = False
+        self._is_called = self._computes_features = False
 
     def connect(self, parts: _Parts, held: range) -> None:
         """Replace the forward methods of modules.
@@ -236,6 +285,7 @@ class _Stage:
             parts: the modules.
             held: the numbers of the layers of this stage.
         """
+        self._connect_images(parts.images)
         self._connect_embedding(parts.embedding)
         self._connect_layers(parts.layers, held)
         self._connect_norm(parts.norm, is_output=not parts.heads)
@@ -261,11 +311,16 @@ class _Stage:
         if not self._is_first:
             vars(module)["forward"] = partial(self._zeros, module.embedding_dim)
 
+    def _connect_images(self, module: nn.Module | None) -> None:
+        for name in _FEATURES:
+            if compute := getattr(module, name, None):
+                vars(module)[name] = update_wrapper(partial(self._features, compute), compute)  # keeps the signature
+
     def _connect_layers(self, layers: Sequence[nn.Module], held: range) -> None:
         if not self._is_first:
             layers[held[0]].register_forward_pre_hook(self._receive, with_kwargs=True)
         if not self._is_last:
-            layers[held[-1]].register_forward_hook(self._send)
+            layers[held.stop].register_forward_pre_hook(self._send, with_kwargs=True)
 
     def _connect_norm(self, module: nn.Module, *, is_output: bool) -> None:
         """Return the input of the final norm of an earlier stage; with ``is_output``, the output of the last stage."""
@@ -285,6 +340,26 @@ class _Stage:
         """The output of the embedding of a later stage, for token ids of shape [batch, tokens]."""
         return torch.zeros(*input_ids.shape, hidden_size, dtype=self._dtype, device=input_ids.device)
 
+    def _features(self, compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The features of images, computed by the first stage, on all stages."""
+        if self._computes_features:  # by another method
+            return compute(*args, **options)
+        features = None
+        if self._is_first:
+            self._computes_features = True
+            features = compute(*args, **options)
+            self._computes_features = False
+        values, structure = tree_flatten(features)
+        shapes, structure = gather((tree_map_only(Tensor, _without_values, values), structure), self._axis)[0]
+        values = tree_map_only(Tensor, self._share, values if self._is_first else shapes)
+        return tree_unflatten(values, structure)
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        """A tensor of the first stage, on all stages; later stages have it on the meta device."""
+        tensor = tensor.contiguous() if self._is_first else torch.empty_like(tensor, device=self._device)
+        dist.broadcast(tensor, self._axis.ranks[0], group=self._axis.group)
+        return tensor
+
     def _receive(
         self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -294,9 +369,10 @@ class _Stage:
         dist.recv(hidden, self._axis.ranks[self._axis.rank - 1], group=self._axis.group)
         return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
 
-    def _send(self, _: nn.Module, __: tuple[Any, ...], hidden: Tensor) -> None:
-        """A forward hook of the last layer: send its output to the next stage."""
-        dist.send(self._checked(hidden).contiguous(), self._axis.ranks[self._axis.rank + 1], group=self._axis.group)
+    def _send(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward pre-hook of the first layer of the next stage: send its input there."""
+        hidden = self._checked(_inputs(args, options)[0]).contiguous()
+        dist.send(hidden, self._axis.ranks[self._axis.rank + 1], group=self._axis.group)
 
     def _broadcast(
         self, run: Callable[[Tensor], Tensor], shape_of: Callable[[Tensor], tuple[int, ...]], hidden: Tensor
@@ -316,6 +392,10 @@ class _Stage:
         return output
 
     @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
+
+    @property
     def _dtype(self) -> torch.dtype:
         return next(self._model.parameters()).dtype
 
@@ -325,6 +405,10 @@ class _Stage:
             raise RuntimeError(
                 f"a module of a {type(self._model).__name__} in pipeline stages was called: call the model itself"
             )
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _forward(module: nn.Module, hidden: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.split.rank_reader import RankFileReader
+from shardconv.convert.converted_model import ON_OTHER_STAGE
 from shardconv.convert.engine import Conversion, LayerSpec
 from shardconv.distributed import Axis
 from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
@@ -87,7 +88,8 @@ class RankAdapter:
             name = in_base(layer.module, modules, rules)
             if name is None:
                 raise self._error(layer.tensors[A], f"{type(model).__name__} does not have {layer.module}")
-            model.set_submodule(name, self._adapted(layer, modules[name], axis))
+            if not vars(modules[name]).get(ON_OTHER_STAGE):
+                model.set_submodule(name, self._adapted(layer, modules[name], axis))
 
     def _check_ties(self, model: nn.Module) -> None:
         """Refuse tensors that replace one of several tied ones: PEFT unties them."""

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from shardconv.plan.placement import Interval
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.plan.stages import StageChoice, Stages, chosen_stages, divide_layers, even_stages, place_layers
+from shardconv.plan.stages import (
+    StageChoice,
+    StageFinder,
+    Stages,
+    chosen_stages,
+    divide_layers,
+    even_stages,
+    place_layers,
+)
 from shardconv.support.errors import PlanError, UsageError
 from tests.support.checkpoints import llama_config, llama_specs
 
@@ -228,3 +236,38 @@ def test_wrong_sum_is_refused():
     made = planner(llama_config())
     with pytest.raises(UsageError, match=r'stages="1,2" has 3 layers \(expected 2, of model.layers\)'):
         made.stages(StageChoice(2, (1, 2)))
+
+
+def planner_of_images(vision, engine="vllm"):
+    """The planner of a Qwen3-VL with 8 layers."""
+    text = {**llama_config(layers=8), "model_type": "qwen3_vl_text"}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision}
+    names = {name: TensorSpec(*spec) for name, spec in llama_specs(text).items()}
+    specs = {name.replace("model.", "model.language_model."): spec for name, spec in names.items()}
+    return planner_for(specs, config, PlanRequest(engine=engine))
+
+
+#: Config of the image encoder and stages, to what is to be passed instead.
+FEW_LAYERS = {
+    "by the config": ({"deepstack_visual_indexes": [1, 3, 5, 6]}, StageChoice(2, (3, 5)), "expected at least 4", "4,4"),
+    "by default": ({}, StageChoice(4), "expected at least 3", "3,2,2,1"),
+    "too many stages": ({}, StageChoice(7), "expected at least 3", "pp=6"),
+    "too few layers": ({"deepstack_visual_indexes": [*range(9)]}, StageChoice(2), "expected at least 9", "pp=1"),
+}
+
+
+@pytest.mark.parametrize("case", FEW_LAYERS)
+def test_first_stage_has_the_layers_after_which_vllm_adds_features_of_images(case):
+    vision, chosen, expected, remedy = FEW_LAYERS[case]
+    with pytest.raises(UsageError, match=rf"in the first stage \({expected}.* vllm adds .*: pass \S*{remedy}"):
+        planner_of_images(vision).stages(chosen)
+    assert planner_of_images(vision, engine=None).stages(chosen).count == chosen.count
+
+
+def test_first_stage_is_also_checked_by_stored_rules():
+    made = planner_of_images({"deepstack_visual_indexes": [0]})
+    assert made.stages(StageChoice(8)).num_layers == (1,) * 8
+    assert StageFinder(made.rules.stored()).divide(StageChoice(8), [*made.group_of]).num_layers == (1,) * 8
+    stored = StageFinder(planner_of_images({"deepstack_visual_indexes": [0, 1]}).rules.stored())
+    with pytest.raises(UsageError, match=r"expected at least 2"):
+        stored.divide(StageChoice(8), [*made.group_of])

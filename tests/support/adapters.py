@@ -77,4 +77,5 @@ def adapted(source: Path, adapter: Path) -> peft.PeftModel:
 
 def unadapted(source: Path) -> transformers.PreTrainedModel:
     """The unsharded model without an adapter."""
-    return transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    (architecture,) = transformers.AutoConfig.from_pretrained(source).architectures
+    return getattr(transformers, architecture).from_pretrained(source, dtype="auto")
