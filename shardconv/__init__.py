@@ -11,8 +11,6 @@ __version__ = "0.1.0"
 TYPE_CHECKING = False  # typing takes longer to import than all that follows, and SIGINT is not handled yet
 if TYPE_CHECKING:  # the same names as in _HOMES
     from shardconv.checkpoint.operations.merge import merge as merge
-    from shardconv.checkpoint.operations.pad import pad as pad
-    from shardconv.checkpoint.operations.pad import unpad as unpad
     from shardconv.checkpoint.operations.plan_report import report_plan as report_plan
     from shardconv.checkpoint.operations.reshard import reshard as reshard
     from shardconv.checkpoint.operations.split import split as split
@@ -43,6 +41,8 @@ if TYPE_CHECKING:  # the same names as in _HOMES
     from shardconv.policies import Layer as Layer
     from shardconv.policies import Policy as Policy
     from shardconv.proof.model_check import check_source as check_source
+    from shardconv.proof.pad import pad as pad
+    from shardconv.proof.pad import unpad as unpad
     from shardconv.proof.propose import propose_plan as propose_plan
     from shardconv.proof.prove import prove as prove
     from shardconv.runtime.estimate import estimate_cost as estimate_cost
@@ -56,7 +56,6 @@ if TYPE_CHECKING:  # the same names as in _HOMES
 
 _HOMES = {
     "shardconv.checkpoint.operations.merge": ("merge",),
-    "shardconv.checkpoint.operations.pad": ("pad", "unpad"),
     "shardconv.checkpoint.operations.plan_report": ("report_plan",),
     "shardconv.checkpoint.output.writer": ("WriteOptions",),
     "shardconv.checkpoint.sources.planning": ("PlanOptions", "make_plan"),
@@ -80,6 +79,7 @@ _HOMES = {
     "shardconv.plan.plan": ("Plan",),
     "shardconv.policies": ("Layer", "Policy"),
     "shardconv.proof.model_check": ("check_source",),
+    "shardconv.proof.pad": ("pad", "unpad"),
     "shardconv.proof.propose": ("propose_plan",),
     "shardconv.proof.prove": ("prove",),
     "shardconv.runtime": ("load",),

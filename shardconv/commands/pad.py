@@ -1,7 +1,7 @@
 """``shardconv pad`` and ``shardconv unpad``: pad heads and widths to a multiple of tp, and remove the padding."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,9 +21,6 @@ from shardconv.commands.options import (
 from shardconv.commands.shared import notes, padding_notes, show_written
 from shardconv.support.console import Console
 from shardconv.support.exits import ImportPhase
-
-if TYPE_CHECKING:
-    from shardconv.checkpoint.operations.pad import Check
 
 _MULTIPLE = re.compile(r"tp=([1-9]\d{0,3})(?:,vocab=([1-9]\d{0,4}))?")
 
@@ -64,7 +61,6 @@ def pad(
     output: SourcePath | None,
     *,
     multiples: tuple[int, int],
-    check_model: bool,
     **options: Any,
 ) -> None:
     """Pad heads and widths of the checkpoint SRC with zeros.
@@ -72,12 +68,14 @@ def pad(
     Writes a Hugging Face checkpoint with a larger config, for engines that need sizes that divide. Outputs stay
     equal. shardconv unpad restores SRC, byte for byte.
     """
-    from shardconv.checkpoint.operations.pad import pad as run
+    from shardconv.proof.pad import pad as run
 
-    check = _check() if check_model else None
+    if options["check_model"]:
+        with ImportPhase():
+            import shardconv.proof.model_check  # noqa: F401 - takes seconds
     with console.progress("pad") as progress:
         tp, vocab_multiple = multiples
-        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, check=check, progress=progress, **options)
+        report = run(src, output, tp=tp, vocab_multiple=vocab_multiple, progress=progress, **options)
     changes = [f"{one.field} from {one.before} to {one.after}" for one in report.config if one.before is not None]
     added = [f"{one.field} = {one.after}" for one in report.config if one.before is None]
     show_written(
@@ -97,13 +95,6 @@ def pad(
     )
 
 
-def _check() -> "Check":
-    """The comparison with the model class in transformers, which takes seconds to import."""
-    with ImportPhase():
-        from shardconv.proof.model_check import require_padded
-    return require_padded
-
-
 @click.command(
     cls=OneProcessCommand,
     params=[
@@ -116,7 +107,7 @@ def _check() -> "Check":
 )
 def unpad(console: Console, src: SourcePath, output: SourcePath | None, **options: Any) -> None:
     """Restore the source of the padded checkpoint DIR, byte for byte."""
-    from shardconv.checkpoint.operations.pad import unpad as run
+    from shardconv.proof.pad import unpad as run
 
     with console.progress("unpad") as progress:
         report = run(src, output, progress=progress, **options)

@@ -1,1 +1,1 @@
-"""Proofs of plans: compare a small sharded model with the unsharded one; and proposals of plan files."""
+"""Proofs of plans and of padded checkpoints: compare a small model with the unsharded one; and proposals of plan files."""

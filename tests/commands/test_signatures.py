@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import fields
 
 from shardconv.checkpoint.operations.merge import merge
-from shardconv.checkpoint.operations.pad import pad, unpad
 from shardconv.checkpoint.operations.plan_report import report_plan
 from shardconv.checkpoint.operations.reshard import reshard
 from shardconv.checkpoint.operations.split import split
@@ -17,6 +16,7 @@ from shardconv.cli import cli
 from shardconv.commands.cost import COST_OPTIONS
 from shardconv.commands.options import PLAN_OPTIONS, SOURCE_OPTIONS
 from shardconv.proof.model_check import check_source
+from shardconv.proof.pad import pad, unpad
 from shardconv.proof.propose import propose_plan
 from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost

@@ -1,12 +1,13 @@
 """Pad a checkpoint and its config, so that heads and widths are divisible by the tensor parallel size, and undo it.
 
-The tensors are copied with a padded plan for one rank, into files with the names of the source files.
+The tensors are copied with a padded plan for one rank, into files with the names of the source files. torch is imported
+only to compare the padded tensors with the model class in transformers.
 """
 
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -45,9 +46,6 @@ from shardconv.plan.planner import PaddingReport, Planner, padding_report
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import PlanError, SourceError, UsageError, option
-
-#: Checks that a model of a config has these tensors; raises if not.
-Check = Callable[[Mapping[str, object], Mapping[str, TensorSpec]], None]
 
 
 class PadReport(WriteReport, frozen=True, kw_only=True):
@@ -100,7 +98,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     resume: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
-    check: Check | None = None,
+    check_model: bool = True,
     follow_links: bool = False,
     ignore: tuple[str, ...] = (),
     components: tuple[str, ...] = (),
@@ -113,7 +111,9 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
         tp: the tensor parallel size that heads and widths are padded for.
         vocab_multiple: also pad the vocabulary to a multiple of this, for engines that cannot shard it otherwise. The
             logits of padding are zero, not minus infinity.
-        check: called with the new config and the padded tensors before anything is written; raises to refuse them.
+        check_model: before writing, compare the padded tensors with the model class in transformers, and run a small
+            model with as many heads. False for an engine that accepts configs that transformers refuses; then no field
+            is added to the config.
         follow_links: follow links that point outside of the folder.
         ignore: glob patterns, relative to the folder, of files to leave out.
         components: names of the components of a pipeline that are padded; empty for all that are sharded.
@@ -122,7 +122,8 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
 
     Raises:
         SourceError: if the source cannot be read, or does not have a config.json.
-        PlanError: if outputs would differ, or config.json cannot express the padded sizes.
+        PlanError: if outputs would differ, config.json cannot express the padded sizes, or ``check_model`` finds a
+            difference.
         UsageError: if nothing needs padding, or the destination is in the source or contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
             other arguments.
@@ -133,7 +134,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     if components:
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
     source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
-    planned = _plan_padding(source, tp, vocab_multiple, check)
+    planned = _plan_padding(source, tp, vocab_multiple, check_model=check_model)
     destination = given or Destination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)
     read = (source.path, *source.paths, *source.auxiliary_files.values())
@@ -158,7 +159,7 @@ def _note(change: ConfigChange) -> str:
     )
 
 
-def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | None) -> _Planned:
+def _plan_padding(source: Source, tp: int, vocab_multiple: int, *, check_model: bool) -> _Planned:
     """Plan the padding, change a copy of the config, and check that they match."""
     if source.config is None or not source.is_folder:
         raise SourceError(f"{source.path}: is not a folder with {CONFIG_NAME}: pass a folder that has one")
@@ -177,14 +178,16 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, check: Check | N
     plan, padding = planner.plan(1), padding_report(planner, 1)
     if not padding.units:
         raise UsageError(f"{source.path}: does not need padding for tp {tp}: use it unchanged")
-    changes = change_config(planner, source.specs, may_add=check is not None)
+    changes = change_config(planner, source.specs, may_add=check_model)
     padded = {
         name: TensorSpec(spec.dtype, plan.placement(name).shard_shape(spec.shape, 0))
         for name, spec in source.specs.items()
     }
     planner_for(padded, config, PlanRequest()).plan(tp)  # raises PlanError if they do not match the new config
-    if check is not None:
-        check(config, padded)
+    if check_model:
+        from shardconv.proof.model_check import require_padded  # noqa: PLC0415 - imports torch
+
+        require_padded(config, padded)
     manifest = Manifest.of_source(source, plan, request, checksums=False)
     original = _text_of(source.auxiliary_files[CONFIG_NAME], source.config)
     return _Planned(config, replace(manifest, original_config=original), changes, padding)

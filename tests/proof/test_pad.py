@@ -12,8 +12,7 @@ from msgspec.structs import astuple
 from safetensors.torch import save_file
 
 import shardconv
-from shardconv.checkpoint.operations.pad import PadReport
-from shardconv.proof.model_check import require_padded
+from shardconv.proof.pad import PadReport
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, write_index
 from tests.support.command import call
@@ -82,7 +81,7 @@ def test_transformers_computes_the_same(name, tmp_path):
     kind, source = written(name, tmp_path / "source")
     expected = logits(kind, source)
     for tp in SIZES.get(name, (3, 12, 16)):
-        report = shardconv.pad(source, tmp_path / f"pad{tp}", tp=tp, check=require_padded)
+        report = shardconv.pad(source, tmp_path / f"pad{tp}", tp=tp)
         assert report.num_bytes > report.source_bytes
         assert torch.allclose(logits(kind, tmp_path / f"pad{tp}"), expected, atol=1e-5 * float(expected.abs().max()))
         assert tp in shardconv.report_plan(tmp_path / f"pad{tp}").supported_tp
@@ -94,7 +93,7 @@ def test_transformers_computes_the_same(name, tmp_path):
 def test_padding_that_a_config_cannot_express_is_refused(name, tmp_path):
     _, source = written(name, tmp_path / "source")
     with pytest.raises(PlanError, match=REFUSED[name]) as error:
-        shardconv.pad(source, tmp_path / "padded", tp=12, check=require_padded)
+        shardconv.pad(source, tmp_path / "padded", tp=12)
     assert "use shardconv split --pad" in str(error.value)
     assert not (tmp_path / "padded").exists()
 
@@ -104,7 +103,7 @@ def test_config_with_a_derived_count_that_is_unchanged_is_refused(tmp_path, monk
     monkeypatch.setattr("shardconv.plan.padded_config._equal_counts", lambda _: ())
     _, source = written("deepseek_v3", tmp_path / "source")
     with pytest.raises(PlanError, match=r"a small DeepseekV3ForCausalLM with its numbers of heads fails .*must match"):
-        shardconv.pad(source, tmp_path / "padded", tp=16, check=require_padded)
+        shardconv.pad(source, tmp_path / "padded", tp=16)
     assert not (tmp_path / "padded").exists()
 
 
@@ -215,7 +214,7 @@ def test_command_refuses_a_multiple_without_a_name(source):
 @pytest.fixture
 def wide(source, tmp_path) -> tuple[Path, PadReport]:
     """A checkpoint whose vocabulary of 131 is padded to 192, for engines that cannot shard it otherwise."""
-    report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192, check=require_padded)
+    report = shardconv.pad(source, tmp_path / "padded", tp=3, vocab_multiple=192)
     return tmp_path / "padded", report
 
 
