@@ -147,8 +147,7 @@ def init_parallel(
     """
     world = dist.get_world_size() if dist.is_initialized() else launched_size()
     members = tuple(range(world)) if ranks is None else check_ranks(ranks, world)
-    source = "of the world" if ranks is None else f"in ranks={list(ranks)}"
-    by_name = resolve_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, len(members), source)
+    by_name = resolve_sizes({"tensor": tensor, "data": data, "pipeline": pipeline}, world, ranks)
     sizes = tuple(by_name[name] for name in _NAMES)
     if world == 1 and not dist.is_initialized():
         axes = {name: Axis(name, 0, 1, (0,), None) for name in _NAMES}
@@ -378,25 +377,28 @@ def check_ranks(ranks: Sequence[int], world: int) -> tuple[int, ...]:
     return members
 
 
-def resolve_sizes(sizes: dict[str, int], count: int, source: str) -> dict[str, int]:
-    """Replace a size of -1 by the quotient of ``count`` and the other sizes.
+def resolve_sizes(sizes: dict[str, int], world: int, ranks: Sequence[int] | None) -> dict[str, int]:
+    """Replace a size of -1 by the number of processes, divided by the other sizes.
 
     Args:
         sizes: axis name to size.
-        count: number of processes, the required product of the sizes.
-        source: origin of ``count``, for the error message.
+        world: number of processes.
+        ranks: global ranks of the processes that take part; None for all.
 
     Raises:
-        ValueError: if the product of the sizes is not ``count``.
+        ValueError: if the product of the sizes is not the number of processes.
     """
+    count, source = (world, "") if ranks is None else (len(ranks), f" in ranks={list(ranks)}")
     product = math.prod(size for size in sizes.values() if size != -1)
     can_infer = list(sizes.values()).count(-1) == 1 and product > 0 and count % product == 0
     resolved = {name: count // product if can_infer and size == -1 else size for name, size in sizes.items()}
     if min(resolved.values()) < 1 or math.prod(resolved.values()) != count:
         requested = " * ".join(f"{name} {size}" for name, size in sizes.items())
         total = "" if -1 in sizes.values() else f" = {product}"
+        remedy = "change the sizes, or set one of them to -1 to compute it"
+        if world == 1 and product > 1:
+            remedy = f"start the script with torchrun --nproc-per-node {product}"
         raise ValueError(
-            f"{requested}{total} does not match the number of processes {source} (expected {count}): change the "
-            f"sizes, or set one of them to -1 to compute it"
+            f"{requested}{total} does not match the number of processes{source} (expected {count}): {remedy}"
         )
     return resolved

@@ -95,14 +95,16 @@ def locked(folder: AnyPath) -> str:
 
 
 def missing_hint(path: AnyPath, *, takes_url: bool = True) -> str:
-    """The end of the message that a path does not exist: a similar path beside it, or how to get a model of the Hub.
+    """The end of the message that a path does not exist, with the remedy.
+
+    Names a similar path beside it, or the command that downloads a model of the Hub.
 
     Args:
         path: the path.
         takes_url: whether a URL may be passed instead.
     """
     if isinstance(path, RemotePath):
-        return ""
+        return ": correct the URL"
     if (partial := staging_folder(path)).exists():
         return (
             f" (a run has not finished writing it): {_KILLED} run its command again with {option(resume=True)}, or "
@@ -111,7 +113,7 @@ def missing_hint(path: AnyPath, *, takes_url: bool = True) -> str:
     if hint := _similar_hint(path) or _several_hint(path):
         return hint
     if not _HUB_NAME.fullmatch(str(path)) or path.suffix in {".safetensors", ".json", ".toml"}:
-        return ""
+        return ": correct the path"
     url = f"pass hf://{path}, or " if takes_url else ""
     return f": if it is the name of a model on the Hugging Face Hub, {url}download it first: {_hub_download(str(path))}"
 

@@ -391,5 +391,6 @@ def unsupported_tp(planner: Planner, tp: int, error: BlockedError) -> PlanError:
     remedy = ", or ".join(filter(None, ["a supported size" if sizes else "", other, experts, pad]))
     unsupported = f"{option(tp=tp)} is unsupported{expected} because of {error}"
     if error.is_unsure:
-        return PlanError(f"{rules.uncertain}. With this assumption, {unsupported}", f"pass {option('head_dim')}")
+        remedy = f"{rules.config_remedy}pass {option('head_dim')}"
+        return PlanError(f"{rules.uncertain}. With this assumption, {unsupported}", remedy)
     return PlanError(unsupported, f"pass {remedy}") if remedy else PlanError(unsupported)

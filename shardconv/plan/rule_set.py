@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from shardconv.plan.engines import DEEPSTACK, ENGINE, SHARDCONV, Engine
 from shardconv.plan.families.config_fields import Fields, fields_in, lookup, reads_stage, select_fields, with_defaults
 from shardconv.plan.families.family import LIBRARIES, NAMES_FAMILY, NUM_LAYERS, PLAN_FILE, TIED, Family, Submodel
-from shardconv.plan.families.loading import family_for, load_family
+from shardconv.plan.families.loading import family_for, load_family, model_type_of
 from shardconv.plan.families.matcher import name_regex
 from shardconv.plan.families.rule import ModuleRule, Rule
 from shardconv.plan.padding import UNKNOWN, UnitPadding, padding_of, unit_paddings
@@ -217,10 +217,17 @@ class RuleSet(Data, frozen=True, eq=False):
     def padding_refusal(self) -> str:
         """The reason why padding is not supported for the model; "" if it is supported."""
         if self.uncertain:
-            return f"{self.uncertain}: pass {option('head_dim')}"
+            return f"{self.uncertain}: {self.config_remedy}pass {option('head_dim')}"
         if self.family in (NAMES_FAMILY, *LIBRARIES):
             return "no family is known for this model, so outputs with padding may differ"
         return ""
+
+    @property
+    def config_remedy(self) -> str:
+        """The first half of the remedy for a checkpoint without a config; "" if a config names the model type."""
+        if model_type_of(self.models[0].config or {}) is not None:
+            return ""
+        return f"put the config.json of the model beside its weights, or pass {option(config='FILE')}, or "
 
     @property
     def has_plan_file(self) -> bool:

@@ -128,7 +128,7 @@ class _Grouping:
         """The error for tensors that no rule matches."""
         used = {group.rule for group in self._groups.values()}
         unused = [rule for rule, _ in self._ruled if rule.by_user and not rule.optional and rule not in used]
-        return PlanError(_no_rule_message(unmatched, self._tensors, self._rules.family, unused))
+        return PlanError(_no_rule_message(unmatched, self._tensors, self._rules, unused))
 
 
 def matcher_of(rules: RuleSet) -> tuple[list[tuple[Rule, ModelRules]], Matcher]:
@@ -175,14 +175,14 @@ def _match_of_matrix(
 
 
 def _no_rule_message(
-    names: Sequence[str], tensors: Mapping[str, TensorSpec], family: str, unused: Sequence[Rule]
+    names: Sequence[str], tensors: Mapping[str, TensorSpec], rules: RuleSet, unused: Sequence[Rule]
 ) -> str:
     """The error for tensors that no rule matches, which names the first fused tensor if there is one.
 
     Args:
         names: the tensors.
         tensors: dtype and shape of each.
-        family: the family whose rules were tried.
+        rules: the rules that were tried.
         unused: rules of a plan file that match no tensor, one of which may have been meant for them.
     """
     name = next(filter(FUSED.search, names), names[0])
@@ -191,13 +191,13 @@ def _no_rule_message(
     if FUSED.search(name):
         fused = "; by its name it is a fused tensor, and the order of its segments is unknown"
     others = f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
-    no_rule = f"no rule of family {family} matches it"
-    if family == NAMES_FAMILY:
+    no_rule = f"no rule of family {rules.family} matches it"
+    if rules.family == NAMES_FAMILY:
         no_rule = "no family is known for this model, and its name alone does not determine how to shard it"
     problem = f"{name} ({spec.dtype} {list(spec.shape)}): {no_rule}{others}{fused}"
     if unused:
         return f"{problem}; rule {unused[0].pattern!r} of {unused[0].origin} matches no tensor: correct its pattern"
     return (
-        f"{problem}: pass {option('rules')} with a family or a plan file that has a rule for it, or "
-        f"{option(replicate=[pattern_for(name)])} to replicate it"
+        f"{problem}: {rules.config_remedy}pass {option('rules')} with a family or a plan file that has a rule for it, "
+        f"or {option(replicate=[pattern_for(name)])} to replicate it"
     )

@@ -1,1 +1,1 @@
-"""Proofs of plans and of padded checkpoints: compare a small model with the unsharded one; and proposals of plan files."""
+"""Checks with small models: of plans and of padded checkpoints; and proposals of plan files."""

@@ -135,8 +135,14 @@ def test_several_folders_in_one_argument_are_explained(tmp_path, monkeypatch, gi
     assert (result.code, result.err) == (1, f"shardconv: {given}: does not exist: {remedy}\n")
 
 
-def test_nothing_is_suggested_where_nothing_is_similar(made):
-    assert call("plan", made / "mistral").err == f"shardconv: {made / 'mistral'}: does not exist\n"
+def test_no_path_is_suggested_where_nothing_is_similar(made):
+    assert call("plan", made / "mistral").err == f"shardconv: {made / 'mistral'}: does not exist: correct the path\n"
+
+
+def test_exchanged_arguments_of_verify_are_named(made):
+    result = call("verify", made / "tiny", "--against", made / "tiny-tp2")
+    assert result.code == 2
+    assert result.err.endswith(f"exchange the two (shardconv verify {made / 'tiny-tp2'} --against {made / 'tiny'})\n")
 
 
 def test_similar_path_is_suggested_before_the_hub(made, monkeypatch):

@@ -397,7 +397,7 @@ def test_config_that_is_a_pointer_of_git_lfs(single):
 
 
 def test_config_option_with_a_missing_file(single, tmp_path):
-    refuses(single, r"config=.*nowhere\.json.: does not exist$", config=tmp_path / "nowhere.json")
+    refuses(single, r"config=.*nowhere\.json.: does not exist: correct the path$", config=tmp_path / "nowhere.json")
     (tmp_path / "somewhere.json").write_text("{}")
     similar = r"does not exist \(similar: .*somewhere\.json\): correct the path"
     refuses(single, similar, config=tmp_path / "nowhere.json")

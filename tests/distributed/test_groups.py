@@ -112,7 +112,7 @@ def check_invalid_ranks(_):
 
 
 def check_sizes_that_do_not_match(_):
-    rank, world = dist.get_rank(), r"of the world \(expected 4\): change the sizes, or set one"
+    rank, world = dist.get_rank(), r"of processes \(expected 4\): change the sizes, or set one"
     for sizes, message in (
         ({"tensor": 3}, r"tensor 3 \* data 1 \* pipeline 1 = 3 does not match .* \(expected 4\)"),
         ({"tensor": 3, "data": -1}, world),
@@ -177,11 +177,17 @@ def one_process():
     destroy_parallel()
 
 
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": -1, "data": 2}])
+def test_sizes_without_torchrun_are_refused_with_its_command(sizes):
+    with pytest.raises(ValueError, match=r"\(expected 1\): start the script with torchrun --nproc-per-node 2$"):
+        init_parallel(**sizes)
+
+
 def test_groups_of_one_process_have_one_rank(one_process):
     groups, axis = one_process, one_process.tensor
     assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
     assert (axis.size, axis.group) == (1, None)
-    for wrong, message in (({"ranks": [1]}, "each from 0 to 0"), ({"tensor": 2}, r"of the world \(expected 1\)")):
+    for wrong, message in (({"ranks": [1]}, "each from 0 to 0"), ({"tensor": 2}, r"of processes \(expected 1\)")):
         with pytest.raises(ValueError, match=message):
             init_parallel(**wrong)
 

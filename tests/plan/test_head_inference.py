@@ -51,7 +51,7 @@ def test_error_without_a_config_begins_with_the_cause_and_marks_assumptions(head
         f"{HEAD_DIM_IS_UNKNOWN.replace('512', str(largest))} With this assumption, tp=8 is unsupported "
         f"(expected one of {', '.join(map(str, range(1, count + 1)))}) because of {LAYER}.self_attn.k_proj."
         f"weight: {count} is not a multiple of 8 (head_dim={largest} assumed, num_key_value_heads={count} "
-        "assumed): pass head_dim"
+        "assumed): put the config.json of the model beside its weights, or pass config=FILE, or pass head_dim"
     )
 
 
@@ -150,3 +150,11 @@ def test_names_that_do_not_determine_the_sharding_are_refused(name, shape, messa
     shapes = {**bare(heads=8, kv_heads=2, head_dim=64), f"{LAYER}.{name}.weight": shape}
     with pytest.raises(PlanError, match=message):
         plan_of(shapes, tp=1)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"model_type": "unheard_of"}])
+def test_missing_config_is_part_of_the_remedy(config):
+    with pytest.raises(PlanError) as caught:
+        plan_of({f"{LAYER}.self_attn.norm.weight": (96,)}, tp=1, config=config)
+    remedy = "put the config.json of the model beside its weights, or pass config=FILE, or pass rules with a family"
+    assert (remedy in str(caught.value)) == (not config)

@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 
 import shardconv
+from shardconv.files.storage import folders
 from shardconv.support.errors import UsageError
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call, run
@@ -112,6 +113,19 @@ def test_models_that_cannot_be_read_are_one_error(hub, url, message):
 def test_urls_that_are_no_models_are_usage_errors(hub, url):
     with pytest.raises(UsageError):
         shardconv.report_plan(url)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "remedy"),
+    [
+        ("", "check the network, set HTTPS_PROXY for a proxy or HF_ENDPOINT for a mirror, or pass a downloaded folder"),
+        ("http://127.0.0.1:9", "correct HF_ENDPOINT, or start its server"),
+    ],
+)
+def test_remedy_for_a_hub_that_cannot_be_reached(monkeypatch, endpoint, remedy):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    reason = folders._hub_reason(ConnectionError(), None)
+    assert reason == f"cannot be read: the Hub cannot be reached (ConnectionError): {remedy}"
 
 
 def test_without_an_endpoint_the_hub_itself_is_asked():

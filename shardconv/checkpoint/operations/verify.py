@@ -20,6 +20,7 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
+from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import (
     SplitFolder,
     SplitFolders,
@@ -184,14 +185,17 @@ def verify(
     Raises:
         SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
-        UsageError: if ``ignore`` or ``follow_links`` is given without ``against``, or ``ignore`` matches nothing; or a
-            layout for a folder that does not hold rank files of another tool.
+        UsageError: if ``src`` and ``against`` are exchanged, ``ignore`` or ``follow_links`` is given without
+            ``against``, ``ignore`` matches nothing, or a layout is given for a folder without rank files of another
+            tool.
     """
     began = time.perf_counter()
     _check_options(against, ignore=ignore, follow_links=follow_links)
-    split = open_folders(src, source_layout, config=config, allow_missing_ranks=True, has_source=against is not None)
+    other = None if against is None else open_path(against)
+    _check_not_exchanged(src, other)
+    split = open_folders(src, source_layout, config=config, allow_missing_ranks=True, has_source=other is not None)
     manifest, external = split.manifest, split.source
-    source, other = None, None if against is None else open_path(against)
+    source = None
     if other is not None:
         _check_not_merged(split)
         source = open_source(
@@ -264,6 +268,16 @@ def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follo
     given = option("ignore") if ignore else option(follow_links=True) if follow_links else ""
     if given and against is None:
         raise UsageError(f"{given} requires {option('against')}: add {option(against='SOURCE')}, or remove {given}")
+
+
+def _check_not_exchanged(src: SourcePath | Sequence[SourcePath], other: AnyPath | None) -> None:
+    """Refuse a source as ``src`` and its split checkpoint as ``against``."""
+    paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+    if other is not None and is_split(other) and not any(map(is_split, paths)):
+        raise UsageError(
+            f"{other}: is a split checkpoint, and {option('against')} takes its source: exchange the two (shardconv "
+            f"verify {other} --against {' '.join(map(str, paths))})"
+        )
 
 
 def _held(manifest: Manifest) -> tuple[int, ...]:

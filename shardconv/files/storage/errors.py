@@ -122,7 +122,7 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
         return known
     if _is_missing(error):
         missing = "its bucket or container does not exist: correct its name, or the endpoint"
-        return missing if _IS_BUCKET.search(str(error)) else "does not exist"
+        return missing if _IS_BUCKET.search(str(error)) else "does not exist: correct the URL"
     if _NO_CREDENTIALS.search(str(error)):
         return f"credentials are missing{_remedy(scheme)}"
     if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
@@ -131,11 +131,12 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
         return f"access is denied{f' (status {status})' if status else ''}{refused if given else _remedy(scheme)}"
     tried = f" after {match['count']} retries" if (match := _RETRIES.search(str(error))) else ""
     if status:
-        return f"cannot be {done}: the server answered with status {status}{tried}"
+        remedy = "run the command again later" if status in {"408", "429"} or status >= "500" else "correct the URL"
+        return f"cannot be {done}: the server answered with status {status}{tried}: {remedy}"
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
     server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
     failed = _KINDS.get(kind, "the request failed").format(server)
-    return f"cannot be {done}: {failed}{tried}{_endpoint(scheme, server, kind)}"
+    return f"cannot be {done}: {failed}{tried}: {_of_connection(scheme, server, kind)}"
 
 
 def _remedy(scheme: str) -> str:
@@ -143,11 +144,13 @@ def _remedy(scheme: str) -> str:
     return f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
 
 
-def _endpoint(scheme: str, server: str, kind: str) -> str:
-    """The variable to correct where a server that cannot be reached was named by one."""
+def _of_connection(scheme: str, server: str, kind: str) -> str:
+    """The remedy for a connection that failed; names the variable that has a server that cannot be reached."""
+    if kind != "Connect":
+        return "run the command again"
     names = (name for name in _ENDPOINTS.get(scheme, ()) if server and server.strip() in os.environ.get(name, ""))
-    name = next(names, "") if kind == "Connect" else ""
-    return f": correct {name}, or start the server" if name else ""
+    name = next(names, "")
+    return f"correct {name}, or start the server" if name else "check the network and the name of the server"
 
 
 def _status(error: Exception) -> str:

@@ -34,7 +34,7 @@ _MODEL = re.compile(r"(?P<name>[^/@]+)(@(?P<revision>refs/(pr|convert)/[^/]+|[^/
 _HUB_REASONS = {
     "GatedRepoError": "access is restricted: accept its terms on the Hub, then set HF_TOKEN or run hf auth login",
     "RepositoryNotFoundError": "does not exist, or is private: correct the name, or set HF_TOKEN or run hf auth login",
-    "HFValidationError": "is not a valid name of a model",
+    "HFValidationError": "is not a valid name of a model: correct it, as in hf://org/model",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set: unset it",
 }
 
@@ -65,7 +65,7 @@ def _missing(location: Location) -> SourceError:
         SourceError: if its bucket or container is missing, too.
     """
     if location.is_web or location.scheme == "hf" or not has_bucket(location):
-        return SourceError(f"{location}: does not exist")
+        return SourceError(f"{location}: does not exist: correct the URL")
     if not location.path:
         return SourceError(f"{location}: is empty")
     kind = "file" if location.file else "folder"
@@ -187,5 +187,8 @@ def _hub_reason(error: Exception, revision: str | None) -> str:
         return _HUB_REASONS[kind]
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return f"cannot be read: the Hub answered with status {status}"
-    return f"cannot be read: the Hub cannot be reached ({kind})"
+        return f"cannot be read: the Hub answered with status {status}: run the command again later"
+    remedy = "check the network, set HTTPS_PROXY for a proxy or HF_ENDPOINT for a mirror, or pass a downloaded folder"
+    if os.environ.get("HF_ENDPOINT"):
+        remedy = "correct HF_ENDPOINT, or start its server"
+    return f"cannot be read: the Hub cannot be reached ({kind}): {remedy}"

@@ -63,7 +63,7 @@ class RemoteFile:
             SourceError: if it does not exist or cannot be read.
         """
         if not self.exists():
-            raise SourceError(f"{self.shown}: does not exist")
+            raise SourceError(f"{self.shown}: does not exist: correct the URL")
         assert self._size is not None
         return self._size
 
