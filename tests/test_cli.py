@@ -223,6 +223,10 @@ def test_wrong_options_exit_with_2(made, tmp_path, monkeypatch, command, message
         ("--modl", []),
         ("--xyz", []),
         ("-z", []),
+        ("-tp", ["--tp"]),
+        ("-overwrite", ["--overwrite"]),  # to click, -o verwrite
+        ("--tensor-parallel-size", ["--tp"]),
+        ("--pp-size", ["--pp"]),
     ],
 )
 def test_unknown_option_proposes_the_nearest_ones(option, proposed):
@@ -230,6 +234,10 @@ def test_unknown_option_proposes_the_nearest_ones(option, proposed):
     assert result.code == 2
     named = re.findall(r"(?<=[ '(])--?[\w-]+", result.err.splitlines()[0])  # click 8.2 does not quote them
     assert named == [option, *proposed]
+
+
+def test_value_may_look_like_an_option_with_one_dash():
+    assert "x: does not exist" in call("run", "x", "--prompt", "-prompt").err
 
 
 def raising(error: BaseException):

@@ -30,7 +30,7 @@ def test_durations(seconds, expected):
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(20_000, "20kB"), (5 * 10**9, "5GB"), (5 * 2**30, "5368709120"), (1, "1"), (10**12, "1000GB")],
+    [(20_000, "20kB"), (5 * 10**9, "5GB"), (5 * 2**30, "5368709120B"), (1, "1B"), (10**12, "1000GB")],
 )
 def test_exact_sizes(number, expected):
     assert exact_size(number) == expected

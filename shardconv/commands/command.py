@@ -4,8 +4,9 @@ The ``params`` of a command are options of ``options.py`` and its own, which ``-
 """
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -31,12 +32,13 @@ class Option(click.Option):
         heading: one of :data:`HEADINGS`.
         names: its names, and the name of its argument if that is another, with spaces between them.
         text: its help text.
+        meant_by: unknown options for which an error proposes this one.
         settings: settings of click's option.
     """
 
-    def __init__(self, heading: str, names: str, text: str, **settings: Any) -> None:
+    def __init__(self, heading: str, names: str, text: str, *, meant_by: str = "", **settings: Any) -> None:
         super().__init__(names.split(), help=text, **settings)
-        self.heading = heading
+        self.heading, self.meant_by = heading, meant_by.split()
 
 
 class Flag(Option):
@@ -58,6 +60,15 @@ def _nearest(option: str, options: Iterable[str]) -> list[str]:
     return begun[:_MAX_PROPOSED] or get_close_matches(option, known, n=1, cutoff=_SIMILAR)
 
 
+def _check_dashes(context: click.Context, args: Iterable[str], options: Mapping[str, click.Parameter]) -> None:
+    """Refuse a long option with one dash. click reads -tp as -t p, and -overwrite as -o verwrite."""
+    for before, text in pairwise(["", *args]):
+        name, option = text.partition("=")[0], options.get(before)
+        has_value = isinstance(option, click.Option) and not option.is_flag
+        if f"-{name}" in options and not has_value:
+            raise click.NoSuchOption(name, possibilities=[f"-{name}"], ctx=context)
+
+
 class Command(click.Command):
     """A command whose ``--help`` lists options under headings and ends with examples, its ``epilog``.
 
@@ -66,11 +77,14 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; errors propose the nearest options for an unknown one, and -o for a second path."""
-        options = [name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)]
+        params = self.get_params(ctx)
+        options = {name: one for one in params for name in (*one.opts, *one.secondary_opts)}
+        _check_dashes(ctx, args, options)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            error.possibilities = _nearest(error.option_name, options)  # type: ignore[misc] # its filter is lenient
+            meant = [one.opts[0] for one in params if isinstance(one, Option) and error.option_name in one.meant_by]
+            error.possibilities = meant or _nearest(error.option_name, options)  # type: ignore[misc] # its filter is lenient
             raise
         except click.UsageError as error:
             if error.message.startswith("Got unexpected extra argument") and (remedy := self.extra_remedy(options)):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardconv.commands.command import COST, Flag, Option
 from shardconv.commands.html import HtmlFile, plan_for_page
-from shardconv.commands.listed_sizes import ListedSizes
+from shardconv.commands.listed_sizes import ListedSizes, per_rank
 from shardconv.commands.options import COUNT, Number, SourcePath
 from shardconv.commands.shared import stages_note
 from shardconv.support.console import Console
@@ -139,13 +139,15 @@ def show_cost(
         return
     if page is not None:
         page.write(console, write_page(planned, no_plan=no_plan, cost=report))
+    least = listed.least({cost.tp: per_rank(cost) for cost in report.costs})
     report = listed.of_cost(report)
     padded = f", and the {NUM_PADDED} up to {MAX_PADDED_TP} with the least padding" if options["pad"] else ""
     every = f"the supported sizes up to {MAX_TP}{padded}{listed.where}; --tp N counts another"
     bound = [] if listed.tps else [f"tp: {every}"]
     gaps = _gaps(report)
-    console.report(report, [*_head(report), *bound, *gaps, ""], quiet_warnings=[*report.notes, *gaps])
-    console.table(_COLUMNS, [_row(cost) for cost in report.costs])
+    console.report(report, [*_head(report), *bound, *gaps, *least, ""], quiet_warnings=[*report.notes, *gaps])
+    if report.costs:
+        console.table(_COLUMNS, [_row(cost) for cost in report.costs])
 
 
 def _show_pipeline(report: "PipelineCost", console: Console) -> None:

@@ -1,5 +1,6 @@
 """``--tp`` with several sizes, and ``--memory``, of ``plan``: the tensor parallel sizes that a report lists."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -7,13 +8,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.commands.command import PLAN, REPORT, Option
-from shardconv.commands.options import COUNT
+from shardconv.commands.options import AS_TP, COUNT
 from shardconv.support.errors import UsageError
 from shardconv.support.formatting import parse_size, size
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport
-    from shardconv.runtime.estimate import CostReport
+    from shardconv.runtime.estimate import CostReport, TpCost
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -33,12 +34,17 @@ def _bytes(context: click.Context, parameter: click.Parameter, value: str | None
 TPS = Option(
     PLAN, "--tp tps", "Show the placement of every tensor for this tensor parallel size; with several sizes, such as "
     "2,4,8, list only these. [default: list all]",
-    callback=_sizes, metavar="N[,N...]",
+    callback=_sizes, metavar="N[,N...]", meant_by=AS_TP,
 )  # fmt: skip
 MEMORY = Option(
     REPORT, "--memory", "List only sizes whose weights per rank fit, or with --cost the total. SIZE is such as 80GB.",
     callback=_bytes, metavar="SIZE",
 )  # fmt: skip
+
+
+def per_rank(cost: "TpCost") -> int:
+    """The bytes per rank: of the weights where the total is not known."""
+    return cost.memory_bytes or cost.weight_bytes
 
 
 class ListedSizes(Struct, frozen=True):
@@ -90,12 +96,25 @@ class ListedSizes(Struct, frozen=True):
             padded_tp=tuple(one for one in report.padded_tp if one.tp in listed),
         )
 
+    def least(self, bytes_of: Mapping[int, int]) -> list[str]:
+        """The size that needs the least memory and the remedy, as a line, if no size fits.
+
+        Args:
+            bytes_of: tensor parallel size to its bytes per rank.
+        """
+        if self.memory is None or not bytes_of or (smallest := min(bytes_of.values())) <= self.memory:
+            return []
+        tp = next(tp for tp, num_bytes in bytes_of.items() if num_bytes == smallest)
+        return [
+            f"tp {tp} needs the least memory, {size(smallest)} per rank: pass a larger --memory, or divide the layers, "
+            f"too (--tp {tp} --pp 2)"
+        ]
+
     def of_cost(self, report: "CostReport") -> "CostReport":
-        """A report on cost with these sizes only; the weights count where the total is not known."""
+        """A report on cost with these sizes only."""
         costs = tuple(
             cost
             for cost in report.costs
-            if (self.tps is None or cost.tp in self.tps)
-            and (self.memory is None or (cost.memory_bytes or cost.weight_bytes) <= self.memory)
+            if (self.tps is None or cost.tp in self.tps) and (self.memory is None or per_rank(cost) <= self.memory)
         )
         return replace(report, costs=costs)

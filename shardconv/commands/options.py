@@ -135,16 +135,20 @@ SPLIT_SOURCE = (DIRS, CONFIG, FROM)
 # --- plan -----------------------------------------------------------------------------------------------------------
 
 _TP = "Tensor parallel size: the number of ranks of a stage."
-TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N")
+#: Options of other tools for the same size.
+AS_TP = "--tensor-parallel-size --tp-size"
+TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N", meant_by=AS_TP)
 SPLIT_TP = Option(
     PLAN, "--tp", f"{_TP} Of layout megatron, which does not depend on it, the number of files. [default: 1 for "
     "layout megatron]",
-    type=COUNT, metavar="N",
+    type=COUNT, metavar="N", meant_by=AS_TP,
 )  # fmt: skip
-SOURCE_TP = Option(PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N")
+SOURCE_TP = Option(
+    PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N", meant_by=AS_TP
+)
 STAGE_OPTIONS = (
     Option(PLAN, "--pp", "Number of pipeline stages, intervals of the layers. [default: 1, or as in a split "
-           "checkpoint]", type=COUNT, metavar="N"),
+           "checkpoint]", type=COUNT, metavar="N", meant_by="--pipeline-parallel-size --pp-size"),
     Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: equal; as in vLLM, the "
            "remainder goes to the stages before the last]", metavar="L,L,...", default="", show_default=False),
 )  # fmt: skip

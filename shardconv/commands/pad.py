@@ -29,14 +29,15 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     """The N and M of ``tp=N,vocab=M``."""
     found = _MULTIPLE.fullmatch(value)
     if found is None:
-        raise click.BadParameter(f"{value!r} is not tp=N or tp=N,vocab=M", context, parameter)
+        example = f"tp={value}" if value.isdecimal() else "tp=8 or tp=8,vocab=64"
+        raise click.BadParameter(f"got {value!r}, expected tp=N or tp=N,vocab=M, such as {example}", context, parameter)
     return int(found[1]), int(found[2] or 1)
 
 
 _MULTIPLE_OF = Option(
     PLAN, "--multiple-of multiples", "Pad heads and widths to a multiple of N, and the vocabulary to a multiple of M "
     "(its padding has logits of 0).",
-    callback=_multiples, required=True, metavar="tp=N[,vocab=M]",
+    callback=_multiples, required=True, metavar="tp=N[,vocab=M]", meant_by="--tp --tensor-parallel-size",
 )  # fmt: skip
 
 

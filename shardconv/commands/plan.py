@@ -155,7 +155,7 @@ def plan(
             from shardconv.html.page import write_page
 
             page.write(console, write_page(report))
-        _show_plan(listed.of_plan(report), console, model_notes(checked), listed, show_all=show_all)
+        _show_plan(report, console, model_notes(checked), listed, show_all=show_all)
 
 
 def _check_options(src: SourcePath | None, **outputs: bool) -> None:
@@ -207,9 +207,10 @@ def _show_plan(
 ) -> None:
     if show_all and report.tp is None:
         raise UsageError("--all lists the tensors of a plan, which is for one tensor parallel size: add --tp N")
-    found = [*notes(report.assumed, report.left_out), *of_model]
-    console.report(report, _plan_lines(report, found, listed), quiet_warnings=notes(report.assumed, {}))
-    if listed.is_list:
+    least = listed.least(dict(zip(report.supported_tp, report.supported_bytes, strict=True)))
+    report, found = listed.of_plan(report), [*notes(report.assumed, report.left_out), *of_model]
+    console.report(report, _plan_lines(report, found, listed, least), quiet_warnings=notes(report.assumed, {}))
+    if listed.is_list and report.supported_tp:
         rows = zip(report.supported_tp, report.supported_bytes, strict=True)
         console.table(("tp", "weights per rank"), [(str(tp), size(num_bytes)) for tp, num_bytes in rows])
     elif report.tp is not None:
@@ -217,7 +218,7 @@ def _show_plan(
         console.table(columns, _plan_rows(report, show_all=show_all), ends_with_remark=True)
 
 
-def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> list[str]:
+def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes, least: list[str]) -> list[str]:
     rules = f"family {report.family}{layout_note(report.layout)}"
     lines = [f"{report.source}: {report.num_tensors} tensors, {size(report.num_bytes)}, {rules}"]
     if report.stored_tp is not None:
@@ -228,7 +229,7 @@ def _plan_lines(report: "PlanReport", found: list[str], listed: ListedSizes) -> 
         stored = ", ".join([report.quantization or "settings unknown", *report.quantized_blocks])
         lines.append(f"{counted(report.num_quantized, 'quantized weight')} ({stored})")
     lines += [*component_notes(report), *adapter_notes(report.adapters), *found]
-    lines.append(f"supported tp{listed.where}: {', '.join(map(str, report.supported_tp)) or 'none'}")
+    lines += [f"supported tp{listed.where}: {', '.join(map(str, report.supported_tp)) or 'none'}", *least]
     blocks: dict[tuple[str, str], list[BlockedTp]] = {}
     for blocked in report.blocked_tp:
         blocks.setdefault((blocked.tensor, _NUMBER.sub("", blocked.reason)), []).append(blocked)

@@ -5,6 +5,7 @@ Imports no client of a store, so that the command line can check its arguments b
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,18 +42,26 @@ def open_path(path: SourcePath) -> AnyPath:
     return storage.folders.open_remote(parse(path)) if is_url(path) else local_path(path)
 
 
+def open_paths(src: SourcePath | Iterable[SourcePath]) -> list[AnyPath]:
+    """The paths of several folders that are read together, or of a single checkpoint; raises as :func:`open_path`."""
+    if isinstance(src, SourcePath) or not isinstance(src, Iterable):
+        return [open_path(src)]
+    return [open_path(path) for path in src]
+
+
 def local_path(path: str | Path) -> Path:
     """Convert a user path to a Path.
 
     Raises:
         UsageError: if it is a URL, or one without its colon.
     """
+    is_remote = is_url(path)
     if match := _NO_COLON.fullmatch(os.fspath(path)):
         url = without_secrets(f"{match['scheme']}://{match['rest']}")
         raise UsageError(
             f"{match['scheme']}//...: is not a URL (did you mean {url}?): add the colon, or begin a local path with ./"
         )
-    if not is_url(path):
+    if not is_remote:
         return Path(path)
     url = without_secrets(path)
     scheme, _, rest = url.partition("://")

@@ -26,7 +26,7 @@ from shardconv.layouts.relation import (
 from shardconv.plan.grid import Grid
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
-from shardconv.support.errors import PlanError, UsageError, option
+from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import parse_size
 
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
@@ -108,8 +108,10 @@ def with_max_file_size(layout: FileLayout, max_size: int | str | None) -> FileLa
     """
     if max_size is None:
         return layout
+    if not isinstance(max_size, str):
+        return replace(layout, max_file_bytes=check_count(max_size, "max_file_size"))
     try:
-        return replace(layout, max_file_bytes=parse_size(str(max_size)))
+        return replace(layout, max_file_bytes=parse_size(max_size))
     except ValueError as error:
         raise UsageError(f"{option('max_file_size')} {error}: correct it") from error
 

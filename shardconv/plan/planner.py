@@ -24,7 +24,7 @@ from shardconv.plan.rule_set import RuleSet
 from shardconv.plan.stages import StageChoice, StageFinder, Stages
 from shardconv.plan.tensor_groups import TensorGroups, group_tensors
 from shardconv.plan.tensor_placement import BlockedError, PaddedRule
-from shardconv.support.errors import PlanError, UsageError, option
+from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import ranges
 
 #: The number of bits in the name of a dtype; BOOL has none, and is a byte.
@@ -266,10 +266,7 @@ class Planner:
             PlanError: if a tensor cannot be sharded for ``tp`` ranks; the message names the sizes that are supported.
             UsageError: if ``tp`` is not an integer from 1 to :data:`MAX_TP`.
         """
-        if type(tp) is not int or not 1 <= tp <= MAX_TP:
-            raise UsageError(
-                f"{option('tp')} is wrong (got {tp!r:.40}, expected an integer from 1 to {MAX_TP}): correct it"
-            )
+        check_count(tp, "tp", MAX_TP)
         ep, pp = self.rules.ep, 1 if stages is None else stages.count
         if ep > 1 and ep % tp:
             raise UsageError(

@@ -26,7 +26,7 @@ from shardconv.plan.quantization import check_quantization
 from shardconv.plan.rule_set import Multiple, RuleSet, rules_for
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.support.errors import PlanError, UsageError, option
+from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
 
@@ -56,8 +56,9 @@ class PlanRequest(Data, frozen=True):
     pad: Multiple = 0
 
     def __post_init__(self) -> None:
-        if type(self.ep) is not int or self.ep < 1:
-            raise UsageError(f"{option('ep')} is wrong (got {self.ep!r:.40}, expected a positive integer): correct it")
+        check_count(self.ep, "ep")
+        if self.head_dim is not None:
+            check_count(self.head_dim, "head_dim")
         if engine_named(self.engine) is SHARDCONV:
             force_setattr(self, "engine", None)  # equal requests have one form
         if self.pad and self.engine:

@@ -42,10 +42,11 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.planner import PaddingReport, Planner, padding_report
+from shardconv.plan.planner import MAX_TP, PaddingReport, Planner, padding_report
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.support.errors import PlanError, SourceError, UsageError, option
+from shardconv.plan.rule_set import MAX_MULTIPLE
+from shardconv.support.errors import PlanError, SourceError, UsageError, check_count, option
 
 
 class PadReport(WriteReport, frozen=True, kw_only=True):
@@ -124,13 +125,16 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
         SourceError: if the source cannot be read, or does not have a config.json.
         PlanError: if outputs would differ, config.json cannot express the padded sizes, or ``check_model`` finds a
             difference.
-        UsageError: if nothing needs padding, or the destination is in the source or contains it.
+        UsageError: if a number is not positive, nothing needs padding, or the destination is in the source or
+            contains it.
         OutputError: if the destination exists, is in use, or has too little free space, or the interrupted run had
             other arguments.
     """
     began = time.perf_counter()
     how = WriteOptions(overwrite=overwrite, dry_run=dry_run, resume=resume, threads=threads, progress=progress)
     given = find_destination(dst, resume=resume)
+    check_count(tp, "tp", MAX_TP)
+    check_count(vocab_multiple, "vocab_multiple", MAX_MULTIPLE)
     if components:
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
     source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))

@@ -130,6 +130,23 @@ class UsageError(ShardconvError):
     exit_code = 2
 
 
+def check_count(value: object, name: str, maximum: int | None = None) -> int:
+    """Return the value of an argument that is a positive integer.
+
+    Args:
+        value: the value.
+        name: the argument.
+        maximum: the largest valid value; None for any.
+
+    Raises:
+        UsageError: if it is not one.
+    """
+    if type(value) is int and 1 <= value <= (maximum or value):
+        return value
+    expected = f"an integer from 1 to {maximum}" if maximum else "a positive integer"
+    raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected {expected}): correct it")
+
+
 class SourceError(ShardconvError):
     """The source checkpoint cannot be read or is invalid."""
 

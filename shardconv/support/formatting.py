@@ -106,16 +106,17 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as ``5GB`` or ``5G`` (powers of ten), or ``5GiB`` or ``5Gi`` (powers of two).
 
     Raises:
-        ValueError: if it is not one, or is less than a byte.
+        ValueError: if it is not one, does not have a unit, or is less than a byte.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]+)", text.strip(), re.ASCII)
     unit = _UNITS.get(match[2].upper().removesuffix("B")) if match else None
     if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
-        raise ValueError(f"is not a size (got {text!r:.40}, expected a number of bytes, or such as 500MB, 5GB or 5GiB)")
+        expected = f"a unit, such as {text}GB or {text}GiB" if text.isdecimal() else "such as 500MB, 5GB or 5GiB"
+        raise ValueError(f"is not a size (got {text!r:.40}, expected {expected})")
     return num_bytes
 
 
 def exact_size(num_bytes: int) -> str:
     """A size that :func:`parse_size` converts to this number of bytes, in the largest power of 1000 that divides it."""
-    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("", 1))
+    units = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
     return next(f"{num_bytes // factor}{unit}" for unit, factor in units if num_bytes % factor == 0)

@@ -25,10 +25,17 @@ def test_several_sizes_are_listed():
 
 def test_sizes_that_fit():
     bytes_of = dict(zip(planned()["supported_tp"], planned()["supported_bytes"], strict=True))
-    assert planned("--memory", str(bytes_of[4]))["supported_tp"] == [4, 8]
-    assert planned("--memory", str(bytes_of[4] - 1))["supported_tp"] == [8]
+    assert planned("--memory", f"{bytes_of[4]}B")["supported_tp"] == [4, 8]
+    assert planned("--memory", f"{bytes_of[4] - 1}B")["supported_tp"] == [8]
     assert planned("--memory", "1.7GB", "--tp", "1,8")["supported_tp"] == [1, 8]
-    assert "\nsupported tp that fit into 1 kB per rank: none\n" in call("plan", DEMO, "--memory", "1kB").out
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--cost", "--seq", "16"), marks=needs_torch)])
+def test_no_size_fits(options):
+    """A line names the size with the least memory, instead of a table."""
+    lines = call("plan", DEMO, "--memory", "1kB", *options).out.splitlines()
+    assert [line for line in lines if line.startswith("tp 8 needs the least memory, ") and "pass a larger" in line]
+    assert not [line for line in lines if line.startswith("tp  weights")]
 
 
 @needs_torch
@@ -36,7 +43,7 @@ def test_costs_that_fit():
     options = ["--cost", "--seq", "16"]
     total = {cost["tp"]: cost["memory_bytes"] for cost in planned(*options)["costs"]}
     assert sorted(total) == [1, 2, 4, 8]
-    fitting = planned(*options, "--memory", str(total[2]))["costs"]
+    fitting = planned(*options, "--memory", f"{total[2]}B")["costs"]
     assert [cost["tp"] for cost in fitting] == [tp for tp, memory in total.items() if memory <= total[2]]
     assert [cost["tp"] for cost in planned(*options, "--tp", "2,4")["costs"]] == [2, 4]
 
@@ -51,6 +58,7 @@ def test_several_sizes_are_proven():
     [
         (["--tp", "2,99"], "--tp cannot list 99 together with other sizes: pass it alone"),
         (["--tp", "2,x"], "Invalid value for '--tp': got 'x', expected an integer from 1"),
+        (["--memory", "80"], "is not a size (got '80', expected a unit, such as 80GB or 80GiB)"),
         (["--memory", "2x"], "Invalid value for '--memory': is not a size (got '2x'"),
         (["--memory", "2GB", "--propose"], "--memory does not apply to --propose: remove one of the two"),
         (["--tp", "2,4", "--all"], "--all lists the tensors of a plan, which is for one tensor parallel size"),

@@ -21,6 +21,7 @@ from shardconv.proof.propose import propose_plan
 from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.outputs import RunOptions
+from shardconv.support.errors import UsageError
 from tests.support.checkpoints import DEMO
 
 #: The options that the class of a command turns into its console.
@@ -64,6 +65,41 @@ def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, mo
     with pytest.raises(TypeError, match=rf"option '{name}' is unknown \(expected one of rules, "):
         function(DEMO, tp=2, **{name: "fp32"})
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tp": "2"}, "tp is wrong (got '2', expected an integer from 1 to 4096): correct it"),
+        ({"tp": 0}, "tp is wrong (got 0, expected an integer from 1 to 4096): correct it"),
+        ({"tp": 2.0}, "tp is wrong (got 2.0, "),
+        ({"threads": "2"}, "threads is wrong (got '2', expected a positive integer): correct it"),
+        ({"head_dim": "32"}, "head_dim is wrong (got '32', "),
+        ({"max_file_size": 2.5}, "max_file_size is wrong (got 2.5, "),
+        ({"stages": 3}, 'stages=3 is wrong (expected such as stages="20,20"): correct it'),
+        ({"ignore": 5}, "5 is not a name or a list of names"),
+        ({"config": 5}, "5 is not a path (expected a str or a Path): correct it"),
+        ({"dst": 5}, "5 is not a path"),
+        ({"src": None}, "None is not a path"),
+    ],
+)
+def test_values_of_another_type_are_usage_errors(wrong, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        split(**{"src": DEMO, "tp": 2, **wrong})
+    assert str(caught.value).startswith(message)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("wrong", [{"tp": "2"}, {"tp": 3, "vocab_multiple": "x"}])
+def test_wrong_multiples_of_pad_are_usage_errors(wrong):
+    with pytest.raises(UsageError, match=r"is wrong \(got '.', expected an integer from 1 to \d+\): correct it"):
+        pad(DEMO, **wrong)
+
+
+def test_too_many_positional_arguments_name_the_function():
+    with pytest.raises(TypeError, match=r"^split\(\) takes from 1 to 2 positional arguments but 3 were given$"):
+        split(DEMO, "out", 2)
 
 
 @pytest.mark.parametrize("function", [check_source, propose_plan])

@@ -208,7 +208,8 @@ def test_command_prints_the_changes(source, tmp_path):
 def test_command_refuses_a_multiple_without_a_name(source):
     wrong = call("pad", source, "--multiple-of", "3")
     assert wrong.code == 2
-    assert "is not tp=N" in wrong.err
+    assert "expected tp=N or tp=N,vocab=M, such as tp=3" in wrong.err
+    assert "'--tp'. Did you mean '--multiple-of'" in call("pad", source, "--tp", "3").err
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import xxhash
 from shardconv.checkpoint.engine.geometry import Geometry
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import Grid
-from shardconv.support.errors import IntegrityError, UsageError
+from shardconv.support.errors import IntegrityError, check_count
 
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
@@ -296,12 +296,10 @@ class CopyJob:
 
         Raises:
             IntegrityError: if the data has a problem and ``on_problem`` is None.
-            UsageError: if ``threads`` is less than one.
+            UsageError: if ``threads`` is not a positive integer.
             OSError: if a file cannot be written.
         """
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads is invalid (got {threads}, expected at least 1)")
-        threads = threads or default_threads()
+        threads = default_threads() if threads is None else check_count(threads, "threads")
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
         block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)

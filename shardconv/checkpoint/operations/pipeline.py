@@ -32,7 +32,7 @@ from shardconv.checkpoint.split.split_pipeline import (
 )
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath
-from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.engines import SHARDCONV
@@ -68,12 +68,15 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @wraps(operation)
         def dispatch(*args: P.args, **kwargs: P.kwargs) -> R:
-            bound = signature.bind(*args, **kwargs)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return operation(*args, **kwargs)  # raises an error that names the operation
             src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
             try:
-                paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+                paths = open_paths(src)
                 has_pipeline = any(map(is_pipeline, paths))
             except ShardconvError:
                 return operation(*args, **kwargs)  # reports the error where it is expected, as on all ranks

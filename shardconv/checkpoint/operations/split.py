@@ -29,9 +29,9 @@ from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import check_stages, choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
-from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
+from shardconv.plan.planner import MAX_TP, NO_PADDING, PaddingReport, padding_report
 from shardconv.plan.stages import Stages, chosen_stages
-from shardconv.support.errors import UsageError, option
+from shardconv.support.errors import UsageError, check_count, option
 
 
 class SplitReport(WriteReport, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
     rules = options.get("rules")
     of_rules = rules.stages if isinstance(rules, Plan) else None
-    tp, chosen_pp = tp or 1, chosen_stages(pp, stages, default=of_rules)
+    tp, chosen_pp = 1 if tp is None else check_count(tp, "tp", MAX_TP), chosen_stages(pp, stages, default=of_rules)
     pp = chosen_pp.count
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)

@@ -72,11 +72,11 @@ def plan_sources(
     return SplitSources(adapter_modules.merge_adapter.with_merged_adapter(model, adapter), {})
 
 
-def open_adapters(adapters: Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
-    """Open the adapters that are not open yet."""
+def open_adapters(adapters: StrPath | Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
+    """Open the adapters that are not open yet. A path alone is one adapter."""
     return [
-        open_adapter(local_path(one), follow_links=follow_links) if isinstance(one, str | Path) else one
-        for one in adapters
+        open_adapter(local_path(one), follow_links=follow_links) if isinstance(one, StrPath) else one
+        for one in ([adapters] if isinstance(adapters, StrPath) else adapters)
     ]
 
 

@@ -31,7 +31,7 @@ from shardconv.checkpoint.split.split_folders import (
 from shardconv.files.checksums import checksum, checksum_file
 from shardconv.files.containers.safetensors import total_bytes
 from shardconv.files.folder import AnyPath, Compressed, read_text
-from shardconv.files.paths import SourcePath, open_path
+from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
@@ -272,7 +272,7 @@ def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follo
 
 def _check_not_exchanged(src: SourcePath | Sequence[SourcePath], other: AnyPath | None) -> None:
     """Refuse a source as ``src`` and its split checkpoint as ``against``."""
-    paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+    paths = open_paths(src)
     if other is not None and is_split(other) and not any(map(is_split, paths)):
         raise UsageError(
             f"{other}: is a split checkpoint, and {option('against')} takes its source: exchange the two (shardconv "

@@ -1,6 +1,6 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -306,7 +306,13 @@ def _changed(request: PlanRequest) -> list[str]:
 
 
 def as_names(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Convert a single name or a sequence of names to a tuple."""
+    """Convert a single name or a sequence of names to a tuple.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if not isinstance(names, Iterable):
+        raise UsageError(f"{names!r:.40} is not a name or a list of names: correct it")
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -22,7 +22,7 @@ from shardconv.checkpoint.split.manifest_file import encode, read_manifest
 from shardconv.files.checksums import checksum_file
 from shardconv.files.folder import AnyPath
 from shardconv.files.input_files import InputFiles, ModifiedError
-from shardconv.files.paths import SourcePath, leads_out, open_path
+from shardconv.files.paths import SourcePath, leads_out, open_paths
 from shardconv.files.weight_formats import config_path
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, Reason, TensorPlan
@@ -267,7 +267,7 @@ def open_folders(
         SourceError: if rank files of another tool cannot be read.
         SplitCheckpointError: as :func:`read_folders`.
     """
-    paths = [open_path(path) for path in ([src] if isinstance(src, SourcePath) else src)]
+    paths = open_paths(src)
     if not paths:
         raise UsageError("no folder given (expected at least one): pass the folders of a split")
     if twice := next((path for at, path in enumerate(paths) if path in paths[:at]), None):

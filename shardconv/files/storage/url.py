@@ -84,7 +84,13 @@ def is_lock(name: str) -> bool:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, of any scheme."""
+    """Whether a path is a URL, of any scheme.
+
+    Raises:
+        UsageError: if it is not a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{path!r:.40} is not a path (expected a str or a Path): correct it")
     return _URL.fullmatch(os.fspath(path)) is not None
 
 
