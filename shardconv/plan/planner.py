@@ -110,10 +110,12 @@ class PaddedTp(Struct, frozen=True):
     Attributes:
         tp: the tensor parallel size.
         memory: bytes of padding on all ranks, divided by all other bytes.
+        num_bytes: bytes on all ranks, with padding.
     """
 
     tp: int
     memory: float
+    num_bytes: int
 
     def describe(self) -> str:
         """The cost of the padding in memory."""
@@ -362,10 +364,13 @@ def tp_sizes(planner: Planner) -> TpSizes:
 
 def padded_size(planner: Planner, tp: int) -> PaddedTp | None:
     """The cost of a tensor parallel size with padding; None if it is not supported with padding either."""
+    if planner.rules.padding_refusal:
+        return None
     try:
-        return None if planner.rules.padding_refusal else PaddedTp(tp, padding_share(planner.padded().place(tp)))
+        placed = planner.padded().place(tp)
     except BlockedError:
         return None
+    return PaddedTp(tp, padding_share(placed), sum(rank_bytes(placed)))
 
 
 def padding_report(planner: Planner, tp: int) -> PaddingReport:

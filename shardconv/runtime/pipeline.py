@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.operations.pipeline import Options, open_source_pipeline, open_split_folders
+from shardconv.checkpoint.operations.pipeline import Options, naming, open_source_pipeline, open_split_folders
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, StrPath, given_options
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_tp
@@ -75,7 +75,8 @@ def _own_options(pipeline: Pipeline, names: Sequence[str], options: Options) -> 
 
 def _open_component(pipeline: Pipeline, name: str, options: Options) -> Loadable:
     plan: Any = {**{one: options[one] for one in PLAN_DEFAULTS if one in options}, **pipeline.own.get(name, {})}
-    return replace(open_loadable(pipeline.first / name, tp=options["tp"], options=plan), pipeline=pipeline.first)
+    with naming(pipeline, name, options):
+        return replace(open_loadable(pipeline.first / name, tp=options["tp"], options=plan), pipeline=pipeline.first)
 
 
 def _report_step(progress: Callable[[int, int], None], at: int, count: int, done: int, total: int) -> None:
@@ -84,7 +85,10 @@ def _report_step(progress: Callable[[int, int], None], at: int, count: int, done
 
 
 def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
-    """Open a pipeline, and its first component that is loaded, which has the facts that ranks compare."""
+    """Open a pipeline, and its first component that is loaded, which has the facts that ranks compare.
+
+    All components of a source are planned, before any is loaded.
+    """
     if given := given_options(options, ("model",) if options["component"] is None else ()):
         raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
     is_split = is_split_pipeline(path)
@@ -108,7 +112,9 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
             f"or load one component with {option(component='NAME')}"
         )
-    return _open_component(pipeline, component, options)
+    names = [component] if options["component"] is not None or is_split else pipeline.components
+    first, *_ = [_open_component(pipeline, name, options) for name in names]
+    return first
 
 
 def adapted_components(pipeline: Pipeline, adapter: StrPath) -> list[str]:

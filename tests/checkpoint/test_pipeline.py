@@ -188,16 +188,44 @@ def test_plan_of_a_pipeline(source, whole):
         ]
 
 
-def test_supported_sizes_are_those_of_all_components(source, tmp_path):
+@pytest.fixture
+def uneven(source, tmp_path) -> Path:
+    """A pipeline whose text encoder has 4 heads, and its transformer 6."""
     shutil.copytree(source, tmp_path / "source")
     shutil.rmtree(tmp_path / "source" / "transformer")
     write_checkpoint(tmp_path / "source" / "transformer", config=llama_config(heads=6, kv_heads=6, hidden=96))
-    report = shardconv.report_plan(tmp_path / "source")
-    alone = [shardconv.report_plan(tmp_path / "source" / name) for name in SHARDED]
+    return tmp_path / "source"
+
+
+def test_supported_sizes_are_those_of_all_components(uneven):
+    report = shardconv.report_plan(uneven)
+    alone = [shardconv.report_plan(uneven / name) for name in SHARDED]
     assert report.supported_tp == tuple(sorted(set(alone[0].supported_tp) & set(alone[1].supported_tp))) == (1, 2)
     assert report.supported_bytes == tuple(sum(one.supported_bytes[at] for one in alone) for at in (0, 1))
     by_tp = {one.tp: one.tensor.partition("/")[0] for one in report.blocked_tp}
     assert (by_tp[3], by_tp[4], by_tp[8]) == ("text_encoder", "transformer", "transformer")
+
+
+def test_padded_sizes_are_those_of_all_components(uneven):
+    """Also of components that support a size without padding, as 3 and 4 here, whose vocabulary is not counted."""
+    found = {one.tp: one for one in shardconv.report_plan(uneven).padded_tp}
+    for tp in (3, 4, 5):
+        report = shardconv.report_plan(uneven, tp=tp, pad=True)
+        assert found[tp].memory == pytest.approx(report.padding.memory, abs=1e-3)
+        assert found[tp].num_bytes == pytest.approx(sum(report.rank_bytes), rel=1e-2)
+    assert "(additional memory): 3 (" in call("plan", uneven).out
+
+
+@pytest.mark.parametrize(
+    ("tp", "remedy"), [(3, ". To copy such components unsharded, pass --component transformer"), (5, "")]
+)
+def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
+    """Components that do not support the size either are not proposed."""
+    command = ["split", uneven, "--tp", tp, "-o", tmp_path / "split"]
+    error = call(*command).err
+    assert error.endswith(f"All components support --tp 1, 2{remedy}\n")
+    if remedy:
+        assert call(*command, *remedy.split()[-2:]).code == 0
 
 
 def test_commands_list_the_components(source, tmp_path):

@@ -126,6 +126,16 @@ def test_estimated_collectives_of_a_denoising_step_are_the_real_ones(ranks, made
     ranks("pair", check_step, name, source, expected)
 
 
+def test_an_unsupported_size_of_a_source_names_the_component(made, tmp_path):
+    """Before any component is loaded."""
+    source = made("flux", 2)[0]
+    arguments = ("run", source, "--tp", 3, "--prompt", "a cat", "-o", tmp_path / "cat.png", "--device", "cpu")
+    result = call(*arguments)
+    assert result.code != 0
+    assert result.err.startswith("shardconv: component text_encoder (CLIPTextModel): --tp 3 is unsupported")
+    assert result.err.endswith("All components support --tp 1, 2, 4\n")
+
+
 def test_size_of_a_picture_is_for_diffusion_only(made):
     source = made("flux", 2)[0]
     with pytest.raises(UsageError, match="height=64 is for transformers of diffusers: remove it"):

@@ -19,7 +19,7 @@ from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
-from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options, plan_source
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import (
@@ -36,6 +36,7 @@ from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.engines import SHARDCONV
+from shardconv.plan.planner import CANDIDATE_TPS, Planner
 from shardconv.support.errors import (
     PlanError,
     ShardconvError,
@@ -44,6 +45,7 @@ from shardconv.support.errors import (
     UsageError,
     option,
 )
+from shardconv.support.formatting import ranges
 
 #: Layouts and engines of components; others are for programs that do not read pipelines.
 _OF_PIPELINES = {None, NATIVE.name, DCP.name, SHARDCONV.name}
@@ -291,23 +293,42 @@ def call_on(operation: Callable[..., R], pipeline: Pipeline, name: str, options:
     """Apply an operation to a component; its errors name the component."""
     folders = [path / name for path in pipeline.paths]
     src = folders if len(folders) > 1 else folders[0]
-    with _named(pipeline, name):
+    with naming(pipeline, name, options):
         return operation(**{**options, "src": src, **pipeline.own.get(name, {})})
 
 
 @contextmanager
-def _named(pipeline: Pipeline, name: str) -> Iterator[None]:
-    """Errors that name a component, and how to leave it unsharded."""
+def naming(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
+    """Make errors in the block name a component; those of plans also have remedies for the pipeline."""
     try:
         yield
     except ShardconvError as error:
         problem, *remedy = error.args
         error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
-        others = [one for one in pipeline.components if one != name]
-        if isinstance(error, PlanError) and others and pipeline.expected is None:
-            only = option(components=others)
-            error.args = (*error.args[:-1], f"{error.args[-1]}. To copy this component unsharded, pass {only}")
+        if isinstance(error, PlanError) and pipeline.expected is None:
+            error.args = (*error.args[:-1], ". ".join([error.args[-1], *_remedies(pipeline, name, options)]))
         raise
+
+
+def _remedies(pipeline: Pipeline, failed: str, options: Options) -> Iterator[str]:
+    """The sizes that all components support, and how to leave those unsharded that cannot be planned."""
+    tp = options.get("tp")
+    planners = {name: found for name in pipeline.components if (found := _planner(pipeline, name, options)) is not None}
+    if tp is not None and len(planners) == len(pipeline.components):
+        sizes = [one for one in CANDIDATE_TPS if all(planner.blocked(one) is None for planner in planners.values())]
+        yield f"All components support {option('tp')} {ranges(sizes)}"
+    others = [name for name, one in planners.items() if name != failed and (tp is None or one.blocked(tp) is None)]
+    if others:
+        yield f"To copy such components unsharded, pass {option(components=others)}"
+
+
+def _planner(pipeline: Pipeline, name: str, options: Options) -> Planner | None:
+    """The planner of a component; None if its rules are not known."""
+    given = {**options, **pipeline.own.get(name, {})}
+    try:
+        return plan_source(pipeline.first / name, **{key: given[key] for key in PLAN_DEFAULTS if key in given}).planner
+    except ShardconvError:
+        return None
 
 
 def part_of(progress: Progress | None, start: int, size: int, total: int) -> Progress | None:

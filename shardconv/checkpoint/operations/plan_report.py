@@ -13,7 +13,7 @@ from shardconv.checkpoint.operations.split_sources import plan_sources
 from shardconv.checkpoint.output.combined import (
     blocked,
     listed,
-    no_padded_sizes,
+    padded,
     padding_of_all,
     path_keys,
     paths,
@@ -123,7 +123,7 @@ class PlanReport(Struct, frozen=True):
     supported_tp: Annotated[tuple[int, ...], supported]
     supported_bytes: Annotated[tuple[int, ...], supported_bytes]
     blocked_tp: Annotated[tuple[BlockedTp, ...], blocked]
-    padded_tp: Annotated[tuple[PaddedTp, ...], no_padded_sizes]
+    padded_tp: Annotated[tuple[PaddedTp, ...], padded]
     padding: Annotated[PaddingReport, padding_of_all]
     rank_bytes: Annotated[tuple[int, ...], totals_per_rank]
     tensors: Annotated[tuple[TensorReport, ...], tensors_by_path]

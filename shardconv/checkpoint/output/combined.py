@@ -4,7 +4,7 @@ The type of a field has the function that joins its values, as in ``num_bytes: A
 one has the same value in all reports.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
@@ -114,12 +114,17 @@ def tensors_by_path(field: Joined) -> tuple[Struct, ...]:
 
 def padding_of_all(field: Joined) -> PaddingReport:
     """The padded units of all components, and all bytes of padding divided by all other bytes."""
-    units, padding, others = [], 0.0, 0.0
+    units, shares = [], []
     for component, report in field.reports.items():
-        size, memory = sum(getattr(report, "rank_bytes", ())) or report.num_bytes, report.padding.memory
         units += [replace(unit, name=f"{component}: {unit.name}") for unit in report.padding.units]
-        padding, others = padding + size * memory / (1 + memory), others + size / (1 + memory)
-    return PaddingReport(tuple(units), padding / others) if units else NO_PADDING
+        shares.append((sum(getattr(report, "rank_bytes", ())) or report.num_bytes, report.padding.memory))
+    return PaddingReport(tuple(units), _padding_share(shares)) if units else NO_PADDING
+
+
+def _padding_share(shares: Sequence[tuple[int, float]]) -> float:
+    """All bytes of padding divided by all other bytes, from pairs of all bytes and this share of a component."""
+    others = sum(size / (1 + share) for size, share in shares)
+    return (sum(size for size, _ in shares) - others) / others
 
 
 def config_changes(field: Joined) -> tuple[ConfigChange, ...]:
@@ -152,6 +157,21 @@ def blocked(field: Joined) -> tuple[BlockedTp, ...]:
     return tuple(found[tp] for tp in sorted(found))
 
 
-def no_padded_sizes(_: Joined) -> tuple[PaddedTp, ...]:
-    """None: the sizes of components with padding are not combined."""
-    return ()
+def padded(field: Joined) -> tuple[PaddedTp, ...]:
+    """The sizes that all components support, and some of them with padding only.
+
+    The other components count without the padding of an uneven vocabulary.
+    """
+    found = []
+    for tp in sorted({one.tp for several in field.values.values() for one in several}):
+        sizes = [one for report in field.reports.values() if (one := _size(report, tp)) is not None]
+        if len(sizes) == len(field.reports):
+            memory = _padding_share([(one.num_bytes, one.memory) for one in sizes])
+            found.append(PaddedTp(tp, memory, sum(one.num_bytes for one in sizes)))
+    return tuple(found)
+
+
+def _size(report: Any, tp: int) -> PaddedTp | None:  # noqa: ANN401 - a report on a plan
+    """A size of a component, perhaps without padding; None if it is not supported."""
+    supported = {size: PaddedTp(size, 0.0, size * most) for size, most in _supported({"": report}).items()}
+    return {**supported, **{one.tp: one for one in report.padded_tp}}.get(tp)
