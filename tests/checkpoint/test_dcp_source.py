@@ -182,9 +182,29 @@ def rename_model(metadata) -> None:
     }
 
 
+def with_long_sizes(metadata) -> None:
+    """Give all chunks one long tuple, which the pickle has once."""
+    sizes = torch.Size([1] * 10**6)
+    for entry in metadata.state_dict_metadata.values():
+        for chunk in getattr(entry, "chunks", []):
+            chunk.sizes = sizes
+
+
+def with_long_paths(metadata) -> None:
+    path = ("model",) * 10**6
+    metadata.planner_data = dict.fromkeys(metadata.planner_data, path)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
+        (with_long_sizes, r"has 1000000 sizes or offsets of a tensor \(expected at most 64\)"),
+        (with_long_paths, r"has an entry in 1000000 nested dicts \(expected at most 64\)"),
+        (of_files("relative_path", "x" * 10**6), r"has a name of 1000000 characters \(expected at most 4096\)"),
+        (
+            of_tensor(HEAD, lambda entry: setattr(entry, "chunks", entry.chunks[:1] * (2**22 + 1))),
+            "has more than 4194304 chunks",
+        ),
         (of_files("length", 0), r"distcp: is truncated or damaged: "),
         (of_files("length", 10**9), r"distcp: is truncated or damaged: "),
         (of_files("relative_path", "../x"), r"names the file '\.\./x'"),

@@ -44,6 +44,8 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
 #: Maximum bytes of a pickle, which is read into memory, and of the memory of the process: a short pickle may use more.
 MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
+#: Maximum dims of a tensor, chunks of all tensors, and characters of a name: a short pickle may repeat a long object.
+_MAX_DIMS, _MAX_CHUNKS, _MAX_CHARACTERS = 64, 2**22, 2**12
 #: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: Bytes that are fetched at once elsewhere.
@@ -219,9 +221,18 @@ class Tensor(NamedTuple):
 
 
 def _numbers(value: object) -> list[int]:
+    if isinstance(value, tuple) and len(value) > _MAX_DIMS:
+        raise RefusedError(f"has {len(value)} sizes or offsets of a tensor (expected at most {_MAX_DIMS})", _DAMAGED)
     if not isinstance(value, tuple) or not all(type(number) is int and 0 <= number < 2**63 for number in value):
         raise RefusedError(f"has sizes or offsets that are not numbers (got {value!r:.60})", _DAMAGED)
     return list(value)
+
+
+def _text(value: object) -> str:
+    text = str(value)
+    if len(text) > _MAX_CHARACTERS:
+        raise RefusedError(f"has a name of {len(text)} characters (expected at most {_MAX_CHARACTERS})", _DAMAGED)
+    return text
 
 
 def tensor(storage: Storage, offset: object, shape: object, strides: object, *rest: object) -> Tensor:
@@ -604,10 +615,13 @@ def list_metadata(file: File) -> Listed:
     entries = _dict(metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None)
     paths = metadata.get("planner_data")
     positions = _positions(_dict(metadata.get("storage_data")))
-    others = []
+    others, num_chunks = [], 0
     for name, entry in entries.items():
         keys = _keys(name, paths)
-        if isinstance(entry, Record) and entry.get("chunks") is not None:
+        if isinstance(entry, Record) and (chunks := entry.get("chunks")) is not None:
+            num_chunks += len(chunks) if isinstance(chunks, list) else 0
+            if num_chunks > _MAX_CHUNKS:
+                raise RefusedError(f"has more than {_MAX_CHUNKS} chunks", _SAVE_CHECKPOINT)
             yield {"tensor": [[name, keys, *_chunked(name, entry, positions)]]}
         else:
             others.append(keys)
@@ -617,7 +631,11 @@ def list_metadata(file: File) -> Listed:
 def _keys(name: object, paths: object) -> list[str]:
     """The keys of nested dicts that lead to an entry."""
     path = paths.get(name) if isinstance(paths, dict) else None
-    return [str(key) for key in path] if isinstance(path, tuple) and path else [str(name)]
+    if not isinstance(path, tuple) or not path:
+        return [_text(name)]
+    if len(path) > _MAX_DIMS:
+        raise RefusedError(f"has an entry in {len(path)} nested dicts (expected at most {_MAX_DIMS})", _DAMAGED)
+    return [_text(key) for key in path]
 
 
 def _positions(storage: dict[object, object]) -> dict[tuple[object, object], list[object]]:
@@ -633,7 +651,7 @@ def _positions(storage: dict[object, object]) -> dict[tuple[object, object], lis
         if info.get("transform_descriptors"):
             raise RefusedError("its chunks are compressed or encrypted", "save the checkpoint without extensions")
         numbers = _numbers((info.get("offset"), info.get("length")))
-        found[index.get("fqn"), index.get("offset")] = [str(info.get("relative_path")), *numbers]
+        found[index.get("fqn"), index.get("offset")] = [_text(info.get("relative_path")), *numbers]
     return found
 
 
