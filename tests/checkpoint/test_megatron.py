@@ -397,6 +397,9 @@ def test_reshard_and_verify_with_a_config(source_of, trained, tmp_path):
 
 
 def test_an_iteration_is_read_alone(source_of, trained, tmp_path):
+    with pytest.raises(SourceError) as caught:
+        shardconv.merge(trained / "iter_0000500", tmp_path / "merged")
+    assert f'pass config="{trained / "config.json"}"' in str(caught.value)
     shardconv.merge(trained / "iter_0000500", tmp_path / "merged", config=trained / "config.json")
     check_equal(read(tmp_path / "merged"), read(source_of("llama")))
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint import engine
@@ -22,6 +23,7 @@ from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments
 from shardconv.files.folder import AnyPath
+from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.layouts import MEGATRON
 from shardconv.layouts.full_shapes import check_layers, positive
 from shardconv.layouts.layout import Constant
@@ -41,6 +43,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
 
+_COPY_CONFIG = "copy it into the folder, or pass the config of the Hugging Face checkpoint"
 #: The file with arguments of the training program, and the arguments that have the value of a config field.
 COMMON_NAME = "common.pt"
 SIZES = {
@@ -82,9 +85,11 @@ def read_megatron(
         SourceError: if the config is missing, a tensor is unknown or missing, or contradicts the config.
     """
     if config is None:
+        beside = folder.path.absolute().parent / CONFIG_NAME if isinstance(folder.path, Path) else None
+        is_beside = beside is not None and beside.is_file()  # the folder is an iteration
+        remedy = f"pass {option(config=beside)}" if is_beside else f"{_COPY_CONFIG} ({option('config')})"
         raise SourceError(
-            f"{folder.path}: does not have a config.json, which has the model type and its sizes: copy it into the "
-            f"folder, or pass the config of the Hugging Face checkpoint ({option('config')})"
+            f"{folder.path}: does not have a config.json, which has the model type and its sizes: {remedy}"
         )
     try:
         found = _find(folder, layout_file(MEGATRON).rules_for(config))
