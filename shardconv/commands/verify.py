@@ -103,9 +103,9 @@ def _check_engine(src: tuple[SourcePath, ...]) -> "EngineReport":
 
 def _remedy(report: "VerifyReport") -> str:
     """The remedy for differences, in the files themselves or from the source alone."""
-    again = "use the source" if report.saved_by else "split the source again"
+    again = "use the source" if report.files_of else "split the source again"
     if report.is_damaged:
-        return again if report.saved_by else f"copy the damaged files again, or {again}"
+        return again if report.files_of else f"copy the damaged files again, or {again}"
     return f"pass the source that was split to --against; if you did, {again}"
 
 
@@ -126,11 +126,11 @@ def _head(report: "VerifyReport") -> list[str]:
 
 
 def _warnings(report: "VerifyReport", remedies: list[str]) -> list[str]:
-    origin = f"saved by {report.saved_by}" if report.saved_by else "split with --no-checksums"
+    origin = f"has files of {report.files_of}" if report.files_of else "was split with --no-checksums"
     more = len(report.differences) - _MAX_LINES
     warnings = [
         *(f"{name}: is in the folder, but not part of this split checkpoint" for name in report.other_weights),
-        *([] if report.has_checksums else [f"no checksums: the checkpoint was {origin}"]),
+        *([] if report.has_checksums else [f"no checksums: the checkpoint {origin}"]),
         *(f"differs: {line}" for line in report.differences[:_MAX_LINES]),
         *([f"... and {more} more (--json has all)"] if more > 0 else []),
     ]

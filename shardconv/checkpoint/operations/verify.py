@@ -35,6 +35,7 @@ from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import CONFIG_NAME, is_weights
 from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
+from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 
@@ -122,7 +123,7 @@ class VerifyReport(Struct, frozen=True):
         differences: descriptions of all differences; empty if there are none.
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
-        saved_by: who saved the rank files, if shardconv did not.
+        files_of: the tool or layout that the files are of; None for a split checkpoint of shardconv.
         ranks: the ranks that the folders have, which were checked.
         is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
             from each other, and not only from ``against``.
@@ -145,7 +146,7 @@ class VerifyReport(Struct, frozen=True):
     differences: Annotated[tuple[str, ...], texts]
     left_out: Annotated[Mapping[str, str], path_keys]
     seconds: float
-    saved_by: str | None = None
+    files_of: str | None = None
     ranks: tuple[int, ...] = ()
     is_damaged: Annotated[bool, some] = False
     components: Mapping[str, str] = {}
@@ -226,7 +227,7 @@ def verify(
         differences=(*damages, *differences, *data.found),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
-        saved_by="another tool" if external else None,
+        files_of=layout_file(str(external.layout)).title if external else None,
         ranks=tuple(range(external.num_ranks)) if external else _held(manifest),
         is_damaged=bool(damages) or data.is_damaged,
         pp=manifest.plan.pp,

@@ -65,10 +65,10 @@ function resultMark({ result, note }) {
   return [element('span', { class: result }, RESULTS[result]), note ? `: ${note}` : null];
 }
 
-function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, saved_by: savedBy, against }) {
+function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, files_of: filesOf, against }) {
   const missing = [];
   if (!hasChecksums) {
-    const origin = savedBy ? `saved by ${savedBy}` : 'split with --no-checksums';
+    const origin = filesOf ? `files of ${filesOf}` : 'split with --no-checksums';
     missing.push({ check: 'checksums', result: 'missing', note: `there are none: ${origin}` });
   }
   if (!isCompared) {
