@@ -86,15 +86,6 @@ class Number(click.ParamType[float]):
         return number
 
 
-class _Tp(Number):
-    """A tensor parallel size."""
-
-    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
-        """The end of the error for a missing value."""
-        del param, ctx
-        return "shardconv plan SRC lists the supported sizes"
-
-
 class _Layout(click.Choice[str]):
     """A layout, with an error that names the one with vLLM's name."""
 
@@ -137,8 +128,7 @@ SPLIT_SOURCE = (DIRS, CONFIG, FROM)
 _TP = "Tensor parallel size: the number of ranks of a stage."
 #: Options of other tools for the same size.
 AS_TP = "--tensor-parallel-size --tp-size"
-TP = Option(PLAN, "--tp", _TP, type=_Tp(int, 1), required=True, metavar="N", meant_by=AS_TP)
-SPLIT_TP = Option(
+TP = Option(
     PLAN, "--tp", f"{_TP} Of layout megatron, which does not depend on it, the number of files. [default: 1 for "
     "layout megatron]",
     type=COUNT, metavar="N", meant_by=AS_TP,

@@ -661,5 +661,20 @@ def test_options_that_do_not_apply(source_of, tmp_path, options, text):
 
 def test_a_split_checkpoint_is_not_resharded_to_this_layout(source_of, tmp_path):
     shardconv.split(source_of("llama"), tmp_path / "split", tp=2)
-    with pytest.raises(UsageError, match="layout megatron is written from a source, and not from a split checkpoint"):
-        shardconv.reshard(tmp_path / "split", tmp_path / "out", tp=2, layout="megatron")
+    with pytest.raises(UsageError, match=r"from a source, .* then shardconv split source-merged --layout megatron"):
+        shardconv.reshard(tmp_path / "split", tmp_path / "out", layout="megatron")
+
+
+def test_reshard_of_a_trained_checkpoint_to_this_layout(source_of, trained, tmp_path):
+    assert call("reshard", trained, "--layout", "megatron", "-o", tmp_path / "out").code == 0
+    check_equal(load_dcp(tmp_path / "out" / "release"), all_names(expected(source_of("llama"))))
+    with pytest.raises(UsageError, match="tp is missing: shardconv plan SRC lists the supported sizes"):
+        shardconv.reshard(trained, tmp_path / "other")
+
+
+def test_verify_says_what_the_files_are(source_of, written):
+    result = call("verify", written("llama"))
+    assert "no checksums: the checkpoint has files of Megatron-Core" in result.out
+    assert "--against SRC compares all" in result.out
+    result = call("verify", written("llama"), "--against", source_of("llama"))
+    assert (result.code, "correct" in result.out) == (0, True)

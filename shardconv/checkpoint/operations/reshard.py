@@ -11,7 +11,7 @@ from msgspec.structs import fields, replace
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
-from shardconv.checkpoint.operations.split import SplitReport, split
+from shardconv.checkpoint.operations.split import SplitReport, chosen_tp, split
 from shardconv.checkpoint.operations.split_writing import write_ranks
 from shardconv.checkpoint.operations.verify import is_right
 from shardconv.checkpoint.operations.written_pipeline import Written
@@ -77,7 +77,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Sequence[SourcePath],
     dst: StrPath | Destination | None = None,
     *,
-    tp: int,
+    tp: int | None = None,
     pp: int | None = None,
     stages: str | Sequence[int] | Stages = (),
     ep: int | None = None,
@@ -100,7 +100,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
             another tool; or several folders with some of the ranks each of one split.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
-        tp: the new tensor parallel size.
+        tp: the new tensor parallel size, as in :func:`~shardconv.split`.
         pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; by default as in the split checkpoint. 1
             removes them.
         ep: the new expert parallel size; by default as in the split checkpoint.
@@ -145,10 +145,12 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     old = found.manifest
     if layout in FOREIGN:
         merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
+        size = "" if tp is None else f" --tp {tp}"
         raise UsageError(
             f"{folders}: layout {layout} is written from a source, and not from a split checkpoint: shardconv merge "
-            f"{folders} -o {merged}, then shardconv split {merged} --tp {tp} --layout {layout}"
+            f"{folders} -o {merged}, then shardconv split {merged}{size} --layout {layout}"
         )
+    tp = chosen_tp(tp)
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     chosen = chosen_stages(pp, stages, default=old.plan.stages)
     name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.ep, old.plan.pp))

@@ -152,11 +152,9 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         raise UsageError(
             f"{option(resume=True)} compares existing files with checksums: remove {option(checksums=False)}"
         )
-    if tp is None and layout != MEGATRON:
-        raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
     rules = options.get("rules")
     of_rules = rules.stages if isinstance(rules, Plan) else None
-    tp, chosen_pp = 1 if tp is None else check_count(tp, "tp", MAX_TP), chosen_stages(pp, stages, default=of_rules)
+    tp, chosen_pp = chosen_tp(tp, layout), chosen_stages(pp, stages, default=of_rules)
     pp = chosen_pp.count
     foreign = _foreign_layout(layout, MegatronLayout(tp, stacked_layers, make_vocab_size_divisible_by))
     given = find_destination(dst, resume=resume)
@@ -200,6 +198,17 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         adapters=tuple(of_adapters),
         ranks=held,
     )
+
+
+def chosen_tp(tp: int | None, layout: str | None = None) -> int:
+    """The tensor parallel size of a new checkpoint.
+
+    Raises:
+        UsageError: if it is missing, and the layout depends on it.
+    """
+    if tp is None and layout != MEGATRON:
+        raise UsageError(f"{option('tp')} is missing: shardconv plan SRC lists the supported sizes")
+    return 1 if tp is None else check_count(tp, "tp", MAX_TP)
 
 
 def _foreign_layout(layout: str, megatron: MegatronLayout) -> ForeignLayout | None:
