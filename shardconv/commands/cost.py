@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardconv.commands.command import COST, Flag, Option
-from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.listed_sizes import ListedSizes, per_rank
 from shardconv.commands.options import COUNT, Number, SourcePath
-from shardconv.commands.shared import stages_note
+from shardconv.commands.shared import HtmlFile, plan_for_page, stages_note
 from shardconv.support.console import Console
 from shardconv.support.errors import UsageError
 from shardconv.support.exits import ImportPhase

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, REPORT, Command, Flag, Option, chosen
 from shardconv.commands.cost import COST_OPTIONS, measured_link, show_cost
-from shardconv.commands.html import HtmlFile
 from shardconv.commands.listed_sizes import MEMORY, TPS, ListedSizes
 from shardconv.commands.options import (
     BASE,
@@ -31,6 +30,7 @@ from shardconv.commands.options import (
 )
 from shardconv.commands.prove import show_proof
 from shardconv.commands.shared import (
+    HtmlFile,
     adapter_notes,
     check_source,
     component_notes,

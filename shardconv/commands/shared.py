@@ -1,14 +1,18 @@
-"""Steps and lines of reports that several commands share."""
+"""Steps and lines of reports that several commands share, and ``--html FILE``: a report as one page."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from msgspec import Struct
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import chosen
 from shardconv.commands.options import SOURCE_OPTIONS, SourcePath
 from shardconv.plan.engines import CHECKED
 from shardconv.support.console import Console, Progress
+from shardconv.support.errors import OutputError, ShardconvError, UsageError
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.operations.split import SplitReport
     from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.checkpoint.output.writer import WriteReport
+    from shardconv.checkpoint.sources.planning import PlanOptions
     from shardconv.hf.names import ModelCheck
     from shardconv.plan.planner import PaddingReport
     from shardconv.runtime.run import RunReport
@@ -164,3 +169,80 @@ def stages_note(num_layers: Sequence[int]) -> str:
 def layout_note(layout: str) -> str:
     """The layout of rank files, where it is not the native one."""
     return "" if layout == "native" else f", layout {layout}"
+
+
+# --- reports as one page ----------------------------------------------------------------------------------------------
+
+
+class HtmlFile(Struct, frozen=True):
+    """The file of ``--html``, which may be written."""
+
+    path: Path
+    overwrite: bool
+
+    @classmethod
+    def of(cls, path: Path | None, *, overwrite: bool, sources: Iterable[SourcePath | None]) -> "HtmlFile | None":
+        """Check the values of the options, before anything else takes time; None without ``--html``.
+
+        Args:
+            path: the file.
+            overwrite: whether a page may be replaced.
+            sources: the paths that the command reads.
+
+        Raises:
+            UsageError: if an option contradicts ``--html``.
+            OutputError: if the file must not be written.
+        """
+        if path is None:
+            if overwrite:
+                raise UsageError("--overwrite applies to --html only: add --html FILE, or remove it")
+            return None
+        if str(path) == "-":
+            raise UsageError("--html - is stdout, which has the result (expected a file): pass the name of a file")
+        for source in (Path(source) for source in sources if isinstance(source, Path)):
+            if path.resolve().is_relative_to(source.resolve()):
+                raise UsageError(f"{path}: is in the source {source}: choose another file for --html")
+        _check_file(path, overwrite=overwrite)
+        return cls(path, overwrite)
+
+    def write(self, console: Console, page: bytes) -> None:
+        """Write the page, all of it or nothing.
+
+        Raises:
+            OutputError: if it cannot be written.
+        """
+        from shardconv.checkpoint.output.existing import NewCheckpoint
+        from shardconv.checkpoint.output.staging import staging
+
+        _check_file(self.path, overwrite=self.overwrite)  # again: a command can take hours
+        new = NewCheckpoint(is_folder=False, overwrite=self.overwrite, num_bytes=len(page))
+        with staging(self.path, new) as folder:
+            (folder / self.path.name).write_bytes(page)
+        console.note([f"{self.path}: page of {size(len(page))}"])
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    """Check that nothing but a page is replaced, and only on request."""
+    from shardconv.html.page import MARK
+
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise OutputError(f"{path}: is a folder, a link or a device (expected a file): choose another file for --html")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise OutputError(f"{path}: exists: choose another file for --html, or pass --overwrite")
+    with path.open("rb") as file:
+        if (begin := file.read(len(MARK))) and begin != MARK:
+            raise OutputError(f"{path}: is not a page of shardconv, so it is not overwritten: choose another file")
+
+
+def plan_for_page(
+    src: SourcePath, tp: int | None, stages: Mapping[str, Any] | None = None, **options: "Unpack[PlanOptions]"
+) -> "tuple[PlanReport | None, str | None]":
+    """The plan to show beside another report, or the reason why there is none."""
+    from shardconv.checkpoint.operations.plan_report import report_plan
+
+    try:
+        return report_plan(src, tp=tp, **(stages if tp and stages else {}), **options), None
+    except ShardconvError as error:
+        return None, error.with_options()

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, OneProcessCommand, Option
-from shardconv.commands.html import HtmlFile, plan_for_page
 from shardconv.commands.options import (
     DIRS,
     HTML_OPTIONS,
@@ -19,7 +18,7 @@ from shardconv.commands.options import (
     display_options,
     threads_option,
 )
-from shardconv.commands.shared import component_notes, layout_note, notes, source_progress
+from shardconv.commands.shared import HtmlFile, component_notes, layout_note, notes, plan_for_page, source_progress
 from shardconv.files.paths import local_path
 from shardconv.plan.engines import CHECKED
 from shardconv.support.console import Console
