@@ -115,7 +115,7 @@ def show_cost(
     with ImportPhase():
         from shardconv.checkpoint.sources.pipeline import is_pipeline
         from shardconv.files.paths import open_path
-        from shardconv.html.page import write_page
+        from shardconv.html import write_page
         from shardconv.plan.planner import MAX_PADDED_TP
         from shardconv.runtime.estimate import MAX_TP, NUM_PADDED, PipelineCost, estimate_cost
         from shardconv.tensor.cost import Link

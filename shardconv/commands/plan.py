@@ -152,7 +152,7 @@ def plan(
         with console.progress("read headers", counts=True) as progress, header_progress(progress):
             report = report_plan(src, tp=listed.tp, pp=pp, stages=stages, base=base, dtype=dtype, **options)
         if page is not None:
-            from shardconv.html.page import write_page
+            from shardconv.html import write_page
 
             page.write(console, write_page(report))
         _show_plan(report, console, model_notes(checked), listed, show_all=show_all)

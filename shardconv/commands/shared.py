@@ -223,7 +223,7 @@ class HtmlFile(Struct, frozen=True):
 
 def _check_file(path: Path, *, overwrite: bool) -> None:
     """Check that nothing but a page is replaced, and only on request."""
-    from shardconv.html.page import MARK
+    from shardconv.html import MARK
 
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OutputError(f"{path}: is a folder, a link or a device (expected a file): choose another file for --html")

@@ -84,7 +84,7 @@ def verify(
 
 def _page(src: tuple[SourcePath, ...], report: "VerifyReport", remedies: list[str]) -> bytes:
     """The page of a verification, with the stored plan, which is the same in all folders."""
-    from shardconv.html.page import write_page
+    from shardconv.html import write_page
 
     plan, no_plan = plan_for_page(src[0], None)
     if plan is not None and plan.tp is None:

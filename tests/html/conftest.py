@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 import shardconv
-from shardconv.html.page import write_page
+from shardconv.html import write_page
 from shardconv.plan.placement import Interval
 from shardconv.runtime.estimate import CostReport, TpCost, Traffic
 from shardconv.tensor.cost import Link

@@ -4,7 +4,7 @@ import base64
 import re
 from hashlib import sha256
 
-from shardconv.html.page import MARK, write_page
+from shardconv.html import MARK, write_page
 from tests.support.pages import HOSTILE, Parsed, many_tensors, plan_report, tensor_report
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardconv
 from shardconv.checkpoint.operations.plan_report import report_plan
-from shardconv.html.page import Held, number_ranges, parse_name, tensor_table
+from shardconv.html import Held, number_ranges, parse_name, tensor_table
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.pages import plan_report, tensor_report
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
-from shardconv.html.page import write_page
+from shardconv.html import write_page
 from shardconv.plan.placement import Interval
 from shardconv.plan.planner import NO_PADDING
 
