@@ -28,7 +28,7 @@ from shardconv.formats.settings import describe_settings
 from shardconv.hf.inputs import check_step
 from shardconv.hf.names import DiskTensors
 from shardconv.hf.package import diffusers_name
-from shardconv.plan.plan import TensorSpec
+from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner, padding_report, tp_sizes
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
@@ -279,23 +279,7 @@ def estimate_cost(
     model = models[0] if models else None
     inputs, problem = attempt(partial(model.input_sizes, given)) if model else ([], problem)
     shown = inputs[0] if inputs else dict[str, Any]({**given, "seq": seq or SEQ})
-    costs = []
-    for number, plan in enumerate(plans):
-        if progress is not None:
-            progress(number, len(plans))
-        weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.num_ranks))
-        usages, error = (
-            attempt(partial(_count, model, request, plan.tp, inputs[0], num_layers))
-            if model and inputs
-            else ([], problem)
-        )
-        if error is None:
-            costs.append(TpCost.of(plan.tp, weights, usages[0], link))
-        else:
-            reason = error.with_options().strip().splitlines()[0]
-            costs.append(TpCost(plan.tp, weights, None, None, None, None, None, reason))
-    if progress is not None:
-        progress(len(plans), len(plans))
+    count = partial(_count, model, request, sizes=inputs[0], stages=num_layers) if model and inputs else None
     notes = () if model is None else _notes(source, model, stored, shown["seq"], has_weights=config is None)
     return CostReport(
         source=str(path),
@@ -305,10 +289,32 @@ def estimate_cost(
         num_layers=model.num_layers if model else 0,
         **shown,
         link=link,
-        costs=tuple(costs),
+        costs=tuple(_costs(source, plans, count or problem, link, progress)),
         stages=num_layers,
         notes=(*planner.assumed, *made, *notes, *_size_notes(planner, sizes)),
     )
+
+
+def _costs(
+    source: Source,
+    plans: Sequence[Plan],
+    count: Callable[[int], Usage] | ShardconvError | None,
+    link: Link,
+    progress: Progress | None,
+) -> Iterator[TpCost]:
+    """The cost of each plan; ``count`` runs a model at a tensor parallel size, or is the reason why there is none."""
+    for number, plan in enumerate(plans):
+        if progress is not None:
+            progress(number, len(plans))
+        weights = max(rank_bytes(tensor_reports(source.specs, plan), plan.num_ranks))
+        usages, error = attempt(partial(count, plan.tp)) if callable(count) else ([], count)
+        if error is None:
+            yield TpCost.of(plan.tp, weights, usages[0], link)
+        else:
+            reason = error.with_options().strip().splitlines()[0]
+            yield TpCost(plan.tp, weights, None, None, None, None, None, reason)
+    if progress is not None:
+        progress(len(plans), len(plans))
 
 
 def _check_size(source: Source, given: Mapping[str, int]) -> None:
