@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardconv
+from tools.code_lines import imported
 
 PACKAGE = Path(shardconv.__file__).parent
 #: Packages and modules from the bottom up: each may import itself and those before it.
@@ -62,6 +63,14 @@ def test_every_module_is_in_a_layer():
     """Except for those that import public names or modules on use."""
     modules = set(PACKAGE.rglob("*.py")) - {path for layer in LAYERS for path in modules_of(layer)}
     assert {path.relative_to(PACKAGE).as_posix() for path in modules} == {"__init__.py", "checkpoint/__init__.py"}
+
+
+def test_every_module_is_imported():
+    """Except for packages, and entry points."""
+    paths = {path.relative_to(PACKAGE.parent).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
+    modules = {".".join(path.parts) for path in paths if path.name != "__init__"}
+    unused = modules.difference(*(imported(path.read_text(), modules) for path in paths.values()))
+    assert unused == {"shardconv.__main__", "shardconv.engines.vllm_plugin"}
 
 
 @pytest.mark.parametrize("layer", LAYERS)

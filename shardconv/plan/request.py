@@ -342,8 +342,6 @@ def with_heads(
         config = {field: value for field, value in (config or {}).items() if field not in HEAD_FIELDS}
         cause = f"it may differ between {' and '.join(towers)}"
         remedy = "--head-dim, or --rules FILE"
-    if head_dim is not None and head_dim < 1:
-        raise UsageError(f"{option('head_dim')} is {head_dim} (expected at least 1)")
     if head_dim is None and len(towers) < 2 and (inferred := _head_dim_by_shape(tensors)):
         head_dim, source = inferred
         sentence = f"head_dim = {head_dim}, from the shape of {source}"
