@@ -106,14 +106,17 @@ FAMILY = _Family(has_files=False)
 
 SRC = click.Argument(["src"], type=SOURCE_PATH)
 DIRS = click.Argument(["src"], type=SOURCE_PATH, nargs=-1, required=True, metavar="DIR...")
-FOLLOW_LINKS = Flag(SOURCE, "--follow-links", "Follow links that lead out of the folder of SRC.")
+FOLLOW_LINKS = Flag(SOURCE, "--follow-links", "Follow links that lead out of the folder of SRC. [default: refuse them]")
 IGNORE = Option(
-    SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern. Repeatable.", metavar="PATTERN",
-    multiple=True,
+    SOURCE, "--ignore", "Leave out the files of SRC that match this glob pattern, relative to its folder. Repeatable. "
+    "[default: none]",
+    metavar="PATTERN", multiple=True,
 )  # fmt: skip
 CONFIG = Option(
-    SOURCE, "--config", "Read this config.json, or the config of this folder, instead of the config of SRC.", type=PATH
-)
+    SOURCE, "--config", "Read this config.json, or the config of this folder. [default: the config.json beside the "
+    "weights of SRC]",
+    type=PATH,
+)  # fmt: skip
 FROM = Option(
     SOURCE, "--from source_layout", "Read rank files of another tool in this layout. [default: detect it]",
     type=click.Choice(SOURCE_LAYOUTS),
@@ -148,11 +151,17 @@ EP = Option(
     type=COUNT, metavar="N",
 )  # fmt: skip
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
-COMPONENT = Option(
-    PLAN, "--component components", "Shard this component of the pipeline SRC, and copy the others. Repeatable. "
-    "[default: all models that can be sharded]",
-    multiple=True, metavar="NAME",
-)  # fmt: skip
+
+
+def component_option(verb: str) -> Option:
+    """``--component``; ``verb`` is the operation on a component."""
+    text = (
+        f"{verb} this component of the pipeline SRC, and copy the others. Repeatable. [default: all models that can be "
+        "sharded]"
+    )
+    return Option(PLAN, "--component components", text, multiple=True, metavar="NAME")
+
+
 BASE = Option(
     ADAPTERS, "--base", "Shard SRC, a LoRA adapter, for this base model: a source, a split checkpoint or a "
     "config.json.",
@@ -181,7 +190,7 @@ PLAN_OPTIONS = (
     EP,
     engine_option("shardconv run"),
     PAD,
-    COMPONENT,
+    component_option("Shard"),
     *SOURCE_OPTIONS,
 )  # fmt: skip
 

@@ -7,7 +7,6 @@ import click
 
 from shardconv.commands.command import PLAN, OneProcessCommand, Option
 from shardconv.commands.options import (
-    COMPONENT,
     FOLLOW_LINKS,
     IGNORE,
     SOURCE_PATH,
@@ -15,6 +14,7 @@ from shardconv.commands.options import (
     WRITE_OPTIONS,
     SourcePath,
     check_model_option,
+    component_option,
     destination_option,
     display_options,
 )
@@ -47,7 +47,7 @@ _MULTIPLE_OF = Option(
         SRC,
         FOLLOW_LINKS,
         IGNORE,
-        COMPONENT,
+        component_option("Pad"),
         _MULTIPLE_OF,
         destination_option("DIR", "Write this folder.", "NAME-padN"),
         *WRITE_OPTIONS,

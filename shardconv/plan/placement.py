@@ -153,7 +153,9 @@ class Placement(Data, frozen=True, omit_defaults=False, cache_hash=True):
         if (count := max(len(intervals(entries)) for entries in self.ranks)) > 1:
             properties.append(f"{count} intervals")
         if self.has_replicas:
-            properties.append("partly replicated")
+            num_shards = len(set(self.ranks))
+            is_shared = num_shards < self.num_ranks
+            properties.append(f"{num_shards} shards on {self.num_ranks} ranks" if is_shared else "overlapping shards")
         if self.is_padded:
             properties.append(f"padded from {self.size}")
         return ", ".join(properties)

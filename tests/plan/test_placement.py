@@ -114,3 +114,15 @@ def test_the_first_rank_that_holds_an_element_owns_it():
     placement = Placement(0, 8, ranks)
     owned = [((Interval(0, 4), 0),), ((Interval(4, 6), 2),), ((Interval(6, 8), 4),), ()]
     assert [own_intervals(placement, rank) for rank in range(4)] == owned
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([(0, 2), (2, 4)], "dim 0"),
+        ([(0, 2), (0, 2), (2, 4), (2, 4)], "dim 0, 2 shards on 4 ranks"),
+        ([(0, 3), (2, 4)], "dim 0, overlapping shards"),
+    ],
+)
+def test_description_of_replicas(ranks, text):
+    assert Placement(0, 4, tuple((Interval(*one),) for one in ranks)).describe() == text
