@@ -7,7 +7,7 @@ Each chunk is a file of torch.save inside of a file. A child process lists the m
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
@@ -183,14 +183,21 @@ def _start(spec: TensorSpec, chunk: StoredChunk) -> int:
 
 
 def _chunks(files: Sequence[TensorFile], named: Mapping[str, ListedTensor]) -> ChunkedTensors:
-    """Name to dtype and shape, and the chunks in the files, of each tensor."""
+    """Name to dtype and shape, and the chunks in the files, of each tensor.
+
+    They are read in the order of the files, where the end of a chunk and the start of the next one are one request.
+    """
     number_of = {file.path.name: number for number, file in enumerate(files)}
-    found = read_torch_chunks(
-        files, (TorchChunk(number_of[one.file], *one[3:]) for tensor in named.values() for one in tensor.chunks)
-    )
+
+    def position(one: tuple[str, ListedTensor, ListedChunk]) -> TorchChunk:
+        return TorchChunk(number_of[one[2].file], *one[2][3:])
+
+    wanted = [(name, tensor, chunk) for name, tensor in named.items() for chunk in tensor.chunks]
+    wanted.sort(key=position)
+    found = read_torch_chunks(files, (one for one, _ in groupby(wanted, position)))
     tensors: dict[str, tuple[TensorSpec, list[StoredChunk]]] = {}
-    wanted = ((name, tensor, chunk) for name, tensor in named.items() for chunk in tensor.chunks)
-    for (name, tensor, chunk), info in zip(wanted, found, strict=True):
+    listed = ((*one, info) for (_, same), info in zip(groupby(wanted, position), found, strict=True) for one in same)
+    for name, tensor, chunk, info in listed:
         spec, chunks = tensors.setdefault(name, (TensorSpec(info.dtype, tensor.shape), []))
         if info.shape != chunk.sizes or info.dtype != spec.dtype or info.strides is not None:
             strides = "" if info.strides is None else f" with strides {list(info.strides)}"
@@ -200,7 +207,7 @@ def _chunks(files: Sequence[TensorFile], named: Mapping[str, ListedTensor]) -> C
                 f"again"
             )
         chunks.append(StoredChunk(chunk.offsets, chunk.sizes, number_of[chunk.file], info.start))
-    return tensors
+    return {name: tensors[name] for name in named}
 
 
 #: Selects the tensors of the model from the listed ones, and returns them with the keys of all other entries.

@@ -189,6 +189,10 @@ class Request(NamedTuple):
 
 #: Requests to one child process.
 _NUM_REQUESTS = 4096
+#: The number of a file, a start and a stop.
+_Range = tuple[int, int, int]
+#: Alignment of the chunks that shardconv writes, and of the data of entries.
+_ALIGNMENT = 64
 #: Bytes that are read at once for the child process.
 _BLOCK_BYTES = 2**20
 
@@ -249,21 +253,31 @@ def _send(pipe: IO[bytes], blocks: Iterable[bytes | bytearray]) -> None:
     pipe.flush()
 
 
-def _blocks(files: InputFiles, ranges: Sequence[tuple[int, int, int]]) -> Iterator[bytearray]:
-    """Yield the bytes of ranges, each the number of a file, its start and stop."""
-    files.prefetch((number, start, stop - start) for number, start, stop in ranges)
-    for number, start, stop in ranges:
+def _blocks(files: InputFiles, ranges: Sequence[_Range]) -> Iterator[bytearray]:
+    """Yield the bytes of ranges. Those with a short gap between them are fetched in one request."""
+    read = list(_with_gaps(ranges))
+    files.prefetch((number, start, stop - start) for (number, start, stop), _ in read)
+    for (number, start, stop), is_asked in read:
         for at in range(start, stop, _BLOCK_BYTES):
             block = bytearray(min(_BLOCK_BYTES, stop - at))
             files.read(number, memoryview(block), at)
-            yield block
+            if is_asked:
+                yield block
+
+
+def _with_gaps(ranges: Sequence[_Range]) -> Iterator[tuple[_Range, bool]]:
+    """Yield ranges, and the short gaps between them, and whether each is one of the ranges."""
+    for number, one in enumerate(ranges):
+        before = ranges[number - 1] if number else one
+        if before[0] == one[0] and 0 < one[1] - before[2] < _ALIGNMENT:
+            yield (one[0], before[2], one[1]), False
+        yield one, True
 
 
 # --- files whose tensors are written by the copy engine --------------------------------------------------------------
 
 #: The classes of storages of torch, by dtype of safetensors.
 _STORAGES = {DTYPES[dtype][0]: f"{name}Storage" for name, dtype in STORAGES.items() if dtype in DTYPES}
-_ALIGNMENT = 64
 #: The id of the extra field that aligns the data of an entry.
 _PADDING = 0x4246
 
