@@ -1,7 +1,9 @@
 """Models of diffusers: trials of some classes, proofs, and docs/diffusion-models.md."""
 
 import json
+from functools import reduce
 from importlib.machinery import ModuleSpec
+from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ pytest.importorskip("diffusers")
 import diffusers
 from diffusers.configuration_utils import register_to_config
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.sources.planning import make_plan
@@ -29,7 +31,7 @@ from shardconv.proof.prove import prove
 from shardconv.runtime.dry_run import MetaModel, denoise
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
-from shardconv.support.errors import PlanError, RunError, UsageError
+from shardconv.support.errors import PlanError, RunError, SourceError, UsageError
 from tests.support.diffusion import write_diffusion
 from tests.support.matrix import MATRIX, cases
 from tests.support.recording_group import recording_axis
@@ -361,6 +363,30 @@ def test_layers_without_projections_of_the_text_are_refused(tmp_path):
         PlanError, match=r"blocks.1.attn1.to_q.bias: .*blocks.1.attn1.add_q_proj.weight, which is not in"
     ):
         make_plan(tmp_path / "source", tp=2)
+
+
+#: Texts in names of tensors of LTX-Video in diffusers, to the texts in original names.
+ORIGINAL = {"proj_in": "patchify_proj", "time_embed": "adaln_single", "norm_q": "q_norm", "norm_k": "k_norm"}
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16,), (torch.float16,), (torch.bfloat16, torch.float32)])
+def test_lines_that_convert_original_names_keep_the_values(tmp_path, monkeypatch, dtypes):
+    """diffusers has the config from the Hub, and loads in float32 by default."""
+    model = small_model("LTXVideoTransformer3DModel")
+    expected = {name: one.to(dtype) for (name, one), dtype in zip(model.state_dict().items(), cycle(dtypes))}
+    original = {
+        reduce(lambda text, pair: text.replace(*pair), ORIGINAL.items(), name): one for name, one in expected.items()
+    }
+    save_file(original, tmp_path / "ltx.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(type(model), "load_config", lambda **_: dict(model.config))
+    with pytest.raises(SourceError, match="original names") as error:
+        split("ltx.safetensors", tp=2)
+    exec(str(error.value).partition("\n")[2])
+    found = load_file("ltx-diffusers/diffusion_pytorch_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(expected[name].to(dtypes[-1])) for name in found)
+    assert {one.dtype for one in found.values()} == {dtypes[-1]}
 
 
 def test_unknown_classes_are_refused(tmp_path):

@@ -39,8 +39,8 @@ def refuse_ip_adapters(source: Source) -> None:
     if (name := next((name for name in source.specs if _IP_ADAPTER in name), None)) is not None:
         raise SourceError(
             f"{source.path}: {name}: is a tensor of an IP adapter, which diffusers saves and does not load: save the "
-            f"model without it in Python, pass the new folder, and {LOAD_IP_ADAPTER}:\nfrom diffusers import AutoModel"
-            f"\nAutoModel.from_pretrained({str(source.path)!r}).save_pretrained('{source.name}-without-adapter')"
+            f"model without it in Python, pass the new folder, and {LOAD_IP_ADAPTER}:"
+            f"{_lines(source, f'AutoModel.from_pretrained({str(source.path)!r}', 'without-adapter')}"
         )
 
 
@@ -56,6 +56,22 @@ def refuse_original_names(source: Source) -> None:
         if all(name in source.specs for name in found):
             raise SourceError(
                 f"{source.path}: holds a diffusion model with its original names (such as {found[0]}): convert it to "
-                f"the names of diffusers in Python, and pass the new folder:\nfrom diffusers import {class_name}\n"
-                f"{class_name}.from_single_file({str(source.paths[0])!r}).save_pretrained('{source.name}-diffusers')"
+                f"the names of diffusers in Python, and pass the new folder:"
+                f"{_lines(source, f'{class_name}.from_single_file({str(source.paths[0])!r}', 'diffusers')}"
             )
+
+
+def _lines(source: Source, call: str, suffix: str) -> str:
+    """The lines of Python that load a model by a method of a class, and save it with the dtype that keeps its values.
+
+    Args:
+        source: the model.
+        call: the call of the method, without further arguments.
+        suffix: of the folder.
+    """
+    kinds = {spec.dtype for spec in source.specs.values()} & {"F64", "F32", "F16", "BF16"}  # FP8 fits into BF16
+    dtype = {("F16",): "float16", ("BF16",): "bfloat16", (): "bfloat16"}.get((*kinds,), "float32")
+    return (
+        f"\nimport torch\nfrom diffusers import {call.partition('.')[0]}\n"
+        f"{call}, dtype=torch.{dtype}).save_pretrained('{source.name}-{suffix}')"
+    )
