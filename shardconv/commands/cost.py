@@ -114,8 +114,9 @@ class ListedSizes(Struct, frozen=True):
         if self.memory is None or not bytes_of or (smallest := min(bytes_of.values())) <= self.memory:
             return []
         tp = next(tp for tp, num_bytes in bytes_of.items() if num_bytes == smallest)
+        shown = f"{smallest:,} bytes" if size(smallest) == size(self.memory) else size(smallest)
         return [
-            f"tp {tp} needs the least memory, {size(smallest)} per rank: pass a larger --memory, or divide the layers, "
+            f"tp {tp} needs the least memory, {shown} per rank: pass a larger --memory, or divide the layers, "
             f"too (--tp {tp} --pp 2)"
         ]
 

@@ -1,6 +1,6 @@
 """Agreement between ranks: steps that fail on all together, a value of one rank for all, and facts that must be equal.
 
-Each is one exchange, in which a rank contributes its value also if it failed: none waits for a rank that has failed.
+Each is one exchange. A rank that has failed takes part, too, so that the others do not wait for it.
 """
 
 import json
@@ -192,7 +192,7 @@ def _some(values: Iterable[str]) -> str:
 
 
 def same_on_all_ranks(digests: list[int], axis: Axis) -> list[bool]:
-    """For each number, whether it is the same on all ranks: its maximum equals its minimum. All ranks call it."""
+    """Compare each number over the ranks: True where its maximum equals its minimum. All ranks call it."""
     values = torch.tensor([digests, [-digest for digest in digests]], device=axis.message_device)
     maxima = reduce_from_tp(values, op=dist.ReduceOp.MAX, group=axis)
     return [bool(same) for same in (maxima[0] == -maxima[1]).tolist()]

@@ -14,7 +14,7 @@ Device = torch.device | str | None
 def accelerator() -> torch.device | None:
     """Return the device type of this machine's accelerators, such as cuda or xpu; None without one.
 
-    Accelerators whose tensors the collective backend that torch names for them does not support do not count.
+    An accelerator counts only if torch names a collective backend for it that supports its tensors.
     """
     found = torch.accelerator.current_accelerator()
     if found is None or not torch.accelerator.device_count():
@@ -30,9 +30,10 @@ def device_types() -> dict[str, int]:
 
 
 def local_device(device_type: str) -> torch.device:
-    """Return the device of this rank: the current one of torch, unless a launcher started the rank and it is the first.
+    """Return the device of this rank: torch's current device, or the one with the index of the local rank.
 
-    Then nothing shows that the program has selected it, and the index is the local rank.
+    The local rank counts if a launcher started the process and the current device is the first: every program begins
+    with that one, so it was not selected.
     """
     if device_type == "cpu":
         return torch.device("cpu")

@@ -307,7 +307,7 @@ class ParallelEmbedding(ParallelModule, nn.Embedding):
 
     @classmethod
     def convert_parallel_embedding(cls, module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
-        """Call :func:`shardconv.convert_parallel_embedding`; on a class for one ``dim``, that is the default.
+        """Call :func:`shardconv.convert_parallel_embedding`; ``dim`` defaults to the dim of the class, if it has one.
 
         Raises:
             ValueError: also if ``dim`` is not the dim of the class.

@@ -254,9 +254,9 @@ class ParallelLinear(ParallelModule, nn.Linear):
         return self.complete(self.multiply(self.localize(input)))
 
     def prevent_fusion(self) -> None:
-        """Register a hook that does nothing: a torch.nn.TransformerEncoderLayer then calls the layer.
+        """Register a hook that does nothing, so that a torch.nn.TransformerEncoderLayer calls this layer.
 
-        Without hooks in it, that reads the weights of its layers where no gradients are needed, and calls no layer.
+        Where no gradients are needed, an encoder layer without hooks reads the weights of its layers instead.
         """
         if _do_nothing not in self._forward_pre_hooks.values():
             self.register_forward_pre_hook(_do_nothing)
@@ -291,7 +291,7 @@ class ParallelLinear(ParallelModule, nn.Linear):
         counts: Collection[str] | None = None,
         group: GroupLike = None,
     ) -> ModuleT:
-        """Call :func:`shardconv.convert_parallel_linear`; on a class for one ``dim``, that is the default.
+        """Call :func:`shardconv.convert_parallel_linear`; ``dim`` defaults to the dim of the class, if it has one.
 
         Raises:
             ValueError: also if ``dim`` is not the dim of the class.
@@ -360,9 +360,13 @@ class ColumnParallelLinear(ParallelLinear, sharded_dim=0):
 
 
 class VocabParallelClassifier(ColumnParallelLinear):
-    """A column parallel layer over any number of classes; logits of padding are -inf, which softmax and argmax ignore.
+    """A column parallel layer over any number of classes.
+
+    The logits of padding are -inf, which softmax and argmax ignore.
 
     Shape:
+        - input: [*, in_features], the same on every rank.
+        - weight: [ceil(classes / tp), in_features].
         - output: [*, ceil(classes / tp)], or [*, classes] with ``gather_output``.
 
     Example:

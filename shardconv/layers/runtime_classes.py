@@ -50,7 +50,7 @@ def new_class(original: type, bases: tuple[type, ...], attributes: Mapping[str, 
 def converted_class(kind: type[nn.Module], original: type[nn.Module]) -> type:
     """Return the class of a converted module: methods of ``kind``, which call the methods of the module's own class.
 
-    Embeddings go behind the module's own class: they take the place of nn.Embedding among the bases of a derived one.
+    A parallel embedding comes after the module's own class, which may derive from nn.Embedding: it replaces that base.
 
     Args:
         kind: a parallel class, or another one to be mixed in.

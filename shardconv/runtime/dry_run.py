@@ -1,7 +1,7 @@
 """Dry runs on the meta device: one rank of a sharded model processes a prompt and generates a token.
 
-Owns how a model is called, which is as ``generate`` calls it. The model is converted as in a real run, so that its
-collectives and tensors are as in a real run. A process group counts collectives, and a mode counts live bytes.
+The model is converted, and called as by ``generate``, so its collectives and tensors are those of a real run. A process
+group counts collectives, and a mode counts live bytes.
 """
 
 import inspect
@@ -138,7 +138,7 @@ class LiveBytes(TorchDispatchMode):
     and rounding by the allocator are not counted.
 
     Args:
-        given: tensors that do not count, nor do views of them.
+        given: tensors that are not counted, nor are their views.
 
     Attributes:
         now: bytes of live tensors.

@@ -1,6 +1,6 @@
 """Estimates of memory per rank and communication cost of a checkpoint, for several tp sizes.
 
-Owns how the figures are obtained. Bytes of weights follow from the plan and the headers; all else is counted in a dry
+Bytes of weights follow from the plan and the headers; all else is counted in a dry
 run of the converted model, without values, other processes or a GPU. What cannot be counted is left out, with a reason.
 """
 

@@ -139,7 +139,7 @@ def _expanded(stored: Stored, shape: Sequence[int], groups: Tensor | None) -> Te
 
 
 def _unpacked(stored: Stored) -> tuple[Tensor, tuple[GridDim, ...]]:
-    """Return the numbers of a tensor as float32, and its dims, of which none is packed."""
+    """Return the numbers of a tensor as float32, unpacked, and the dims that they have."""
     tensor, (dims, kind) = stored.tensor, (stored.grid.dims, stored.grid.numbers)
     if kind not in _UNPACKED:
         return _READ[kind](tensor), dims

@@ -38,6 +38,12 @@ def test_no_size_fits(options):
     assert not [line for line in lines if line.startswith("tp  weights")]
 
 
+def test_least_memory_is_told_from_a_limit_with_the_same_digits():
+    """Exact bytes, where both sizes round to the same text."""
+    least = min(planned()["supported_bytes"])
+    assert f"needs the least memory, {least:,} bytes per rank" in call("plan", DEMO, "--memory", f"{least - 1}B").out
+
+
 @needs_torch
 def test_costs_that_fit():
     options = ["--cost", "--seq", "16"]
