@@ -290,9 +290,10 @@ def _head(report: "CostReport") -> list[str]:
         if report.height
         else "a step for the next token of each"
     )
+    is_counted = any(cost.not_counted is None for cost in report.costs)
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}{stages_note(report.stages)}",
-        f"per rank, with {prompts} of {tokens}, and {step}, in {report.dtype}",
+        f"per rank{f', with {prompts} of {tokens}, and {step}' if is_counted else ''}, in {report.dtype}",
         f"link: {_link(report.link)}; times: communication only; ring collectives; upper bound",
         *report.notes,
     ]

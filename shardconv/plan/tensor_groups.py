@@ -153,7 +153,7 @@ def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> in
     if weight is None or len(weight.shape) < 2:
         raise PlanError(
             f"{name}: its rule reads the rows of {module}.{layer}.weight, which is not in the checkpoint: add the "
-            f"tensor, or pass {option(rules='FILE')} with another rule"
+            f"tensor if it is missing, or pass {option(rules='FILE')} with a rule for modules without {layer}"
         )
     return weight.shape[0]
 

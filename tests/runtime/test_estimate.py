@@ -277,6 +277,7 @@ def test_model_that_reads_values(tiny, monkeypatch):
     result = call("plan", tiny, "--cost")
     assert (result.code, result.err) == (0, "")
     assert "only weights are counted for tp 1, 2, 4, 8: NotImplementedError: " in result.out
+    assert re.search(r"^per rank, in \w+$", result.out, re.MULTILINE)  # without prompts
     assert re.search(r"^2 +\d+ kB( +-){8} *$", result.out, re.MULTILINE)
 
 
