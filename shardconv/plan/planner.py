@@ -256,10 +256,20 @@ class Planner:
         is_adapter = any(group.spec.grid is not None and group.spec.grid.prefix for group in self._sizes)
         return StageFinder(self.rules).divide(chosen, names, is_adapter=is_adapter)
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether ranks have whole experts."""
-        return any(group.expert is not None for group in self._sizes)
+    def check_ep(self) -> None:
+        """Refuse an expert parallel size for which ranks would lack experts.
+
+        Raises:
+            UsageError: if the checkpoint has fewer experts, or none.
+        """
+        ep = self.rules.ep
+        experts = min((group.expert.total for group in self._sizes if group.expert is not None), default=0)
+        if ep > 1 and not experts:
+            raise UsageError(f"{option(ep=ep)}: the checkpoint does not have tensors of experts: remove the option")
+        if ep > max(experts, 1):
+            raise UsageError(
+                f"{option(ep=ep)} is more than the {experts} experts of the checkpoint: pass at most {experts}"
+            )
 
     def plan(self, tp: int, stages: Stages | None = None) -> Plan:
         """The plan for ``tp`` ranks, in each of ``stages``.

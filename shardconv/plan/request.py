@@ -147,8 +147,7 @@ def planner_for(
     rules = rules.for_engine(engine_named(request.engine))
     rules = rules.with_optional_rules() if request.allow_unmatched_rules else rules
     planner = Planner(tensors, rules, has_ep_option=True)
-    if request.ep > 1 and not planner.has_experts:
-        raise UsageError(f"{option(ep=request.ep)}: the checkpoint does not have tensors of experts: remove the option")
+    planner.check_ep()
     if user is not None:
         replaced = [*_replaced_rules(planner, rules_for(base, config))]
         if blocks := _replaced_blocks(planner, replaced):

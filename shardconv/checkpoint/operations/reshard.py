@@ -232,6 +232,8 @@ def _plan_reshard(
         chosen_layout = choose_layout(layout, quantized_tensors(old), old.config)
         file_layout = with_max_file_size(chosen_layout, old.layout.max_file_bytes)
     planner = stored_planner(old, request.engine, ep=ep, pad=pad)
+    if ADAPTER_CONFIG not in old.auxiliary_files:  # an adapter may lack layers with experts
+        planner.check_ep()
     plan = planner.plan(tp, planner.stages(chosen))
     check_stages(file_layout, plan.pp)
     file_layout = with_max_file_size(file_layout, max_file_size)
