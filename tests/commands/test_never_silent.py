@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections import ChainMap, Counter
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,16 +38,18 @@ from shardconv.proof.ranks import SPLIT, Proof, sharded_fraction
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.support.errors import ShardconvError
+from tests.support.adapters import write_adapter
 from tests.support.changes import Change, block_scales, both, config, drop, put, remove, rename, tensors
 from tests.support.checkpoints import DEMO, contents, write_index
 from tests.support.command import Result, call
 from tests.support.external import meta_ranks, meta_tensors, write_meta
 from tests.support.faults import before_copying, failing_after, refuse_locks
+from tests.support.manifests import change_manifest
 from tests.support.matrix import MATRIX, cases
 from tests.support.megatron import megatron_tensors, write_megatron
 from tests.support.models import Tensors, change_config, read
 from tests.support.pages import Parsed
-from tools.model_matrix.trial import LAYOUTS, check, worst
+from tools.model_matrix.trial import LAYOUTS, check, model_class, small, worst
 
 TP, PROMPT, TOKENS = 4, "An exception is", 6
 COMMANDS = (
@@ -436,12 +438,36 @@ def other_stage(source: Path, split: Path) -> None:
     shutil.copyfile(other / NATIVE.rank_file(3, TP), split / NATIVE.rank_file(3, TP))
 
 
+def other_adapter(source: Path, split: Path) -> None:
+    """Split an adapter of the model for four ranks without stages, beside the split checkpoint."""
+    lora = write_adapter(split.with_name("lora"), source, target_modules=["q_proj"])
+    shardconv.split(lora, split.with_name("adapter"), base=source, tp=4)
+
+
+def constant_beside_nothing(source: Path, split: Path) -> None:
+    shardconv.split(source, split, tp=2, pp=2, layout="vllm", overwrite=True)
+    constant = {"name": "scale", "dtype": "F32", "shape": [1], "value": 1.0, "beside": "nothing"}
+    change_manifest(split, lambda manifest: manifest["layout"].update(constants=[constant]))
+
+
+def images(model_type: str, **vision: Any) -> Change:
+    """A change of the model to a small one with an image encoder."""
+
+    def change(source: Path) -> None:
+        small(model_class("image-text-to-text", model_type)).save_pretrained(source)
+        stored = json.loads((source / "config.json").read_text())["vision_config"]
+        change_config(source, {"vision_config": stored | vision})
+
+    return change
+
+
 def other_index(_: Path, split: Path) -> None:
     (split / "rank-1-of-4.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "a.safetensors"}}')
 
 
 #: The outcome of a proof for a case about stages.
 NO_STAGES = na("plan --prove does not have --pp")
+OF_MODEL = na("an option of run and load")
 
 # --- the table ------------------------------------------------------------------------------------------------------
 
@@ -466,6 +492,7 @@ class Case:
         dequantize: whether the model is loaded with ``--dequantize``.
         page: the file of ``plan --html``, beside the source's folder.
         pp: number of pipeline stages of the split, which has as many ranks as without stages.
+        run_options: further options of run and load; the adapter is beside the split checkpoint.
     """
 
     expected: Expected
@@ -483,6 +510,7 @@ class Case:
     dequantize: bool = False
     page: str | None = None
     pp: int = 1
+    run_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tp(self) -> int:
@@ -1041,6 +1069,26 @@ CASES: Mapping[str, Case] = {
     "rank file of a stage of another split": Case(
         damaged(error(NATIVE.rank_file(3, TP)), load=error(NATIVE.rank_file(3, TP))), damage=other_stage, pp=2
     ),
+    "constant beside a tensor that is not there": Case(
+        damaged(error(MANIFEST_NAME, "does not have nothing beside it")), damage=constant_beside_nothing, pp=2
+    ),
+    "other stages than those of the split": Case(
+        every(COMMANDS, OF_MODEL) | every(MODEL, error("is split for --tp 2 --stages 1,1 (got --pp 4)")),
+        run_options={"pp": 4}, pp=2,
+    ),
+    "adapter of other stages": Case(
+        every(COMMANDS, OF_MODEL) | every(MODEL, error("is split for --tp 4 (expected --tp 2 --stages 1,1")),
+        damage=other_adapter, run_options={"adapter": "adapter"}, pp=2,
+    ),
+    "stages of a model whose layers read images": Case(
+        every(COMMANDS, na("the expected shards lack image encoders"))
+        | every(MODEL, error("no method get_image_features has all of", "run it in one stage")),
+        images("mllama"), pp=2,
+    ),
+    "first stage without the layers to which vLLM adds images": Case(
+        refused(error("in the first stage (expected at least 2", "pass --pp 1")) | {"plan --prove": NO_STAGES},
+        images("qwen3_vl", deepstack_visual_indexes=[0, 1]), options=("--for", "vllm"), pp=2,
+    ),
     # split checkpoints
     "additional rank file of another tp": Case(
         damaged(RIGHT, verify=warning(NATIVE.rank_file(0, 2)),
@@ -1215,7 +1263,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 494, "warning": 10, "na": 1005}
+COUNTS = {"right": 271, "error": 512, "warning": 10, "na": 1037}
 
 
 def counts() -> Counter[str]:
@@ -1430,11 +1478,19 @@ def reshard(case: Case, source: Path, place: Path, target: Path, _: Any) -> Foun
 
 
 def run(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    return ran(ranks("four", run_on_rank, split_of(case, source, place), None, case.dequantize), source)
+    split = split_of(case, source, place)
+    return ran(ranks("four", run_on_rank, split, None, model_options(case, split)), source)
 
 
 def run_check(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    return ran(ranks("four", run_on_rank, split_of(case, source, place), source, case.dequantize), source)
+    split = split_of(case, source, place)
+    return ran(ranks("four", run_on_rank, split, source, model_options(case, split)), source)
+
+
+def model_options(case: Case, split: Path) -> dict[str, Any]:
+    """The options of run and load."""
+    adapter = {name: split.with_name(one) for name, one in case.run_options.items() if name == "adapter"}
+    return {**case.run_options, **adapter, **({"dequantize": True} if case.dequantize else {})}
 
 
 def ran(found: list[Any], source: Path) -> Found:
@@ -1447,12 +1503,12 @@ def ran(found: list[Any], source: Path) -> Found:
 
 
 def run_on_rank(
-    _: Any, place: Path, against: Path | None, dequantize: bool
+    _: Any, place: Path, against: Path | None, more: Mapping[str, Any]
 ) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """Returns the message of an error or of differences, the outputs, and the notes."""
-    options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against, dequantize=dequantize)
+    options = RunOptions(max_new_tokens=TOKENS, device="cpu", check=against, **more)
     try:
-        check_run(open_loadable(place, tp=None, options={}), [PROMPT], options)
+        check_run(open_loadable(place, tp=None, pp=options.pp, options={}), [PROMPT], options)
         report = run_rank(place, [PROMPT], options, lambda _: None)
     except ShardconvError as problem:
         return problem.with_options(), (), ()
@@ -1469,9 +1525,9 @@ def unsharded_text(source: Path) -> str:
 
 
 def load(case: Case, source: Path, place: Path, _: Path, ranks: Any) -> Found:
-    options = {"dequantize": True} if case.dequantize else {}
-    options |= {"group": None} if case.pp > 1 else {}
-    return loaded(ranks("four", load_on_rank, split_of(case, source, place), options), source)
+    split = split_of(case, source, place)
+    options = model_options(case, split) | ({"group": None} if case.pp > 1 else {})
+    return loaded(ranks("four", load_on_rank, split, options), source)
 
 
 def loaded(found: list[Any], source: Path) -> Found:
@@ -1634,7 +1690,7 @@ ONLY_OF_SPLIT = {"--adapter", "--dtype", "--layout", "--ranks", "--resume"}
 OF_A_SOURCE = [
     name
     for name, case in CASES.items()
-    if not (case.damage or case.while_split or case.interrupted or case.layout != "native")
+    if not (case.damage or case.while_split or case.interrupted or case.run_options or case.layout != "native")
     and not ONLY_OF_SPLIT & {*case.options}
     and (case.expected["split"].kind == "error" or case.expected["load"].kind != "na")
 ]
@@ -1646,9 +1702,10 @@ def test_outcome_of_loading_a_source(inputs, ranks, name):
     case, (source, _) = CASES[name], inputs(name)
     split_outcome = case.expected["split"]
     outcome = split_outcome if split_outcome.kind == "error" else case.expected["load"]
-    given = split_command.make_context("split", [str(source), "--tp", str(TP), *map(str, options_of(case, source))])
-    options = {name: value for name, value in given.params.items() if name in PlanOptions.__annotations__}
-    options |= {"tp": TP, "dequantize": case.dequantize}
+    given = split_command.make_context("split", [str(source), *map(str, [*case.size, *options_of(case, source)])])
+    names = {*PlanOptions.__annotations__, "tp", "pp", "stages"}
+    options = {name: value for name, value in given.params.items() if name in names}
+    options |= {"dequantize": case.dequantize, **({"group": None} if case.pp > 1 else {})}
     found = loaded(ranks("four", load_on_rank, source, options), source)
     problem = wrong(outcome, found, [])
     assert not problem, f"expected {outcome.kind}: {problem}"
