@@ -9,10 +9,12 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
+from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.joined import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
+from shardconv.files.input_files import InputFiles
 
 
 def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):
@@ -71,3 +73,29 @@ def test_layers_of_transforms_do_not_share_buffers(tmp_path, block_bytes):
     with inputs:
         reader.gather(StripeState(0), Span(0, 0, len(block)), block, Scratch(block_bytes))
     assert bytes(block) == elements.astype("<f2").tobytes()
+
+
+def test_heads_are_read_once_where_blocks_are_compared_in_parts(tmp_path, monkeypatch):
+    """Heads of 768 KiB, of which parts of 512 KiB would each read a whole one."""
+    heads, head_rows, columns = 5, 12, 2**14
+    elements = np.random.default_rng(0).standard_normal((heads * head_rows, columns)).astype("<f4")
+    save_file({"w": elements}, tmp_path / "model.safetensors")
+    source, row_bytes = open_source(tmp_path / "model.safetensors"), columns * 4
+    stored = source.stored.with_layer({"w": RotaryRows("w", head_rows, row_bytes)})
+    reader, inputs = open_tensors(replace(source, converted_from=stored), source.specs, None)
+    expected = elements.reshape(heads, head_rows // 2, 2, columns).swapaxes(1, 2).tobytes()
+    block, state, read = memoryview(bytearray(expected)), StripeState(0), []
+    read_ranges = InputFiles.read_ranges
+
+    def count(self, number, buffer, ranges):
+        read.append(len(buffer))
+        read_ranges(self, number, buffer, ranges)
+
+    monkeypatch.setattr(InputFiles, "read_ranges", count)
+    with inputs:
+        comparer = Comparer(reader, ["w"], ["w"], reader.tensors)
+        comparer.put(state, Span(0, 0, len(block)), block, Scratch(4 * 2**20))
+        assert (state.problem, sum(read)) == ("", len(block))
+        block[-1] ^= 1
+        comparer.put(state, Span(0, 0, len(block)), block, Scratch(4 * 2**20))
+    assert state.problem == f"w: byte {len(block) - 1} of the tensor differs from the source"

@@ -146,6 +146,15 @@ def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -
     return [*stripes, tuple(open_stripe)] if open_stripe else stripes
 
 
+def split_span(span: Span, size: int, width: int) -> Iterator[Span]:
+    """Split a span into spans of at most ``size`` bytes, which end at multiples of ``width`` (at most ``size``)."""
+    start = span.start
+    while start < span.stop:
+        stop = min((start + size) // width * width, span.stop)
+        yield Span(span.tensor, start, stop)
+        start = stop
+
+
 def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> list[Stripe]:
     """The stripes without ranges that no shard holds; the same stripes if there are shards of all ranks.
 
@@ -393,8 +402,4 @@ class CopyJob:
         shards = max(len(geometry.shards) for geometry in geometries)
         size = min(max(BLOCK_BYTES, shards * BLOCK_BYTES_PER_SHARD), max_bytes)
         width = max((geometry.width for geometry in geometries if geometry.width <= size), default=1)
-        start = span.start
-        while start < span.stop:
-            stop = min((start + size) // width * width, span.stop)
-            yield Span(span.tensor, start, stop)
-            start = stop
+        return split_span(span, size, width)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState, split_span
 from shardconv.checkpoint.engine.geometry import Box
 from shardconv.files.fileio import Bytes, OutputFiles, populate
 from shardconv.files.input_files import InputFiles
@@ -260,13 +260,14 @@ class Comparer:
         self._held = held
 
     def put(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Compare a block, of which the other reader reads a small part at a time."""
-        for start in range(span.start, span.stop, _COMPARED_BYTES):
-            part = Span(span.tensor, start, min(start + _COMPARED_BYTES, span.stop))
+        """Compare a block in small parts. Parts end with rows of the other reader, which may compute whole rows."""
+        geometry = self.tensors[span.tensor].geometry
+        width = 1 if geometry.width == geometry.num_bytes else geometry.width
+        for part in split_span(span, max(_COMPARED_BYTES, width), width):
             for common in self._common([part]):
                 other = scratch.take("compare", part.stop - part.start)
                 self._reader.gather(state, common, other, scratch)
-                self._compare(state, part, block[start - span.start : part.stop - span.start], other, scratch)
+                self._compare(state, part, block[part.start - span.start : part.stop - span.start], other, scratch)
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
         """Yield the spans of the other reader."""
