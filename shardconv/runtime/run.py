@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
@@ -22,6 +22,7 @@ from shardconv.distributed.devices import device_module
 from shardconv.files.folder import AnyPath
 from shardconv.hf.package import hide_progress, hide_warnings
 from shardconv.hf.tokenizer import check_tokenizer, text_streamer
+from shardconv.plan.families.loading import model_type_of
 from shardconv.runtime.comparison import check_unsharded, compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
@@ -109,6 +110,7 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
     """
     path, manifest = checkpoint.path, checkpoint.manifest
     check_config(checkpoint)
+    _refuse_diffusers(path, manifest.config or {})
     (require_quantized if options.dequantize else refuse_quantized)(manifest, path)
     if not options.token_ids:
         check_tokenizer(checkpoint.folder)
@@ -121,6 +123,14 @@ def check_run(checkpoint: Loadable, prompts: Sequence[str], options: RunOptions,
     checkpoint.check_ranks([each for each in range(manifest.num_ranks) if rank in {None, each}])
     rank_device(options.device)
     return manifest.num_ranks
+
+
+def _refuse_diffusers(path: AnyPath, config: Mapping[str, object]) -> None:
+    if "model_type" not in config and (kind := model_type_of(config)) is not None:
+        raise RunError(
+            f"{path}: is a {kind} of diffusers, which a pipeline calls: run the folder of the pipeline, or load this "
+            "component in Python with shardconv.load"
+        )
 
 
 def check_prompts(prompts: Sequence[str]) -> None:

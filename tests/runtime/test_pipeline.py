@@ -126,6 +126,14 @@ def test_estimated_collectives_of_a_denoising_step_are_the_real_ones(ranks, made
     ranks("pair", check_step, name, source, expected)
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--check"])
+def test_a_transformer_is_not_run_without_its_pipeline(made, option):
+    source, split = made("flux", 2)
+    result = call("run", split / "transformer", option, source / "transformer")
+    assert result.code != 0
+    assert "is a FluxTransformer2DModel of diffusers, which a pipeline calls: run the folder" in result.err
+
+
 def test_an_unsupported_size_of_a_source_names_the_component(made, tmp_path):
     """Before any component is loaded."""
     source = made("flux", 2)[0]
