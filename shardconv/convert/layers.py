@@ -238,7 +238,7 @@ def _conversion(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> Con
     """The conversion of an unsharded layer.
 
     Raises:
-        ValueError: if it may compute something else than torch's class, or its size does not divide.
+        ValueError: if the layer may not compute what torch's class computes, or its size does not divide.
     """
     _check_unsharded(layer, _torch_class(spec.kind))
     try:

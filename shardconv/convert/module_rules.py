@@ -169,7 +169,7 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
 
 
 def _tensor_slices(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, axis: Axis) -> dict[str, Placement]:
-    """The placements of the parameters and buffers of which a module reads the local slice."""
+    """The placements of the parameters and buffers whose local slice a module reads."""
     slices = {
         name: _slice(one, model_rules, axis.size)
         for name, one in rule.slices.items()
@@ -187,7 +187,7 @@ def _is_sharded(place: SliceRule, model_rules: ModelRules, axis: Axis) -> bool:
 
 
 def _slice(place: SliceRule, model_rules: ModelRules, tp: int) -> Placement:
-    """The placement of a tensor of which each rank reads a slice."""
+    """The placement of a tensor that each rank reads a slice of."""
     sizes = ((name, model_rules.fields().evaluate(model_rules.family.units[name].size)) for name in place.units)
     return shard_dim(place.dim, [model_rules.unit(name, tp, size=size) for name, size in sizes], tp)
 

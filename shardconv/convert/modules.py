@@ -38,7 +38,7 @@ class Substitutable(nn.Module):
     """A module whose parameters, buffers and children can be substituted.
 
     Attributes:
-        slices: the placements of parameters and buffers of which its forward reads the slice of the rank.
+        slices: placements of the parameters and buffers whose local slice its forward reads.
     """
 
     slices: Mapping[str, Placement] = MappingProxyType({})
@@ -220,9 +220,9 @@ class AllReducedOutput(Sharded):
 class ParallelExperts(AllReducedOutput):
     """Packed experts, each sharded over the ranks, or whole experts on each rank (expert parallel).
 
-    Inputs and outputs are replicated in a data group. Expert parallel, a rank computes the tokens of all data groups,
-    those of other ranks' experts by its first expert with weight 0: that saves memory, not arithmetic. Gradients of
-    experts are those of the sum of the losses of all data groups.
+    Inputs and outputs are replicated in a data group. With expert parallelism, a rank processes the tokens of all data
+    groups. Tokens of experts on other ranks go through its first expert, with weight 0: this saves memory, not
+    arithmetic. Gradients of experts are gradients of the sum of the losses of all data groups.
 
     Attributes:
         data: the ranks with the same tensor parallel rank in each data group; None for one group.
