@@ -128,7 +128,7 @@ SPLIT_SOURCE = (DIRS, CONFIG, FROM)
 
 # --- plan -----------------------------------------------------------------------------------------------------------
 
-_TP = "Tensor parallel size: the number of ranks of a stage."
+_TP = "Tensor parallel size: the number of ranks of a stage, unless --ep is greater."
 #: Options of other tools for the same size.
 AS_TP = "--tensor-parallel-size --tp-size"
 TP = Option(
@@ -140,14 +140,17 @@ SOURCE_TP = Option(
     PLAN, "--tp", f"{_TP} Required if SRC is not a split checkpoint.", type=COUNT, metavar="N", meant_by=AS_TP
 )
 STAGE_OPTIONS = (
-    Option(PLAN, "--pp", "Number of pipeline stages, intervals of the layers. [default: 1, or as in a split "
-           "checkpoint]", type=COUNT, metavar="N", meant_by="--pipeline-parallel-size --pp-size"),
-    Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: equal; as in vLLM, the "
-           "remainder goes to the stages before the last]", metavar="L,L,...", default="", show_default=False),
+    Option(PLAN, "--pp", "Number of pipeline stages, intervals of the layers, at most the number of layers. "
+           "[default: 1, or as in a split checkpoint]",
+           type=COUNT, metavar="N", meant_by="--pipeline-parallel-size --pp-size"),
+    Option(PLAN, "--stages", "Number of layers of each stage, such as 20,20,21,19. [default: as in a split checkpoint, "
+           "if --pp is, too; else equal; as in vLLM, the remainder goes to the stages before the last]",
+           metavar="L,L,...", default="", show_default=False),
 )  # fmt: skip
 EP = Option(
-    PLAN, "--ep", "Expert parallel size: 1 shards each expert as other layers; else a multiple of --tp, the number of "
-    "ranks of a stage, each with whole experts. [default: 1, or as in a split checkpoint]",
+    PLAN, "--ep", "Expert parallel size: 1 shards each expert as other layers; else the number of ranks of a stage, "
+    "each with whole experts: a multiple of --tp, at most the number of experts. [default: 1, or as in a split "
+    "checkpoint]",
     type=COUNT, metavar="N",
 )  # fmt: skip
 PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with zeros.")
