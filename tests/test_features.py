@@ -88,7 +88,7 @@ OPTIONS = {
     "--max-file-size": ("split reshard", "checkpoint/test_max_file_size.py::test_names_follow_the_layout"),
     "--max-new-tokens": ("run", "runtime/test_run.py::test_sampled_tokens_depend_on_the_seed_only"),
     "--measure-link": ("plan", "runtime/test_estimate.py::test_wrong_options"),
-    "--memory": ("plan", "commands/test_listed_sizes.py::test_sizes_that_fit"),
+    "--memory": ("plan", "commands/test_cost.py::test_sizes_that_fit"),
     "--merge-adapter": ("split", "checkpoint/test_resume.py::test_changed_files_of_an_adapter_that_is_merged"),
     "--multiple-of": ("pad", "checkpoint/test_resume.py::test_other_multiple"),
     "--output": (

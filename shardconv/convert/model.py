@@ -175,8 +175,7 @@ def _request(rules: Rules, tp: int, *, ep: int, pad: bool) -> Request:
     """The request for the ``rules`` that a user passes.
 
     Raises:
-        PlanError: if the plan is for another tensor parallel size or does not store its rules, or the plan file cannot
-            be read.
+        PlanError: if the plan is for another tensor parallel size, or the plan file cannot be read.
         ValueError: if other arguments change a plan or policies.
     """
     if isinstance(rules, str | Path):
@@ -239,7 +238,6 @@ def _prepare_processors(
     if isinstance(request, PlanRequest):
         request = replace(request, allow_unmatched_rules=True)
     else:
-        assert request.rules is not None  # see stored_plan
         request = replace(request, rules=request.rules.with_optional_rules())
     return _prepare(model, config, request, axis, None, processors)
 
@@ -321,7 +319,6 @@ def _planner(
     if isinstance(request, PlanRequest):
         planner = planner_for(specs, config, replace(request, engine=None))  # an engine restricts files only
     else:
-        assert request.rules is not None  # see stored_plan
         where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"
         planner = Planner(specs, request.rules, where=where)
     if planner.rules.family == NAMES_FAMILY and not planner.rules.has_plan_file:
