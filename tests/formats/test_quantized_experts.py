@@ -61,7 +61,7 @@ def from_fp8(tensors: Tensors) -> Tensors:
 
 
 class Form(NamedTuple):
-    """How matrices are stored: the tensors of one weight, the weights of a checkpoint, and ``quantization_config``."""
+    """A storage of matrices: the tensors of one weight, the weights of a checkpoint, and ``quantization_config``."""
 
     quantize: Callable[[str, torch.Tensor], Tensors]
     dequantize: Callable[[Tensors], Tensors]
