@@ -68,6 +68,17 @@ class PlanRequest(Data, frozen=True):
             )
 
 
+def padding_multiple(pad: object) -> int:
+    """The ``pad`` of a request for the option of the same name.
+
+    Raises:
+        UsageError: if the option is not True or False.
+    """
+    if pad not in (False, True):
+        raise UsageError(f"{option('pad')} is wrong (got {pad!r:.40}, expected True or False): correct it")
+    return int(bool(pad))
+
+
 #: Values of ``rules``:
 #:
 #: - ``"auto"``: the family of the config's ``model_type``;

@@ -51,7 +51,7 @@ def check_source(
     """
     path, beside = open_path(src), config_path(config)
     source = open_source(
-        path, config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+        path, config=beside, follow_links=follow_links, ignore=as_names(ignore, "ignore"), source_layout=source_layout
     )
     tensors = logical_tensors(with_grids(source.specs, config_with_quantization(source)))
     return require_model(source.config or {}, tensors, str(path))

@@ -137,7 +137,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     check_count(vocab_multiple, "vocab_multiple", MAX_MULTIPLE)
     if components:
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
-    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore, "ignore"))
     planned = _plan_padding(source, tp, vocab_multiple, check_model=check_model)
     destination = given or Destination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)

@@ -173,7 +173,11 @@ def propose_plan(
     """
     beside = config_path(config)
     source = open_source(
-        open_path(src), config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
+        open_path(src),
+        config=beside,
+        follow_links=follow_links,
+        ignore=as_names(ignore, "ignore"),
+        source_layout=source_layout,
     )
     model = small_model(require_config(source))
     proposal = with_blocks(propose_rules(model, example_inputs(model), by_heads=by_heads), model)

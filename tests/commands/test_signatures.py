@@ -77,7 +77,16 @@ def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, mo
         ({"head_dim": "32"}, "head_dim is wrong (got '32', "),
         ({"max_file_size": 2.5}, "max_file_size is wrong (got 2.5, "),
         ({"stages": 3}, 'stages=3 is wrong (expected such as stages="20,20"): correct it'),
-        ({"ignore": 5}, "5 is not a name or a list of names"),
+        ({"threads": 0}, "threads is wrong (got 0, "),
+        ({"threads": True, "dry_run": True}, "threads is wrong (got True, "),
+        ({"pad": -1}, "pad is wrong (got -1, expected True or False): correct it"),
+        ({"pad": 1.5}, "pad is wrong (got 1.5, "),
+        ({"pad": "x"}, "pad is wrong (got 'x', "),
+        ({"ignore": 5}, "ignore is wrong (got 5, expected a name or a list of names): correct it"),
+        ({"replicate": [5]}, "replicate is wrong (got [5], "),
+        ({"components": 5}, "components is wrong (got 5, "),
+        ({"adapters": 5}, "adapters is wrong (got 5, expected a path or a list of paths): correct it"),
+        ({"adapters": [5]}, "5 is not a path"),
         ({"config": 5}, "5 is not a path (expected a str or a Path): correct it"),
         ({"dst": 5}, "5 is not a path"),
         ({"src": None}, "None is not a path"),
@@ -89,6 +98,21 @@ def test_values_of_another_type_are_usage_errors(wrong, message, tmp_path, monke
         split(**{"src": DEMO, "tp": 2, **wrong})
     assert str(caught.value).startswith(message)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("wrong", [{"pad": 2}, {"threads": 0}])
+def test_wrong_values_of_reshard_are_usage_errors(wrong, tmp_path):
+    split(DEMO, tmp_path / "two", tp=2)
+    with pytest.raises(UsageError, match=rf"^{next(iter(wrong))} is wrong"):
+        reshard(tmp_path / "two", tmp_path / "four", tp=4, **wrong)
+    assert [one.name for one in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.parametrize("threads", [0, True, "x"])
+def test_wrong_threads_of_verify_are_usage_errors(threads, tmp_path):
+    split(DEMO, tmp_path / "two", tp=2)
+    with pytest.raises(UsageError, match=r"^threads is wrong"):
+        verify(tmp_path / "two", threads=threads)
 
 
 @pytest.mark.parametrize("wrong", [{"tp": "2"}, {"tp": 3, "vocab_multiple": "x"}])

@@ -21,7 +21,7 @@ import xxhash
 from shardconv.checkpoint.engine.geometry import Geometry
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import Grid
-from shardconv.support.errors import IntegrityError, check_count
+from shardconv.support.errors import IntegrityError
 
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
@@ -305,10 +305,9 @@ class CopyJob:
 
         Raises:
             IntegrityError: if the data has a problem and ``on_problem`` is None.
-            UsageError: if ``threads`` is not a positive integer.
             OSError: if a file cannot be written.
         """
-        threads = default_threads() if threads is None else check_count(threads, "threads")
+        threads = threads or default_threads()
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
         block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)

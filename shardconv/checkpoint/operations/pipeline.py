@@ -122,8 +122,8 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
     options |= {"adapters": adapters} if adapters else {}
     pipeline = open_pipeline(
         path,
-        components=as_names(options.pop("components", ())),
-        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"]),
+        components=as_names(options.pop("components", ()), "components"),
+        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"], "ignore"),
         follow_links=options.get("follow_links", False),
     )
     if len(pipeline.components) > 1 and (given := given_options(options, _OF_ONE_MODEL)):
@@ -266,7 +266,7 @@ def _open_against(pipeline: Pipeline, options: Options) -> Pipeline:
         path,
         components=[*pipeline.components],
         follow_links=options["follow_links"],
-        ignore=as_names(options["ignore"]),
+        ignore=as_names(options["ignore"], "ignore"),
         optional_ignore=pipeline.ignore,
     )
 

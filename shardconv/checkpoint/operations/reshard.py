@@ -34,6 +34,7 @@ from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import check_stages, choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
+from shardconv.plan.request import padding_multiple
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
 from shardconv.support.errors import UsageError, option
 
@@ -142,7 +143,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             threads=threads, progress=progress,
         )  # fmt: skip
         return _of_split(report, source)
-    old = found.manifest
+    old, multiple = found.manifest, padding_multiple(pad)
     if layout in FOREIGN:
         merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
         size = "" if tp is None else f" --tp {tp}"
@@ -158,14 +159,14 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     destination = given or Destination(Path(f"{name}{size_suffix(tp, ep, chosen.count)}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(
-        old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=int(pad),
+        old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=multiple,
         checksums=is_identified,
     )  # fmt: skip
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), ep, pad=int(pad), checksums=how.checksums)
+        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), ep, pad=multiple, checksums=how.checksums)
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),

@@ -37,7 +37,7 @@ from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, check_count, option
 
 #: The most differences that are listed if they are most tensors; more are another model.
 _MAX_LISTED = 5
@@ -187,10 +187,12 @@ def verify(
         SplitCheckpointError: if the manifest is missing or not valid, or a file cannot be read.
         SourceError: if ``against`` cannot be read, or holds weights that may or may not belong to it.
         UsageError: if ``src`` and ``against`` are exchanged, ``ignore`` or ``follow_links`` is given without
-            ``against``, ``ignore`` matches nothing, or a layout is given for a folder without rank files of another
-            tool.
+            ``against``, ``ignore`` matches nothing, a layout is given for a folder without rank files of another
+            tool, or ``threads`` is not a positive integer.
     """
     began = time.perf_counter()
+    if threads is not None:
+        check_count(threads, "threads")
     _check_options(against, ignore=ignore, follow_links=follow_links)
     other = None if against is None else open_path(against)
     _check_not_exchanged(src, other)
@@ -200,7 +202,7 @@ def verify(
     if other is not None:
         _check_not_merged(split)
         source = open_source(
-            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            other, follow_links=follow_links, ignore=as_names(ignore, "ignore"), optional_ignore=manifest.ignore,
             source_layout=None if external else source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)
