@@ -56,6 +56,11 @@ def option(name: str = "", /, **values: object) -> str:
     return f"\x1e{json.dumps([argument, value], ensure_ascii=False)}\x1f"
 
 
+def options_in(text: str) -> set[str]:
+    """The arguments whose options are in the text of an exception."""
+    return {*re.findall('\x1e\\["(\\w+)"', text)}
+
+
 def _rendered(text: str, form: Callable[[str, object], str]) -> str:
     """A text with its options in some form; other text between the same control characters stays as it is."""
 

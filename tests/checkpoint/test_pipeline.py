@@ -12,7 +12,7 @@ import pytest
 import shardconv
 from shardconv.checkpoint.engine.layout import PIPELINE_NAME
 from shardconv.support.errors import OutputError, PlanError, SourceError, SplitCheckpointError, UsageError
-from tests.support.checkpoints import contents, llama_config, write_checkpoint, write_weights
+from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.faults import beside, failing_after, kill_before, status_of_child
@@ -217,7 +217,7 @@ def test_padded_sizes_are_those_of_all_components(uneven):
 
 
 @pytest.mark.parametrize(
-    ("tp", "remedy"), [(3, ". To copy such components unsharded, pass --component transformer"), (5, "")]
+    ("tp", "remedy"), [(3, ". To copy text_encoder unsharded, pass --component transformer"), (5, "")]
 )
 def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
     """Components that do not support the size either are not proposed."""
@@ -226,6 +226,28 @@ def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
     assert error.endswith(f"All components support --tp 1, 2{remedy}\n")
     if remedy:
         assert call(*command, *remedy.split()[-2:]).code == 0
+
+
+def test_components_with_plans_do_not_get_other_sizes(uneven):
+    """Other sizes and components do not help, as the layout does not have padding."""
+    error = call("split", uneven, "--tp", 3, "--pad", "--layout", "dcp").err
+    assert "without padding. Replicate it (--replicate model.embed_tokens.weight)" in error
+    assert error.endswith(". To pass --replicate, also pass --component text_encoder\n")
+
+
+@pytest.mark.parametrize("chosen", ["transformer", "text_encoder"])
+def test_remedies_for_a_tensor_without_a_rule_work(source, tmp_path, chosen):
+    shutil.copytree(source, tmp_path / "source")
+    specs = llama_specs(llama_config(layers=1)) | {"foo.bar": ("BF16", (2,))}
+    write_weights(tmp_path / "source" / "transformer" / "model.safetensors", specs)
+    command = ["split", tmp_path / "source", "--tp", TP, "-o", tmp_path / "split"]
+    error = call(*command).err
+    assert error.endswith(
+        "--replicate foo.bar to replicate it. To pass --rules or --replicate, also pass --component transformer. To "
+        "copy transformer unsharded, pass --component text_encoder\n"
+    )
+    replicated = ["--replicate", "foo.bar"] if chosen == "transformer" else []
+    assert call(*command, "--component", chosen, *replicated).code == 0
 
 
 def test_commands_list_the_components(source, tmp_path):

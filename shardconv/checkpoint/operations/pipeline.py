@@ -5,7 +5,7 @@ A function that is decorated takes pipelines wherever it takes checkpoints.
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -44,6 +44,7 @@ from shardconv.support.errors import (
     SplitCheckpointError,
     UsageError,
     option,
+    options_in,
 )
 from shardconv.support.formatting import ranges
 
@@ -306,20 +307,26 @@ def naming(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
         problem, *remedy = error.args
         error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
         if isinstance(error, PlanError) and pipeline.expected is None:
-            error.args = (*error.args[:-1], ". ".join([error.args[-1], *_remedies(pipeline, name, options)]))
+            found = _remedies(pipeline, name, options, options_in(error.message))
+            error.args = (*error.args[:-1], ". ".join([error.args[-1], *found]))
         raise
 
 
-def _remedies(pipeline: Pipeline, failed: str, options: Options) -> Iterator[str]:
-    """The sizes that all components support, and how to leave those unsharded that cannot be planned."""
-    tp = options.get("tp")
-    planners = {name: found for name in pipeline.components if (found := _planner(pipeline, name, options)) is not None}
-    if tp is not None and len(planners) == len(pipeline.components):
+def _remedies(pipeline: Pipeline, failed: str, options: Options, proposed: Collection[str]) -> Iterator[str]:
+    """The ways to pass proposed options for one model, and other sizes and components for one without a plan."""
+    tp, names = options.get("tp"), pipeline.components
+    if (of_one := [option(one) for one in _OF_ONE_MODEL if one in proposed]) and len(names) > 1:
+        yield f"To pass {' or '.join(of_one)}, also pass {option(components=[failed])}"
+    planners = {name: found for name in names if (found := _planner(pipeline, name, options)) is not None}
+    planned = [name for name, one in planners.items() if tp is None or one.blocked(tp) is None]
+    if failed in planned:
+        return
+    if len(planners) == len(names):
         sizes = [one for one in CANDIDATE_TPS if all(planner.blocked(one) is None for planner in planners.values())]
         yield f"All components support {option('tp')} {ranges(sizes)}"
-    others = [name for name, one in planners.items() if name != failed and (tp is None or one.blocked(tp) is None)]
-    if others:
-        yield f"To copy such components unsharded, pass {option(components=others)}"
+    if planned:
+        unsharded = ", ".join(name for name in names if name not in planned)
+        yield f"To copy {unsharded} unsharded, pass {option(components=planned)}"
 
 
 def _planner(pipeline: Pipeline, name: str, options: Options) -> Planner | None:
