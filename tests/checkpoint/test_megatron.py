@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from collections import defaultdict, deque
 from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
@@ -636,10 +637,28 @@ def test_a_config_that_contradicts_the_arguments(written, tmp_path, fields, text
     assert text in str(caught.value)
 
 
-def test_arguments_beside_objects_of_any_class(source_of, trained, tmp_path):
+class Items(list):
+    """A list whose class is not Python's."""
+
+
+class Options(dict):
+    """A dict whose class is called with keywords when it is unpickled."""
+
+    def __getnewargs_ex__(self):
+        return (), {"strict": True}
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(
+    "state",
+    [Fraction(1, 3), defaultdict(list, step=[1]), deque([1, 2], maxlen=3), Items([1]), Items([1, 2]), Options(step=1)],
+    ids=lambda state: type(state).__name__,
+)
+def test_arguments_beside_objects_of_any_class(source_of, trained, tmp_path, state, protocol):
     """Frameworks store objects of their own classes with the arguments, which are compared all the same."""
-    arguments = argparse.Namespace(started=Fraction(1, 2), states=[Fraction(1, 3)], hidden_size=65)
-    torch.save({"args": arguments, "step": Fraction(2)}, trained / "iter_0000500" / "common.pt")
+    arguments = argparse.Namespace(started=state, states=[state], hidden_size=65)
+    path = trained / "iter_0000500" / "common.pt"
+    torch.save({"args": arguments, "step": state}, path, pickle_protocol=protocol)
     with pytest.raises(SourceError, match=r"hidden_size is 64 in the config \(expected 65 by common\.pt\)"):
         shardconv.merge(trained, tmp_path / "merged")
 

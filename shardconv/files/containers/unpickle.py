@@ -163,7 +163,7 @@ class Record:
 
     __slots__ = ("names", "state")
 
-    def __new__(cls, *_: object) -> Self:
+    def __new__(cls, *_: object, **__: object) -> Self:
         """Make a record; called by the unpickler."""
         record = super().__new__(cls)
         record.names, record.state = (), None
@@ -182,6 +182,22 @@ class Record:
     def items(self) -> Iterator[tuple[object, object]]:
         """The names and values of the attributes."""
         return zip(self.names, self.state if isinstance(self.state, tuple) else (), strict=False)
+
+
+class AnyRecord(Record):
+    """An object of any class, or the result of any function, without the items that it has as a dict or list."""
+
+    __slots__ = ()
+
+    def __call__(self, *_: object, **__: object) -> Self:
+        """Stands for a call of the object; called by the unpickler."""
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Leave out an item of a dict; called by the unpickler."""
+
+    def append(self, item: object) -> None:
+        """Leave out an item of a list; called by the unpickler."""
 
 
 _SHARED: dict[tuple[object, ...], tuple[object, ...]] = {}
@@ -341,7 +357,6 @@ METADATA_NAMES: dict[tuple[str, str], object] = {
 }
 #: The modules of classes whose objects in files of torch.save are settings and states of training: they are records.
 _INERT = re.compile(r"(argparse|numpy|megatron|transformer_engine|signal|pathlib)(\..+)?")
-_ANY = re.compile(".*")
 #: Names of torch that stand for themselves, as texts: dtypes and classes of storages.
 _TEXTS = re.compile(r"(q?u?int|b?float|complex|bool|per_)\w*|strided|\w*(Storage|Tensor|_format)")
 
@@ -353,7 +368,7 @@ class Unpickler(pickle.Unpickler):
         file: is read from its position to the end of the pickle.
         names: the allowed names: module and name to the replacement.
         refused: the problem and the remedy of another name, which is put into ``{}``.
-        inert: the modules of classes whose objects are records.
+        others: stands for all names that are not allowed; None to refuse them, but those of :data:`_INERT`.
 
     Attributes:
         item_bytes: for each key of a storage the bytes of an element.
@@ -364,10 +379,10 @@ class Unpickler(pickle.Unpickler):
         file: BinaryIO,
         names: Mapping[tuple[str, str], object],
         refused: tuple[str, str],
-        inert: re.Pattern[str] = _INERT,
+        others: type[Record] | None = None,
     ) -> None:
         super().__init__(file, encoding="utf-8")
-        self._names, self._refused, self._inert = names, refused, inert
+        self._names, self._refused, self._others = names, refused, others
         self.item_bytes: dict[object, int] = {}
 
     def find_class(self, module: str, name: str) -> object:
@@ -380,7 +395,9 @@ class Unpickler(pickle.Unpickler):
             return found
         if module in {"torch", "torch.cuda", "torch.storage"} and _TEXTS.fullmatch(name):
             return f"torch.{name}"  # a text cannot be called
-        if self._names is FILE_NAMES and self._inert.fullmatch(module):
+        if self._others is not None:
+            return self._others
+        if self._names is FILE_NAMES and _INERT.fullmatch(module):
             return Record
         problem, remedy = self._refused
         raise RefusedError(problem.format(f"{module}.{name}"), remedy)
@@ -420,12 +437,12 @@ Listed = Iterator[Mapping[str, object]]
 Contents = tuple[object, dict[object, Position]]
 
 
-def read_zip(file: File, inert: re.Pattern[str] = _INERT) -> Contents:
+def read_zip(file: File, others: type[Record] | None = None) -> Contents:
     """Read a file of torch 1.6 or later: a zip archive with a pickle and one entry per storage.
 
     Args:
         file: the file.
-        inert: the modules of classes whose objects are records.
+        others: see :class:`Unpickler`.
     """
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -443,7 +460,7 @@ def read_zip(file: File, inert: re.Pattern[str] = _INERT) -> Contents:
         order = entries.get(f"{roots[0]}byteorder")
         _check_byte_order(is_little=order is None or _read(archive, order) == b"little")
         data = _read(archive, entries[f"{roots[0]}data.pkl"])
-        unpickler = Unpickler(io.BytesIO(data), FILE_NAMES, _ASKS, inert)
+        unpickler = Unpickler(io.BytesIO(data), FILE_NAMES, _ASKS, others)
         loaded = unpickler.load()
     return loaded, _data_positions(file, {key: entries[f"{roots[0]}data/{key}"] for key in unpickler.item_bytes})
 
@@ -596,9 +613,9 @@ def list_chunk(file: File) -> Listed:
 def list_arguments(file: File) -> Listed:
     """List the integers among the arguments of the program that saved a file, its entry ``args``; errors as above.
 
-    Its other objects do not matter, so they are records whatever their classes are.
+    Its other objects do not matter, whatever their classes are.
     """
-    loaded = read_zip(file, _ANY)[0]
+    loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
     yield {"arguments": {str(name): value for name, value in items if type(value) in {bool, int}}}
