@@ -106,19 +106,19 @@ class ListedSizes(Struct, frozen=True):
         )
 
     def least(self, bytes_of: Mapping[int, int]) -> list[str]:
-        """The size that needs the least memory and the remedy, as a line, if no size fits.
+        """The listed size that needs the least memory and the remedy, as a line, if none of them fits.
 
         Args:
-            bytes_of: tensor parallel size to its bytes per rank.
+            bytes_of: tensor parallel size to its bytes per rank, also for sizes that are not listed.
         """
-        if self.memory is None or not bytes_of or (smallest := min(bytes_of.values())) <= self.memory:
+        listed = {tp: num_bytes for tp, num_bytes in bytes_of.items() if not self.tps or self.tp or tp in self.tps}
+        if self.memory is None or not listed or (smallest := min(listed.values())) <= self.memory:
             return []
-        tp = next(tp for tp, num_bytes in bytes_of.items() if num_bytes == smallest)
+        tp = next(tp for tp, num_bytes in listed.items() if num_bytes == smallest)
         shown = f"{smallest:,} bytes" if size(smallest) == size(self.memory) else size(smallest)
-        return [
-            f"tp {tp} needs the least memory, {shown} per rank: pass a larger --memory, or divide the layers, "
-            f"too (--tp {tp} --pp 2)"
-        ]
+        fitting = [str(other) for other, num_bytes in bytes_of.items() if num_bytes <= self.memory]
+        remedy = f"--tp {','.join(fitting)}, or a larger --memory" if fitting else "a larger --memory"
+        return [f"tp {tp} needs the least memory, {shown} per rank: pass {remedy}"]
 
     def of_cost(self, report: "CostReport") -> "CostReport":
         """A report on cost with these sizes only."""

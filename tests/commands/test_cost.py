@@ -34,8 +34,18 @@ def test_sizes_that_fit():
 def test_no_size_fits(options):
     """A line names the size with the least memory, instead of a table."""
     lines = call("plan", DEMO, "--memory", "1kB", *options).out.splitlines()
-    assert [line for line in lines if line.startswith("tp 8 needs the least memory, ") and "pass a larger" in line]
+    (least,) = (line for line in lines if line.startswith("tp 8 needs the least memory, "))
+    assert least.endswith(" per rank: pass a larger --memory")
     assert not [line for line in lines if line.startswith("tp  weights")]
+
+
+def test_other_sizes_fit():
+    """The line is about the listed sizes, and its remedy has others that fit."""
+    least = min(planned()["supported_bytes"])
+    lines = call("plan", DEMO, "--memory", f"{least}B", "--tp", "2,4").out.splitlines()
+    (line,) = (line for line in lines if "needs the least memory" in line)
+    assert line.startswith("tp 4 needs ")
+    assert line.endswith(" per rank: pass --tp 8, or a larger --memory")
 
 
 def test_least_memory_is_told_from_a_limit_with_the_same_digits():
