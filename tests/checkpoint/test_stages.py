@@ -352,7 +352,7 @@ def test_several_files_of_some_ranks(source, tmp_path):
 
 
 def test_several_files_of_an_interrupted_split(source, tmp_path):
-    arguments = ["split", source, "--tp", 2, "--stages", "1,3", "--max-file-size", LIMIT]
+    arguments = ["split", source, "--tp", 2, "--stages", "1,3", "--max-file-size", f"{LIMIT}B"]
     with failing_after(4):
         assert call(*arguments, "-o", tmp_path / "out", "--resume").code == 1
     found = call(*arguments, "-o", tmp_path / "out", "--resume", "--json")
