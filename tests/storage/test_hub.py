@@ -12,6 +12,7 @@ from shardconv.support.errors import UsageError
 from tests.support.checkpoints import contents, write_checkpoint
 from tests.support.command import call, run
 from tests.support.hub import COMMIT, OTHER, TOKEN, Hub, serve_hub
+from tests.support.web_server import Answer
 
 
 @pytest.fixture
@@ -107,6 +108,22 @@ def test_models_that_cannot_be_read_are_one_error(hub, url, message):
     assert result.code == 1
     assert result.err.startswith(f"shardconv: {url}: {message}")
     assert result.err.count("\n") == 1
+
+
+def test_a_wrong_token_is_named(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    denied = "access is denied (status 401): the server refused the credentials of HF_TOKEN: correct them"
+    assert call("plan", "hf://org/model").err.startswith(f"shardconv: hf://org/model: {denied}")
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(400, "correct the URL"), (429, "run the command again later"), (503, "run the command")]
+)
+def test_remedy_for_the_status_of_the_hub(hub, monkeypatch, status, remedy):
+    monkeypatch.setattr(hub.server, "route", lambda *_: Answer(status))
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    answered = f"cannot be read: the server answered with status {status}: {remedy}"
+    assert call("plan", "hf://org/model").err.startswith(f"shardconv: hf://org/model: {answered}")
 
 
 @pytest.mark.parametrize("url", ["hf://model", "hf://datasets/org/model", "hf://org@x/model"])

@@ -45,6 +45,8 @@ class Hub:
 
     def _describe(self, rest: str, headers: dict[str, str]) -> Answer:
         name, _, revision = rest.partition("/revision/")
+        if headers.get("authorization") not in {None, f"Bearer {TOKEN}"}:
+            return Answer(401, {"x-error-message": "Invalid credentials in Authorization header"})
         if name == "org/gated":
             return Answer(403, {"x-error-code": "GatedRepo"}, b'{"error": "gated"}')
         if name not in {"org/model", "org/private"} or (

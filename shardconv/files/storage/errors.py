@@ -125,18 +125,36 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
         return missing if _IS_BUCKET.search(str(error)) else "does not exist: correct the URL"
     if _NO_CREDENTIALS.search(str(error)):
         return f"credentials are missing{_remedy(scheme)}"
-    if name in {"PermissionDeniedError", "UnauthenticatedError"} or status in {"401", "403"}:
-        given = next(filter(os.environ.get, _SECRETS.get(scheme, ())), "")
-        refused = f": the server refused the credentials of {given}: correct them, or allow them to access it"
-        return f"access is denied{f' (status {status})' if status else ''}{refused if given else _remedy(scheme)}"
+    if name in {"PermissionDeniedError", "UnauthenticatedError"}:
+        return _denied(scheme, status)
     tried = f" after {match['count']} retries" if (match := _RETRIES.search(str(error))) else ""
     if status:
-        remedy = "run the command again later" if status in {"408", "429"} or status >= "500" else "correct the URL"
-        return f"cannot be {done}: the server answered with status {status}{tried}: {remedy}"
+        return status_reason(status, scheme, done, tried)
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
     server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
     failed = _KINDS.get(kind, "the request failed").format(server)
     return f"cannot be {done}: {failed}{tried}: {_of_connection(scheme, server, kind)}"
+
+
+def status_reason(status: str, scheme: str, done: str, tried: str = "") -> str:
+    """The problem and the remedy for the status of a response that is an error.
+
+    Args:
+        status: the status.
+        scheme: the scheme of the URL.
+        done: the action of the request, as a participle.
+        tried: the number of retries, after a space.
+    """
+    if status in {"401", "403"}:
+        return _denied(scheme, status)
+    remedy = "run the command again later" if status in {"408", "429"} or status >= "500" else "correct the URL"
+    return f"cannot be {done}: the server answered with status {status}{tried}: {remedy}"
+
+
+def _denied(scheme: str, status: str) -> str:
+    given = next(filter(os.environ.get, _SECRETS.get(scheme, ())), "")
+    refused = f": the server refused the credentials of {given}: correct them, or allow them to access it"
+    return f"access is denied{f' (status {status})' if status else ''}{refused if given else _remedy(scheme)}"
 
 
 def _remedy(scheme: str) -> str:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from shardconv.files.containers.safetensors import MAX_HEADER_BYTES, header_bytes
 from shardconv.files.folder import NUM_REQUESTS, RemotePath, progress_of_headers, remote_folder
 from shardconv.files.storage.clients import huggingface_hub
-from shardconv.files.storage.errors import explained
+from shardconv.files.storage.errors import explained, status_reason
 from shardconv.files.storage.remote_file import RemoteFile
 from shardconv.files.storage.stores import has_bucket, list_files, open_store, open_web
 from shardconv.files.storage.url import Location
@@ -187,7 +187,7 @@ def _hub_reason(error: Exception, revision: str | None) -> str:
         return _HUB_REASONS[kind]
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
-        return f"cannot be read: the Hub answered with status {status}: run the command again later"
+        return status_reason(str(status), "hf", "read")
     remedy = "check the network, set HTTPS_PROXY for a proxy or HF_ENDPOINT for a mirror, or pass a downloaded folder"
     if os.environ.get("HF_ENDPOINT"):
         remedy = "correct HF_ENDPOINT, or start its server"
