@@ -396,7 +396,8 @@ def resolve_sizes(sizes: dict[str, int], world: int, ranks: Sequence[int] | None
         requested = " * ".join(f"{name} {size}" for name, size in sizes.items())
         total = "" if -1 in sizes.values() else f" = {product}"
         remedy = "change the sizes, or set one of them to -1 to compute it"
-        if world == 1 and product > 1:
+        is_valid = all(size > 0 or size == -1 for size in sizes.values()) and list(sizes.values()).count(-1) < 2
+        if world == 1 and ranks is None and is_valid and product > 1:
             remedy = f"start the script with torchrun --nproc-per-node {product}"
         raise ValueError(
             f"{requested}{total} does not match the number of processes{source} (expected {count}): {remedy}"

@@ -183,6 +183,19 @@ def test_sizes_without_torchrun_are_refused_with_its_command(sizes):
         init_parallel(**sizes)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor": -1, "data": -1, "pipeline": 2},
+        {"tensor": -2, "data": -2},
+        {"tensor": 2, "ranks": [0]},
+    ],
+)
+def test_sizes_that_more_processes_do_not_match_have_another_remedy(sizes):
+    with pytest.raises(ValueError, match=r"\(expected 1\): change the sizes, or set one of them to -1 to compute it$"):
+        init_parallel(**sizes)
+
+
 def test_groups_of_one_process_have_one_rank(one_process):
     groups, axis = one_process, one_process.tensor
     assert (groups.rank, groups.size, groups.ranks, groups.mesh) == (0, 1, (0,), None)
