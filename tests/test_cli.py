@@ -236,6 +236,10 @@ def test_unknown_option_proposes_the_nearest_ones(option, proposed):
     assert named == [option, *proposed]
 
 
+def test_path_after_two_dashes_may_look_like_an_option():
+    assert "-overwrite: does not exist" in call("split", "--tp", 2, "--", "-overwrite").err
+
+
 def test_value_may_look_like_an_option_with_one_dash():
     assert "x: does not exist" in call("run", "x", "--prompt", "-prompt").err
 

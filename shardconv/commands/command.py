@@ -6,7 +6,7 @@ The ``params`` of a command are options of ``options.py`` and its own, which ``-
 import os
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import click
@@ -61,8 +61,11 @@ def _nearest(option: str, options: Iterable[str]) -> list[str]:
 
 
 def _check_dashes(context: click.Context, args: Iterable[str], options: Mapping[str, click.Parameter]) -> None:
-    """Refuse a long option with one dash. click reads -tp as -t p, and -overwrite as -o verwrite."""
-    for before, text in pairwise(["", *args]):
+    """Refuse a long option with one dash. click reads -tp as -t p, and -overwrite as -o verwrite.
+
+    Arguments after -- are paths.
+    """
+    for before, text in pairwise(["", *takewhile("--".__ne__, args)]):
         name, option = text.partition("=")[0], options.get(before)
         has_value = isinstance(option, click.Option) and not option.is_flag
         if f"-{name}" in options and not has_value:

@@ -29,7 +29,7 @@ def _multiples(context: click.Context, parameter: click.Parameter, value: str) -
     """The N and M of ``tp=N,vocab=M``."""
     found = _MULTIPLE.fullmatch(value)
     if found is None:
-        example = f"tp={value}" if value.isdecimal() else "tp=8 or tp=8,vocab=64"
+        example = f"tp={value}" if _MULTIPLE.fullmatch(f"tp={value}") else "tp=8 or tp=8,vocab=64"
         raise click.BadParameter(f"got {value!r}, expected tp=N or tp=N,vocab=M, such as {example}", context, parameter)
     return int(found[1]), int(found[2] or 1)
 

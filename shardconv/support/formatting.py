@@ -111,7 +111,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]+)", text.strip(), re.ASCII)
     unit = _UNITS.get(match[2].upper().removesuffix("B")) if match else None
     if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
-        expected = f"a unit, such as {text}GB or {text}GiB" if text.isdecimal() else "such as 500MB, 5GB or 5GiB"
+        is_number = re.fullmatch(r"0*[1-9]\d*", text, re.ASCII)
+        expected = f"a unit: {text}GB, {text}GiB or {text}B" if is_number else "such as 500MB, 5GB or 5GiB"
         raise ValueError(f"is not a size (got {text!r:.40}, expected {expected})")
     return num_bytes
 

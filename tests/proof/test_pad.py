@@ -209,6 +209,7 @@ def test_command_refuses_a_multiple_without_a_name(source):
     wrong = call("pad", source, "--multiple-of", "3")
     assert wrong.code == 2
     assert "expected tp=N or tp=N,vocab=M, such as tp=3" in wrong.err
+    assert "such as tp=8 or" in call("pad", source, "--multiple-of", "0").err
     assert "'--tp'. Did you mean '--multiple-of'" in call("pad", source, "--tp", "3").err
 
 
