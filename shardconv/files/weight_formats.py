@@ -116,6 +116,16 @@ def single_name(index: str) -> str:
     return ".".join(filter(None, (base, match["variant"], suffix)))
 
 
+def file_variant(name: str) -> str | None:
+    """The variant in the name of a file with all weights, or of an index; None without one."""
+    match = _match(name)
+    return match["variant"] if match is not None else None
+
+
+def _match(name: str) -> re.Match[str] | None:
+    return _SINGLE.fullmatch(single_name(name) if is_index(name) else name)
+
+
 def variants(names: Iterable[str]) -> Iterator[list[str]]:
     """Yield the files and indexes of each checkpoint that has several variants, such as one in fp16, by their names.
 
@@ -124,7 +134,7 @@ def variants(names: Iterable[str]) -> Iterator[list[str]]:
     """
     found: dict[tuple[str, str], dict[str | None, str]] = {}
     for name in names:
-        match = _SINGLE.fullmatch(single_name(name) if is_index(name) else name)
+        match = _match(name)
         if match is not None:
             found.setdefault((match["base"], match["suffix"]), {}).setdefault(match["variant"], name)
     yield from (sorted(one.values()) for one in found.values() if len(one) > 1)

@@ -30,7 +30,7 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.planning import StrPath, as_names, refuse_other_contents
 from shardconv.checkpoint.sources.source import Source, config_with_quantization
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
@@ -167,6 +167,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, *, check_model: 
     """Plan the padding, change a copy of the config, and check that they match."""
     if source.config is None or not source.is_folder:
         raise SourceError(f"{source.path}: is not a folder with {CONFIG_NAME}: pass a folder that has one")
+    refuse_other_contents(source)
     if source.layout is not None:
         raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
     if PADDING_NAME in source.auxiliary_files:

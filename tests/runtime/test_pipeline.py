@@ -336,24 +336,46 @@ def test_transformer_with_an_ip_adapter_is_not_converted(axis, source):
     assert pipeline.transformer.transformer_blocks[0].attn.processor.to_k_ip[0].weight.shape == (32, 32)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("flux", torch.bfloat16), ("sd3", torch.float32)])
-def test_transformer_with_an_ip_adapter_is_not_split(made, tmp_path, monkeypatch, name, dtype):
-    """diffusers saves its tensors, and does not load them. The lines in the error save the transformer without them."""
-    source = made(name, 2)[0]
-    pipeline = unsharded(source)
-    load_ip_adapter(pipeline, name)
-    pipeline.transformer.to(dtype).save_pretrained(tmp_path / "transformer")
-    with pytest.raises(SourceError, match=r"attn\.processor\.to_k_ip.*: is a tensor of an IP adapter") as error:
-        shardconv.split(tmp_path / "transformer", tmp_path / "split", tp=2)
+@pytest.fixture
+def with_ip_adapter(made, tmp_path):
+    """Return a function that writes a pipeline whose transformer was saved with an IP adapter."""
+
+    def make(name: str, dtype: torch.dtype = torch.float32, variant: str | None = None) -> Path:
+        pipeline = unsharded(made(name, 2)[0])
+        load_ip_adapter(pipeline, name)
+        shutil.copytree(made(name, 2)[0], tmp_path / "source")
+        shutil.rmtree(tmp_path / "source" / "transformer")
+        pipeline.transformer.to(dtype).save_pretrained(tmp_path / "source" / "transformer", variant=variant)
+        return tmp_path / "source"
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "dtype", "variant"), [("flux", torch.bfloat16, None), ("sd3", torch.float32, "fp32")])
+def test_transformer_with_an_ip_adapter_is_not_split(
+    made, with_ip_adapter, tmp_path, monkeypatch, name, dtype, variant
+):
+    """diffusers saves its tensors, and does not load them. The remedy in the error works."""
+    source = with_ip_adapter(name, dtype, variant)
+    with pytest.raises(SourceError, match=r"put the new folder in its place") as error:
+        shardconv.split(source, tmp_path / "split", tp=2)
     monkeypatch.chdir(tmp_path)
     with quiet():
         exec(str(error.value).partition("\n")[2])
+    shutil.rmtree(source / "transformer")
+    (tmp_path / "transformer-without-adapter").rename(source / "transformer")
+    shardconv.split(source, tmp_path / "split", tp=2)
     expected, found = (
-        load_file(folder / "diffusion_pytorch_model.safetensors")
-        for folder in (source / "transformer", tmp_path / "transformer-without-adapter")
+        load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+        for folder in (made(name, 2)[0], source)
     )
     assert found.keys() == expected.keys()
     assert all(found[key].equal(expected[key].to(dtype)) for key in expected)
+
+
+def test_transformer_with_an_ip_adapter_is_not_padded(with_ip_adapter, tmp_path):
+    with pytest.raises(SourceError, match=r"component transformer .*to_k_ip.*: is a tensor of an IP adapter"):
+        shardconv.pad(with_ip_adapter("flux"), tmp_path / "padded", tp=8, components="transformer")
 
 
 DAMAGES = {

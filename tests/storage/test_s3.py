@@ -12,7 +12,7 @@ from shardconv.files.paths import open_path
 from shardconv.files.storage import stores
 from shardconv.hf.tokenizer import load_tokenizer
 from shardconv.support.errors import IntegrityError, RunError, SourceError, SplitCheckpointError
-from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
 from tests.support.gptq import write_gptq
 from tests.support.s3_server import S3Server, serve_s3, upload
@@ -188,6 +188,16 @@ def test_settings_that_cannot_be_used_are_errors(s3, monkeypatch, name, value, m
     with pytest.raises(SourceError, match=message) as caught:
         shardconv.report_plan("s3://bucket/models/model")
     assert "secret" not in str(caught.value)
+
+
+def test_models_that_diffusers_saves_again_are_downloaded_first(s3, tmp_path):
+    specs = llama_specs(llama_config()) | {"layer.processor.to_k_ip.0.weight": ("BF16", (8, 8))}
+    (tmp_path / "flux").mkdir()
+    write_weights(tmp_path / "flux" / "diffusion_pytorch_model.safetensors", specs)
+    upload(tmp_path / "flux", "bucket", "flux")
+    with pytest.raises(SourceError, match=r" \(first download s3://bucket/flux\):\n") as error:
+        shardconv.split("s3://bucket/flux", tp=2)
+    assert "AutoModel.from_pretrained('flux', dtype=torch.bfloat16).save_pretrained(" in str(error.value)
 
 
 def test_empty_objects_for_folders_are_skipped(s3, made, tmp_path):

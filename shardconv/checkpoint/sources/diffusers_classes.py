@@ -1,4 +1,4 @@
-"""Classes of diffusers: which of them are sharded, and models that diffusers has to save again first."""
+"""Classes of diffusers that are sharded, and refusals of models that diffusers has to save again before a split."""
 
 import tomllib
 from functools import cache
@@ -6,6 +6,8 @@ from itertools import product
 from pathlib import Path
 
 from shardconv.checkpoint.sources.source import Source
+from shardconv.files.folder import AnyPath
+from shardconv.files.weight_formats import file_variant
 from shardconv.support.errors import SourceError
 from shardconv.support.structs import Data, convert
 
@@ -37,10 +39,11 @@ def refuse_ip_adapters(source: Source) -> None:
         SourceError: if it is one, with the lines that save the model without the adapter.
     """
     if (name := next((name for name in source.specs if _IP_ADAPTER in name), None)) is not None:
+        variant = file_variant((source.index_path or source.paths[0]).name)
         raise SourceError(
             f"{source.path}: {name}: is a tensor of an IP adapter, which diffusers saves and does not load: save the "
-            f"model without it in Python, pass the new folder, and {LOAD_IP_ADAPTER}:"
-            f"{_lines(source, f'AutoModel.from_pretrained({str(source.path)!r}', 'without-adapter')}"
+            f"model without it in Python, put the new folder in its place, and {LOAD_IP_ADAPTER}"
+            f"{_lines(source, 'AutoModel.from_pretrained', source.path, 'without-adapter', variant=variant)}"
         )
 
 
@@ -56,22 +59,26 @@ def refuse_original_names(source: Source) -> None:
         if all(name in source.specs for name in found):
             raise SourceError(
                 f"{source.path}: holds a diffusion model with its original names (such as {found[0]}): convert it to "
-                f"the names of diffusers in Python, and pass the new folder:"
-                f"{_lines(source, f'{class_name}.from_single_file({str(source.paths[0])!r}', 'diffusers')}"
+                f"the names of diffusers in Python, and pass the new folder"
+                f"{_lines(source, f'{class_name}.from_single_file', source.paths[0], 'diffusers')}"
             )
 
 
-def _lines(source: Source, call: str, suffix: str) -> str:
-    """The lines of Python that load a model by a method of a class, and save it with the dtype that keeps its values.
+def _lines(source: Source, method: str, path: AnyPath, suffix: str, **options: str | None) -> str:
+    """The lines of Python that load a model, and save it with the dtype that keeps its values.
 
     Args:
         source: the model.
-        call: the call of the method, without further arguments.
-        suffix: of the folder.
+        method: the method of a class that loads it.
+        path: the argument of the method. If it is remote, the lines are for its copy in the current folder.
+        suffix: the end of the name of the folder that they write.
+        options: keyword arguments of the method; those that are None are left out.
     """
     kinds = {spec.dtype for spec in source.specs.values()} & {"F64", "F32", "F16", "BF16"}  # FP8 fits into BF16
     dtype = {("F16",): "float16", ("BF16",): "bfloat16", (): "bfloat16"}.get((*kinds,), "float32")
+    local, download = (str(path), "") if isinstance(path, Path) else (path.name, f" (first download {path})")
+    named = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
     return (
-        f"\nimport torch\nfrom diffusers import {call.partition('.')[0]}\n"
-        f"{call}, dtype=torch.{dtype}).save_pretrained('{source.name}-{suffix}')"
+        f"{download}:\nimport torch\nfrom diffusers import {method.partition('.')[0]}\n"
+        f"{method}({local!r}, dtype=torch.{dtype}{named}).save_pretrained('{source.name}-{suffix}')"
     )

@@ -170,9 +170,7 @@ def plan_source(
             f"{src.path if isinstance(src, Source) else src}): remove it"
         )
     source = src if isinstance(src, Source) else _open(src, given)
-    refuse_adapter(source)
-    refuse_original_names(source)
-    refuse_ip_adapters(source)
+    refuse_other_contents(source)
     source = source if dtype is None else with_dtype(source, dtype)
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
     settings = config_with_quantization(source)
@@ -232,12 +230,19 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     return ()
 
 
-def refuse_adapter(source: Source) -> None:
-    """Refuse an adapter: its plan needs its base model.
+def refuse_other_contents(source: Source) -> None:
+    """Refuse sources that are not a model with the names of its class alone.
 
     Raises:
-        SourceError: if the source is an adapter.
+        SourceError: if the source is an adapter, has original names, or was saved with an IP adapter.
     """
+    _refuse_adapter(source)
+    refuse_original_names(source)
+    refuse_ip_adapters(source)
+
+
+def _refuse_adapter(source: Source) -> None:
+    """Refuse an adapter: its plan needs its base model."""
     if any(file.name in ADAPTER_FILES for file in source.files):
         raise SourceError(
             f"{source.path}: is a PEFT adapter, which is split by the plan of its base model: pass "
