@@ -439,6 +439,11 @@ def test_a_split_pipeline_is_not_split_again(whole, tmp_path):
         shardconv.split(whole, tmp_path / "again", tp=TP)
 
 
+def test_exchanged_arguments_of_verify_are_named(source, whole):
+    with pytest.raises(UsageError, match=rf"exchange the two \(shardconv verify {whole} --against {source}\)$"):
+        shardconv.verify(source, against=whole)
+
+
 def test_a_source_is_not_merged(source, tmp_path):
     with pytest.raises(SplitCheckpointError, match="is not a split pipeline: make one with shardconv split"):
         shardconv.merge(source, tmp_path / "merged")

@@ -229,8 +229,10 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     began, progress = time.perf_counter(), options["progress"]
     if given := given_options(options, ("source_layout",)):
         raise UsageError(f"{paths[0]}: is a split pipeline, to which {given} does not apply: remove it")
+    against = None if options["against"] is None else open_path(options["against"])
+    check_not_exchanged(paths, against, is_split_pipeline)
     pipeline = open_split_pipeline(paths, for_report=True)
-    source = None if options["against"] is None else _open_against(pipeline, options)
+    source = None if against is None else _open_against(pipeline, against, options)
     total, done, reports = sum(pipeline.num_bytes.values()), 0, dict[str, Any]()
     for name, size in pipeline.num_bytes.items():
         own = {**options, "progress": part_of(progress, done, size, total)}
@@ -256,9 +258,26 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     return verified
 
 
-def _open_against(pipeline: Pipeline, options: Options) -> Pipeline:
+def check_not_exchanged(paths: Sequence[AnyPath], other: AnyPath | None, is_split: Callable[[AnyPath], bool]) -> None:
+    """Refuse to verify a source against its split checkpoint.
+
+    Args:
+        paths: the folders to verify.
+        other: the path to compare with, if there is one.
+        is_split: whether a path is a split checkpoint.
+
+    Raises:
+        UsageError: if ``other`` is one, and ``paths`` are not.
+    """
+    if other is not None and is_split(other) and not any(map(is_split, paths)):
+        raise UsageError(
+            f"{other}: is a split checkpoint, and {option('against')} takes its source: exchange the two (shardconv "
+            f"verify {other} --against {' '.join(map(str, paths))})"
+        )
+
+
+def _open_against(pipeline: Pipeline, path: AnyPath, options: Options) -> Pipeline:
     """Open the source that a split pipeline is compared with."""
-    path = open_path(options["against"])
     if not is_pipeline(path):
         raise SourceError(
             f"{path}: is not a pipeline (no {INDEX_NAME}), but {pipeline.first} is: pass the pipeline that was split"

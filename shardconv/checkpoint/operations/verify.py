@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Stripe, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.engine.shards import Comparer
-from shardconv.checkpoint.operations.pipeline import on_pipelines, verify_each
+from shardconv.checkpoint.operations.pipeline import check_not_exchanged, on_pipelines, verify_each
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.combined import every, path_keys, paths, some, texts, total, union
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
@@ -195,7 +195,7 @@ def verify(
         check_count(threads, "threads")
     _check_options(against, ignore=ignore, follow_links=follow_links)
     other = None if against is None else open_path(against)
-    _check_not_exchanged(src, other)
+    check_not_exchanged(open_paths(src), other, is_split)
     split = open_folders(src, source_layout, config=config, allow_missing_ranks=True, has_source=other is not None)
     manifest, external = split.manifest, split.source
     source = None
@@ -271,16 +271,6 @@ def _check_options(against: SourcePath | None, *, ignore: tuple[str, ...], follo
     given = option("ignore") if ignore else option(follow_links=True) if follow_links else ""
     if given and against is None:
         raise UsageError(f"{given} requires {option('against')}: add {option(against='SOURCE')}, or remove {given}")
-
-
-def _check_not_exchanged(src: SourcePath | Sequence[SourcePath], other: AnyPath | None) -> None:
-    """Refuse a source as ``src`` and its split checkpoint as ``against``."""
-    paths = open_paths(src)
-    if other is not None and is_split(other) and not any(map(is_split, paths)):
-        raise UsageError(
-            f"{other}: is a split checkpoint, and {option('against')} takes its source: exchange the two (shardconv "
-            f"verify {other} --against {' '.join(map(str, paths))})"
-        )
 
 
 def _held(manifest: Manifest) -> tuple[int, ...]:
