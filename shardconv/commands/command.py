@@ -32,7 +32,7 @@ class Option(click.Option):
         heading: one of :data:`HEADINGS`.
         names: its names, and the name of its argument if that is another, with spaces between them.
         text: its help text.
-        meant_by: unknown options for which an error proposes this one.
+        meant_by: options of other programs, whose errors propose this one.
         settings: settings of click's option.
     """
 

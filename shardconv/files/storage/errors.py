@@ -133,7 +133,7 @@ def _reason(error: Exception, scheme: str, done: str) -> str:
     kind = match["kind"] if (match := _KIND.search(str(error))) else ""
     server = f" {match['server']}" if (match := _SERVER.search(str(error))) else ""
     failed = _KINDS.get(kind, "the request failed").format(server)
-    return f"cannot be {done}: {failed}{tried}: {_of_connection(scheme, server, kind)}"
+    return f"cannot be {done}: {failed}{tried}: {_connection_remedy(scheme, server, kind)}"
 
 
 def status_reason(status: str, scheme: str, done: str, tried: str = "") -> str:
@@ -162,7 +162,7 @@ def _remedy(scheme: str) -> str:
     return f": set {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
 
 
-def _of_connection(scheme: str, server: str, kind: str) -> str:
+def _connection_remedy(scheme: str, server: str, kind: str) -> str:
     """The remedy for a connection that failed; names the variable that has a server that cannot be reached."""
     if kind != "Connect":
         return "run the command again"
