@@ -77,15 +77,16 @@ def run_on_all(axis: Axis, step: Callable[[], T]) -> T:
     return results[0]
 
 
-def run_on_first(step: Callable[[], T]) -> T:
-    """Run a step on the first of all processes while the others wait; all return its result.
+def run_on_first(step: Callable[[], T], axis: Axis | None = None) -> T:
+    """Run a step on the first rank of an axis, or of all processes, while the others wait; all return its result.
 
     Raises:
         PeerError: on the others, if it fails.
         ShardconvError: on the first, its error.
     """
-    results, problem = attempt(step) if is_first_rank() else ([], None)
-    of_first, message = gather((results, None if problem is None else problem.message))[0]
+    is_first = is_first_rank() if axis is None else axis.rank == 0
+    results, problem = attempt(step) if is_first else ([], None)
+    of_first, message = gather((results, None if problem is None else problem.message), axis)[0]
     if problem is not None:
         raise problem
     if message is not None:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
-from shardconv.distributed.agreement import gather
+from shardconv.distributed.agreement import run_on_first
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import ModelClass
 from shardconv.plan.families.family import EMBEDDING, ENCODER, HEAD, LAYERS
@@ -344,15 +344,21 @@ class _Stage:
         """The features of images, computed by the first stage, on all stages."""
         if self._computes_features:  # by another method
             return compute(*args, **options)
-        features = None
-        if self._is_first:
-            self._computes_features = True
-            features = compute(*args, **options)
-            self._computes_features = False
-        values, structure = tree_flatten(features)
-        shapes, structure = gather((tree_map_only(Tensor, _without_values, values), structure), self._axis)[0]
-        values = tree_map_only(Tensor, self._share, values if self._is_first else shapes)
+        values: list[Any] = []
+        step = partial(self._compute_features, partial(compute, *args, **options), values)
+        without_values, structure = run_on_first(step, self._axis)
+        values = tree_map_only(Tensor, self._share, values if self._is_first else without_values)
         return tree_unflatten(values, structure)
+
+    def _compute_features(self, compute: Callable[[], Any], values: list[Any]) -> tuple[list[Any], TreeSpec]:
+        """Compute features and append them to ``values``; return them without values, and their structure."""
+        self._computes_features = True
+        try:
+            features, structure = tree_flatten(compute())
+        finally:
+            self._computes_features = False
+        values += features
+        return tree_map_only(Tensor, _without_values, features), structure
 
     def _share(self, tensor: Tensor) -> Tensor:
         """A tensor of the first stage, on all stages; later stages have it on the meta device."""

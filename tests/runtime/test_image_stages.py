@@ -131,6 +131,22 @@ def test_adapter_of_the_encoder_and_the_layers(ranks, source_of, tmp_path):
     ranks("four", check_adapter, source, adapter, tmp_path / "split")
 
 
+def check_error(axis, source, path):
+    unsharded = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    model, images = shardconv.load(path, device="cpu"), inputs_of(unsharded)
+    with torch.inference_mode():
+        with pytest.raises(RunError, match=r"ValueError: Input image size \(16\*7\)"):
+            model(**{**images, "pixel_values": images["pixel_values"][..., :7]})
+        assert relative(model(**images).logits, unsharded(**images).logits) <= 1e-4
+
+
+def test_error_in_the_encoder_is_raised_on_all_stages(ranks, source_of, tmp_path):
+    """The model runs afterward."""
+    source = source_of("llava")
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2)
+    ranks("four", check_error, source, tmp_path / "split")
+
+
 #: Type to the reason why it does not run in stages.
 REFUSED = {
     "llama4": r"Llama4ForConditionalGeneration.forward uses multi_modal_projector outside of get_image_features",
