@@ -195,16 +195,34 @@ def with_long_paths(metadata) -> None:
     metadata.planner_data = dict.fromkeys(metadata.planner_data, path)
 
 
+def with_one_path(metadata) -> None:
+    """Give many entries one path, within the maxima of its depth and names."""
+    path = ("x" * 4000,) * 60
+    metadata.planner_data |= dict.fromkeys(map(str, range(100)), path)
+    metadata.state_dict_metadata |= dict.fromkeys(map(str, range(100)), metadata.state_dict_metadata[HEAD])
+
+
+def nested_tuple():
+    """A tuple with a million items that a pickle has once."""
+    nested = ()
+    for _ in range(20):
+        nested = nested, nested
+    return nested
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (with_long_sizes, r"has 1000000 sizes or offsets of a tensor \(expected at most 64\)"),
         (with_long_paths, r"has an entry in 1000000 nested dicts \(expected at most 64\)"),
         (of_files("relative_path", "x" * 10**6), r"has a name of 1000000 characters \(expected at most 4096\)"),
+        (with_one_path, "repeats names and sizes too often"),
         (
-            of_tensor(HEAD, lambda entry: setattr(entry, "chunks", entry.chunks[:1] * (2**22 + 1))),
-            "has more than 4194304 chunks",
+            of_tensor(HEAD, lambda entry: setattr(entry, "chunks", entry.chunks[:1] * 10**5)),
+            "repeats names and sizes too often",
         ),
+        (of_files("relative_path", nested_tuple()), r"has a name that is not text \(got a tuple\)"),
+        (of_files("offset", nested_tuple()), r"has sizes or offsets that are not numbers \(got a tuple\)"),
         (of_files("length", 0), r"distcp: is truncated or damaged: "),
         (of_files("length", 10**9), r"distcp: is truncated or damaged: "),
         (of_files("relative_path", "../x"), r"names the file '\.\./x'"),

@@ -18,7 +18,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -44,8 +44,11 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
 #: Maximum bytes of a pickle, which is read into memory, and of the memory of the process: a short pickle may use more.
 MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
-#: Maximum dims of a tensor, chunks of all tensors, and characters of a name: a short pickle may repeat a long object.
-_MAX_DIMS, _MAX_CHUNKS, _MAX_CHARACTERS = 64, 2**22, 2**12
+#: Maximum dims of a tensor, and characters of a name.
+_MAX_DIMS, _MAX_CHARACTERS = 64, 2**12
+#: Maximum numbers and characters in the list of tensors, per byte of metadata: a short pickle may repeat long objects.
+#: A valid checkpoint has two, if each chunk has a file name of 255 characters.
+_MAX_LISTED = 4
 #: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: Bytes that are fetched at once elsewhere.
@@ -240,11 +243,18 @@ def _numbers(value: object) -> list[int]:
     if isinstance(value, tuple) and len(value) > _MAX_DIMS:
         raise RefusedError(f"has {len(value)} sizes or offsets of a tensor (expected at most {_MAX_DIMS})", _DAMAGED)
     if not isinstance(value, tuple) or not all(type(number) is int and 0 <= number < 2**63 for number in value):
-        raise RefusedError(f"has sizes or offsets that are not numbers (got {value!r:.60})", _DAMAGED)
+        raise RefusedError(f"has sizes or offsets that are not numbers (got {_shown(value)})", _DAMAGED)
     return list(value)
 
 
+def _shown(value: object) -> str:
+    """A value for a message. Of nested objects only the type: a short pickle may have one whose text is very long."""
+    return f"{value!r:.100}" if isinstance(value, str | int) else f"a {type(value).__name__}"
+
+
 def _text(value: object) -> str:
+    if not isinstance(value, str | int):
+        raise RefusedError(f"has a name that is not text (got {_shown(value)})", _DAMAGED)
     text = str(value)
     if len(text) > _MAX_CHARACTERS:
         raise RefusedError(f"has a name of {len(text)} characters (expected at most {_MAX_CHARACTERS})", _DAMAGED)
@@ -260,7 +270,7 @@ def tensor(storage: Storage, offset: object, shape: object, strides: object, *re
 def tensor_of_dtype(storage: Storage, offset: object, shape: object, strides: object, *rest: Any) -> Tensor:
     """Stands for ``_rebuild_tensor_v3``, of tensors whose dtype no class of storages has."""
     dtype, flags = rest[2], rest[3] if len(rest) > 3 else None
-    return Tensor(storage, offset, shape, strides, str(dtype).removeprefix("torch."), "view" if flags else "")
+    return Tensor(storage, offset, shape, strides, dtype.removeprefix("torch."), "view" if flags else "")
 
 
 def parameter(data: object, *_: object) -> object:
@@ -289,9 +299,9 @@ def encode(text: str, _encoding: object) -> bytes:
     return text.encode("latin-1")
 
 
-def memory_format(value: object) -> str:
-    """A text instead of the memory format with a value. All tensors of a checkpoint are contiguous."""
-    return f"memory format {value!r:.20}"
+def memory_format(_value: object) -> str:
+    """A text instead of a memory format. All tensors of a checkpoint are contiguous."""
+    return "memory format"
 
 
 #: The names of the members of :func:`memory_format`.
@@ -306,7 +316,7 @@ def enum_member(enum: object, name: object) -> str:
     """
     if enum is not memory_format or type(name) is not str or name not in MEMORY_FORMATS:
         raise RefusedError(
-            f"asks for builtins.getattr of {name!r:.60}, and nothing in it is executed", _SAVE_CHECKPOINT
+            f"asks for builtins.getattr of {_shown(name)}, and nothing in it is executed", _SAVE_CHECKPOINT
         )
     return name
 
@@ -410,8 +420,9 @@ class Unpickler(pickle.Unpickler):
         if any(view):
             raise RefusedError("its storages are views of other storages", _SAVE_AGAIN)
         dtype = STORAGES[kind.removeprefix("torch.").removesuffix("Storage")]
-        self.item_bytes.setdefault(key, _OTHER_BYTES.get(dtype) or DTYPES[dtype][1])
-        return Storage(key, dtype)
+        storage = Storage(_text(key), dtype)
+        self.item_bytes.setdefault(storage.key, _OTHER_BYTES.get(dtype) or DTYPES[dtype][1])
+        return storage
 
 
 _ASKS = (
@@ -493,8 +504,8 @@ def read_legacy(file: File) -> Contents:
     system = unpicklers[2].load()
     _check_byte_order(is_little=isinstance(system, dict) and system.get("little_endian") is True)
     loaded, keys = unpicklers[3].load(), unpicklers[4].load()
-    positions = {}
-    for key in keys if isinstance(keys, list) else []:
+    positions: dict[object, Position] = {}
+    for key in map(_text, keys if isinstance(keys, list) else []):
         (count,) = struct.unpack("<q", file.read(8))
         positions[key] = Position(file.tell(), count * unpicklers[3].item_bytes[key])
         file.seek(positions[key].size, io.SEEK_CUR)
@@ -516,12 +527,17 @@ def find_weights(loaded: object) -> tuple[dict[str, Tensor], list[str]]:
     tensors, others = _split(loaded)
     if tensors or not loaded:
         _check_others(others, None)
-        return tensors, [str(name) for name in others]
+        return tensors, [_key(name) for name in others]
     wrapper = _wrapper(others)
     tensors, inner = _split(others.pop(wrapper))
     _check_others(inner, None)
     _check_others(others, TRAINER_STATE)
-    return tensors, [*map(str, others), *(f"{wrapper}.{name}" for name in inner)]
+    return tensors, [*map(_key, others), *(f"{wrapper}.{_key(name)}" for name in inner)]
+
+
+def _key(key: object) -> str:
+    """The name of an entry."""
+    return key if isinstance(key, str) else _shown(key)
 
 
 def _split(entries: dict[Any, Any]) -> tuple[dict[Any, Tensor], dict[Any, Any]]:  # Any: whatever a pickle holds
@@ -535,7 +551,7 @@ def _wrapper(entries: dict[Any, Any]) -> str:  # Any: whatever a pickle holds
     found = [name for name in WRAPPERS if isinstance(entries.get(name), dict) and any(_split(entries[name])[0])]
     if len(found) != 1:
         raise RefusedError(
-            f"does not hold one state dict (got entries {', '.join(map(str, entries))[:200] or 'none'}, expected "
+            f"does not hold one state dict (got entries {', '.join(map(_key, entries))[:200] or 'none'}, expected "
             f"tensors, or one of {', '.join(WRAPPERS)})",
             _SAVE_ALONE,
         )
@@ -545,9 +561,9 @@ def _wrapper(entries: dict[Any, Any]) -> str:  # Any: whatever a pickle holds
 def _check_others(others: dict[Any, Any], known: re.Pattern[str] | None) -> None:  # Any: whatever a pickle holds
     """Refuse entries that may hold weights."""
     for name, value in others.items():
-        if not (known and known.search(str(name))) and _holds_tensors(value):
+        if not (known and known.search(_key(name))) and _holds_tensors(value):
             raise RefusedError(
-                f"entry {name!r:.100} holds tensors, but is not one (got {type(value).__name__})", _SAVE_ALONE
+                f"entry {_shown(name)} holds tensors, but is not one (got {type(value).__name__})", _SAVE_ALONE
             )
 
 
@@ -569,7 +585,7 @@ def _holds_tensors(value: object) -> bool:
 def describe(name: object, found: Tensor, positions: Mapping[object, Position]) -> list[object]:
     """Name, dtype, shape, strides and position of a tensor."""
     if not isinstance(name, str) or not name.isprintable() or name == "__metadata__":  # not a tensor in safetensors
-        raise RefusedError(f"tensor {name!r:.100} does not have a valid name", _SAVE_AGAIN)
+        raise RefusedError(f"tensor {_shown(name)} does not have a valid name", _SAVE_AGAIN)
     if found.kind not in {"", "view"}:
         raise RefusedError(
             f"tensor {name} is not a plain dense tensor (got {found.kind})", f"{_SAVE_AGAIN}, as dense tensors"
@@ -618,10 +634,13 @@ def list_arguments(file: File) -> Listed:
     loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
-    yield {"arguments": {str(name): value for name, value in items if type(value) in {bool, int}}}
+    yield {"arguments": {name: value for name, value in items if isinstance(name, str) and type(value) in {bool, int}}}
 
 
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
+
+#: For each name and offsets in the tensor the file, offset in the file and number of bytes of a chunk.
+Positions = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
 
 
 def list_metadata(file: File) -> Listed:
@@ -632,17 +651,34 @@ def list_metadata(file: File) -> Listed:
     entries = _dict(metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None)
     paths = metadata.get("planner_data")
     positions = _positions(_dict(metadata.get("storage_data")))
-    others, num_chunks = [], 0
+    others, size = [], _Size(_MAX_LISTED * file.size)
     for name, entry in entries.items():
         keys = _keys(name, paths)
-        if isinstance(entry, Record) and (chunks := entry.get("chunks")) is not None:
-            num_chunks += len(chunks) if isinstance(chunks, list) else 0
-            if num_chunks > _MAX_CHUNKS:
-                raise RefusedError(f"has more than {_MAX_CHUNKS} chunks", _SAVE_CHECKPOINT)
-            yield {"tensor": [[name, keys, *_chunked(name, entry, positions)]]}
+        size.add(*keys)
+        if isinstance(entry, Record) and entry.get("chunks") is not None:
+            yield {"tensor": [[name, keys, *_chunked(name, entry, positions, size)]]}
         else:
             others.append(keys)
     yield {"others": others}
+
+
+class _Size:
+    """The numbers and characters that are listed."""
+
+    def __init__(self, most: int) -> None:
+        self._size, self._most = 0, most
+
+    def add(self, *values: Sized) -> None:
+        """Add numbers and characters.
+
+        Raises:
+            RefusedError: if there are too many.
+        """
+        self._size += sum(map(len, values))
+        if self._size > self._most:
+            raise RefusedError(
+                f"repeats names and sizes too often (expected at most {_MAX_LISTED} times its bytes)", _SAVE_CHECKPOINT
+            )
 
 
 def _keys(name: object, paths: object) -> list[str]:
@@ -655,35 +691,40 @@ def _keys(name: object, paths: object) -> list[str]:
     return [_text(key) for key in path]
 
 
-def _positions(storage: dict[object, object]) -> dict[tuple[object, object], list[object]]:
-    """For each name and offsets in the tensor the file, offset in the file and number of bytes of a chunk.
+def _positions(storage: dict[object, object]) -> Positions:
+    """The positions of chunks, without those of other entries, which do not have offsets in a tensor.
 
     Empties the dict, so that its records do not take memory beside the result.
     """
-    found = {}
+    found: Positions = {}
     while storage:
         index, info = storage.popitem()
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise RefusedError("does not have the positions of chunks in files", "it was written by another storage")
         if info.get("transform_descriptors"):
             raise RefusedError("its chunks are compressed or encrypted", "save the checkpoint without extensions")
-        numbers = _numbers((info.get("offset"), info.get("length")))
-        found[index.get("fqn"), index.get("offset")] = [_text(info.get("relative_path")), *numbers]
+        if (offset := index.get("offset")) is not None:
+            start, size = _numbers((info.get("offset"), info.get("length")))
+            found[_text(index.get("fqn")), tuple(_numbers(offset))] = _text(info.get("relative_path")), start, size
     return found
 
 
-def _chunked(name: object, entry: Record, positions: dict[tuple[object, object], list[object]]) -> list[object]:
+def _chunked(name: object, entry: Record, positions: Positions, size: _Size) -> list[object]:
     """The shape of a tensor, and the offsets, sizes and position of each chunk."""
     chunks = entry.get("chunks")
     if not isinstance(chunks, list) or not isinstance(name, str):
-        raise RefusedError(f"entry {name!r:.100} is not a tensor with chunks", _SAVE_CHECKPOINT)
+        raise RefusedError(f"entry {_shown(name)} is not a tensor with chunks", _SAVE_CHECKPOINT)
     listed = []
     for chunk in chunks:
-        offsets, sizes = (chunk.get(key) if isinstance(chunk, Record) else None for key in ("offsets", "sizes"))
-        if (position := positions.get((name, offsets))) is None:
+        boxes = (chunk.get(key) if isinstance(chunk, Record) else None for key in ("offsets", "sizes"))
+        offsets, sizes = map(_numbers, boxes)
+        if (position := positions.get((name, tuple(offsets)))) is None:
             raise RefusedError(f"does not have the position of a chunk of {name}", _SAVE_CHECKPOINT)
-        listed.append([_numbers(offsets), _numbers(sizes), *position])
-    return [_numbers(entry.get("size")), listed]
+        size.add(offsets, sizes, position[0])
+        listed.append([offsets, sizes, *position])
+    shape = _numbers(entry.get("size"))
+    size.add(shape)
+    return [shape, listed]
 
 
 def _dict(value: object) -> dict[object, object]:
