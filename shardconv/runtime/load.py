@@ -154,8 +154,11 @@ def load(
 
 
 def _open(
-    path: SourcePath, tp: int | None, pp: int | None, stages: str | Sequence[int], options: PlanOptions
+    path: SourcePath | Loadable, tp: int | None, pp: int | None, stages: str | Sequence[int], options: PlanOptions
 ) -> Loadable:
+    """Open a checkpoint; a component of a pipeline is open."""
+    if isinstance(path, Loadable):
+        return path
     return open_loadable(open_path(path), tp=tp, pp=pp, stages=stages, options=options)
 
 

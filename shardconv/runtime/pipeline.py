@@ -1,7 +1,7 @@
 """Load pipelines: their sharded components one after the other, and all others by diffusers."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,18 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
         options: the arguments of :func:`~shardconv.load` by their names.
     """
     (path,) = paths
-    opened: list[Pipeline] = []
+    opened: list[tuple[Pipeline, dict[str, Loadable]]] = []
     find = partial(_open, path, options, opened)
     _, device, ranks = connect_ranks(find, options["device"], options["group"])
     axis = ranks.all
-    (pipeline,) = opened
+    ((pipeline, components),) = opened
     check_same(path, axis, {"files of pipelines": pipeline.expected})
     run_on_all(axis, partial(_check_files, pipeline, verify=options["verify"]))
-    names = [*pipeline.components] if options["component"] is None else [options["component"]]
-    own = run_on_all(axis, partial(_own_options, pipeline, names, options))
+    own = run_on_all(axis, partial(_own_options, pipeline, components, options))
     progress, loaded = options["progress"], dict[str, nn.Module]()
-    for at, name in enumerate(names):
-        step = None if progress is None else partial(_report_step, progress, at, len(names))
-        given = {"path": path / name, "device": device, "group": axis, "component": None, "progress": step}
+    for at, (name, component) in enumerate(components.items()):
+        step = None if progress is None else partial(_report_step, progress, at, len(components))
+        given = {"path": component, "device": device, "group": axis, "component": None, "progress": step}
         loaded[name] = load_one(**{**options, **own[name], **given})
     if options["component"] is not None:
         return loaded[options["component"]]
@@ -59,24 +58,24 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     return built if device.type == "cpu" else built.to(device)
 
 
-def _own_options(pipeline: Pipeline, names: Sequence[str], options: Options) -> dict[str, Options]:
+def _own_options(pipeline: Pipeline, components: Mapping[str, Loadable], options: Options) -> dict[str, Options]:
     """Component to its own options: adapters and dequantization where they apply."""
-    given: dict[str, Options] = {name: dict(pipeline.own.get(name, {})) for name in names}
-    if len(names) == 1:
+    given: dict[str, Options] = {name: dict(pipeline.own.get(name, {})) for name in components}
+    if len(components) == 1:
         return given
     if options["adapter"] is not None:
         adapted = adapted_components(pipeline, options["adapter"])
-        given |= {name: {**given[name], "adapter": None} for name in names if name not in adapted}
+        given |= {name: {**given[name], "adapter": None} for name in components if name not in adapted}
     if options["dequantize"]:
-        quantized = [name for name in names if is_quantized(_open_component(pipeline, name, options).manifest)] or names
-        given |= {name: {**given[name], "dequantize": False} for name in names if name not in quantized}
+        quantized = [name for name, one in components.items() if is_quantized(one.manifest)] or components
+        given |= {name: {**given[name], "dequantize": False} for name in components if name not in quantized}
     return given
 
 
 def _open_component(pipeline: Pipeline, name: str, options: Options) -> Loadable:
     plan: Any = {**{one: options[one] for one in PLAN_DEFAULTS if one in options}, **pipeline.own.get(name, {})}
     with naming(pipeline, name, options):
-        return replace(open_loadable(pipeline.first / name, tp=options["tp"], options=plan), pipeline=pipeline.first)
+        return open_loadable(pipeline.first / name, tp=options["tp"], options=plan)
 
 
 def _report_step(progress: Callable[[int, int], None], at: int, count: int, done: int, total: int) -> None:
@@ -84,11 +83,8 @@ def _report_step(progress: Callable[[int, int], None], at: int, count: int, done
     progress(at * total + done, count * total)
 
 
-def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
-    """Open a pipeline, and its first component that is loaded, which has the facts that ranks compare.
-
-    All components of a source are planned, before any is loaded.
-    """
+def _open(path: AnyPath, options: Options, opened: list[tuple[Pipeline, dict[str, Loadable]]]) -> Loadable:
+    """Open a pipeline, and its components that are loaded; return the first, which has the facts that ranks compare."""
     if given := given_options(options, ("model",) if options["component"] is None else ()):
         raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
     is_split = is_split_pipeline(path)
@@ -100,7 +96,6 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"{path}: is not a split pipeline: make one with shardconv split {path} --tp N, or load it without "
             f"splitting it: {option(tp='N')}"
         )
-    opened[:] = [pipeline]
     component = options["component"] or next(iter(pipeline.components))
     if component not in pipeline.components:
         raise UsageError(
@@ -112,9 +107,10 @@ def _open(path: AnyPath, options: Options, opened: list[Pipeline]) -> Loadable:
             f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
             f"or load one component with {option(component='NAME')}"
         )
-    names = [component] if options["component"] is not None or is_split else pipeline.components
-    first, *_ = [_open_component(pipeline, name, options) for name in names]
-    return first
+    names = pipeline.components if options["component"] is None else [component]
+    components = {name: _open_component(pipeline, name, options) for name in names}
+    opened[:] = [(pipeline, components)]
+    return replace(next(iter(components.values())), pipeline=pipeline.first)
 
 
 def adapted_components(pipeline: Pipeline, adapter: StrPath) -> list[str]:

@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.split import loadable
 from shardconv.hf.package import quiet
 from shardconv.layers.sharding import take_shard
 from shardconv.runtime.pipeline_run import PipelineOptions, _generate, run_pipeline
@@ -132,6 +133,17 @@ def test_a_transformer_is_not_run_without_its_pipeline(made, option):
     result = call("run", split / "transformer", option, source / "transformer")
     assert result.code != 0
     assert "is a FluxTransformer2DModel of diffusers, which a pipeline calls: run the folder" in result.err
+
+
+@pytest.mark.parametrize("component", [None, "transformer"])
+def test_components_of_a_source_are_planned_once(made, monkeypatch, component):
+    source, planned = made("flux", 2)[0], []
+    plan = loadable.plan_source
+    monkeypatch.setattr(
+        loadable, "plan_source", lambda path, **options: planned.append(path.name) or plan(path, **options)
+    )
+    shardconv.load(source, tp=1, device="cpu", component=component)
+    assert planned == (["text_encoder", "text_encoder_2", "transformer"] if component is None else [component])
 
 
 def test_an_unsupported_size_of_a_source_names_the_component(made, tmp_path):
