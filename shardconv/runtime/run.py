@@ -26,18 +26,8 @@ from shardconv.plan.families.loading import model_type_of
 from shardconv.runtime.comparison import check_unsharded, compare
 from shardconv.runtime.device import rank_device
 from shardconv.runtime.load import load
-from shardconv.runtime.outputs import (
-    Codec,
-    ModelRun,
-    Outputs,
-    RunOptions,
-    TimedScores,
-    check_input,
-    check_positions,
-    compute_outputs,
-    default_ids,
-    parse_ids,
-)
+from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimedScores, compute_outputs
+from shardconv.runtime.prompts import Codec, check_input, check_positions, default_ids, parse_ids
 from shardconv.runtime.rank_tensors import refuse_quantized, require_quantized
 from shardconv.runtime.ranks import check_config, find_model_class
 from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
