@@ -15,8 +15,8 @@ from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Shards, split_into_st
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
-from shardconv.checkpoint.sources.joined import FileContents, Literal
 from shardconv.checkpoint.sources.planning import PlannedSource
+from shardconv.checkpoint.sources.rearranged import FileContents, Literal
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transforms, open_tensors
 from shardconv.files.folder import AnyPath, permissions

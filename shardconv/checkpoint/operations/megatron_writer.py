@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from shardconv.checkpoint import engine
 from shardconv.checkpoint.operations.foreign_writer import ForeignFiles
 from shardconv.checkpoint.output.job import Job
-from shardconv.checkpoint.sources.joined import FileContents, JoinedRows, Literal, WithCopies
 from shardconv.checkpoint.sources.layout_files import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import COMMON_NAME, SIZES, check_unquantized, known_sizes
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
+from shardconv.checkpoint.sources.rearranged import FileContents, JoinedRows, Literal, WithCopies
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import Transform
 from shardconv.files.containers.dcp import METADATA_NAME, ChunkPosition, MetadataPickle, frame

@@ -16,7 +16,6 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.engine.layout import in_file_order, lay_out_ranks
 from shardconv.checkpoint.sources.dcp_files import read_dcp
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options
-from shardconv.checkpoint.sources.joined import RotaryRows
 from shardconv.checkpoint.sources.layout_files import (
     RankFiles,
     RankFileTensor,
@@ -27,6 +26,7 @@ from shardconv.checkpoint.sources.layout_files import (
 )
 from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
+from shardconv.checkpoint.sources.rearranged import RotaryRows
 from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes

@@ -16,8 +16,8 @@ from shardconv.checkpoint.sources.dcp_files import (
     stored_tensors,
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.joined import JoinedRows, Rows, WithCopies
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
+from shardconv.checkpoint.sources.rearranged import JoinedRows, Rows, WithCopies
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform, read_values
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes

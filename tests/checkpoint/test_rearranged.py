@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
-from shardconv.checkpoint.sources.joined import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.opening import open_source
+from shardconv.checkpoint.sources.rearranged import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.files.input_files import InputFiles
 

@@ -1,4 +1,4 @@
-"""Tensors and files of ranges of stored tensors: one after the other, or with the rows of heads in another order."""
+"""Transforms that rearrange stored bytes: tensors and files of ranges of stored tensors, and rows in another order."""
 
 from array import array
 from bisect import bisect_right
