@@ -1,4 +1,4 @@
-"""Differentiable operations between the tensor-parallel region of a model and the rest of it.
+"""Differentiable operations between ranks: at the borders of a tensor-parallel region, and on blocks of a tensor.
 
 | operation | forward | backward |
 |---|---|---|

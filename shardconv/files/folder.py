@@ -299,7 +299,7 @@ def header_progress(progress: Progress | None) -> Iterator[None]:
         progress_of_headers.reset(token)
 
 
-# --- small text files -------------------------------------------------------------------------------------------------
+# --- texts: files that are read with a size limit, and large texts in memory ------------------------------------------
 
 #: The remedy for a file that is not the expected JSON.
 _AGAIN = "correct it, or download or copy it again"
@@ -314,7 +314,7 @@ START_BYTES = 64
 
 
 class Compressed:
-    """A text with the names of all tensors, which is kept compressed, as it would take much memory."""
+    """A text that is compressed in memory, such as one with the names of all tensors."""
 
     __slots__ = ("_data",)
 

@@ -1,1 +1,1 @@
-"""Checks with small models: of plans and of padded checkpoints; and proposals of plan files."""
+"""Proofs of plans with small models, proposals of plan files, and padding of checkpoints."""

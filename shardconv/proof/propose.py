@@ -25,7 +25,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import family_of
 from shardconv.plan.rule_set import RuleSet, rules_for
-from shardconv.proof.proposal import propose_rules
+from shardconv.proof.propose_rules import propose_rules
 from shardconv.proof.prove import require_config
 from shardconv.support.errors import PlanError
 

@@ -1,4 +1,4 @@
-"""Copies and computations with numpy, which is imported with this module on first use.
+"""Copies, comparisons and conversions of the elements in buffers, by numpy.
 
 Importing numpy takes as long as copying some hundred megabytes, and contiguous copies do not need it. The first thread
 that needs this module imports it, while the others continue.
