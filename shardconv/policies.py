@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardconv.distributed import Axis, reduce_from_tp
 from shardconv.layers import ColumnParallelLinear, ParallelLinear, ParallelModule, RowParallelLinear
-from shardconv.layers.parallel_module import description
 from shardconv.layers.runtime_classes import combined_class
+from shardconv.layers.sharding import description
 from shardconv.plan.families.family import Family
 from shardconv.plan.families.rule import Rule, UnitRule
 from shardconv.support.errors import PlanError

@@ -7,7 +7,8 @@ from shardconv.layers.features import RegisterParallelDim, get_parallel_dim
 from shardconv.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear, VocabParallelClassifier
 from shardconv.layers.lora import LoRALinear
 from shardconv.layers.loss import ParallelCrossEntropyLoss
-from shardconv.layers.parallel_module import ParallelModule, clip_grad_norm_
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import clip_grad_norm_
 
 __all__ = [
     "ColumnParallelLinear",

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardconv.distributed import Axis, GroupLike, as_axis
-from shardconv.layers.parallel_module import description
-from shardconv.layers.sharding import take_shard
+from shardconv.layers.sharding import description, take_shard
 from shardconv.plan.placement import Placement, Unit, shard_dim
 
 #: Fills a tensor in place.

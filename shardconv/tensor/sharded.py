@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from shardconv.distributed.operations import with_gradient
-from shardconv.layers.parallel_module import ParallelModule, description
+from shardconv.layers.parallel_module import ParallelModule
+from shardconv.layers.sharding import description
 from shardconv.tensor.comm import CommSpec, Cost, Links, links_by_axis
 from shardconv.tensor.cost import Link
 from shardconv.tensor.spec import (
