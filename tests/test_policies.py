@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 import shardconv
 from shardconv import ColumnParallelLinear, Layer, ParallelLinear, PlanError, Policy, RowParallelLinear
 from shardconv.convert import gather_state_dict
-from shardconv.layers.parallel_module import description
+from shardconv.layers.sharding import description
 from tests.support.comparison import SCALE, check_gradients, check_refused, inputs_of, numbers
 from tests.support.gpt import GPT, Block, batch
 from tests.support.matrix import cases

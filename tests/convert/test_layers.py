@@ -24,7 +24,7 @@ from shardconv.layers import (
     VocabParallelClassifier,
 )
 from shardconv.layers.init import shard_init_
-from shardconv.layers.parallel_module import description
+from shardconv.layers.sharding import description
 from tests.support.comparison import check_refused
 from tests.support.ranks import on_ranks
 
