@@ -243,11 +243,11 @@ class StageFinder:
         engine, total, pp = self._rules.engine, sum(num_layers), len(num_layers)
         least = engine_named(engine).layers_of_first_stage(self._rules.models[0].config)
         if num_layers[0] < least:
-            most = max(total - least, 0) + 1
-            stages = as_option((least, *divide_layers(total - least, pp - 1))) if pp <= most else option(pp=most)
+            after = min(total - least, pp - 1)  # number of stages after the first
+            stages = as_option((least, *divide_layers(total - least, after))) if after > 0 else option(pp=1)
             raise UsageError(
                 f"{as_option(num_layers)} has {num_layers[0]} layers of {path} in the first stage (expected at least "
-                f"{least}, to whose outputs {engine} adds features of images): pass {stages}"
+                f"{least}, to whose outputs {engine} adds features of images): pass {stages} instead"
             )
 
     def stages_of(self, name: str, stages: Stages) -> tuple[int, ...]:

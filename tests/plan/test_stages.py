@@ -247,20 +247,24 @@ def planner_of_images(vision, engine="vllm"):
     return planner_for(specs, config, PlanRequest(engine=engine))
 
 
-#: Config of the image encoder and stages, to what is to be passed instead.
+#: Config of the image encoder and stages, to the least number of layers and the stages to pass instead.
 FEW_LAYERS = {
-    "by the config": ({"deepstack_visual_indexes": [1, 3, 5, 6]}, StageChoice(2, (3, 5)), "expected at least 4", "4,4"),
-    "by default": ({}, StageChoice(4), "expected at least 3", "3,2,2,1"),
-    "too many stages": ({}, StageChoice(7), "expected at least 3", "pp=6"),
-    "too few layers": ({"deepstack_visual_indexes": [*range(9)]}, StageChoice(2), "expected at least 9", "pp=1"),
+    "by the config": ({"deepstack_visual_indexes": [1, 3, 5, 6]}, StageChoice(2, (3, 5)), 4, "4,4"),
+    "by default": ({}, StageChoice(4), 3, "3,2,2,1"),
+    "too many stages": ({}, StageChoice(7), 3, "3,1,1,1,1,1"),
+    "layers for one stage": ({"deepstack_visual_indexes": [*range(8)]}, StageChoice(2), 8, ""),
+    "too few layers": ({"deepstack_visual_indexes": [*range(9)]}, StageChoice(2), 9, ""),
 }
 
 
 @pytest.mark.parametrize("case", FEW_LAYERS)
 def test_first_stage_has_the_layers_after_which_vllm_adds_features_of_images(case):
-    vision, chosen, expected, remedy = FEW_LAYERS[case]
-    with pytest.raises(UsageError, match=rf"in the first stage \({expected}.* vllm adds .*: pass \S*{remedy}"):
+    vision, chosen, least, remedy = FEW_LAYERS[case]
+    option = f'stages="{remedy}"' if remedy else "pp=1"
+    with pytest.raises(UsageError, match=rf"first stage \(expected at least {least}, .* vllm adds .*: pass {option} instead$"):
         planner_of_images(vision).stages(chosen)
+    accepted = planner_of_images(vision).stages(chosen_stages(None if remedy else 1, remedy))
+    assert (",".join(map(str, accepted.num_layers)) if accepted else "") == remedy
     assert planner_of_images(vision, engine=None).stages(chosen).count == chosen.count
 
 
