@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import shardconv
+from shardconv.checkpoint.sources import source_files
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
+from shardconv.files.containers.safetensors import read_header
 from shardconv.files.folder import Compressed
 from shardconv.files.weight_formats import SAFETENSORS
 from shardconv.support.errors import SourceError, SplitCheckpointError
@@ -262,6 +264,18 @@ def test_index_lists_a_tensor_that_its_file_does_not_have(folder):
     names = {name: file for name, file in weight_map(folder).items() if name != "ghost"}
     write_index(folder, {**names, FIRST_TENSOR: PARTS[1]})
     refuses(folder, f"{FIRST_TENSOR} is in {PARTS[0]} \\(expected {PARTS[1]}\\): .*download both again")
+
+
+def test_index_that_changes_while_the_files_are_read(folder, monkeypatch):
+    """The error is about the index that named the files."""
+    write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
+
+    def read_and_damage(path):
+        (folder / INDEX).write_text("{}")
+        return read_header(path)
+
+    monkeypatch.setattr(source_files, "read_header", read_and_damage)
+    refuses(folder, "tensor ghost is in no file of the index")
 
 
 def test_index_lacks_a_tensor_of_a_file(folder):

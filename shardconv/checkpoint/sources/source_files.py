@@ -7,7 +7,7 @@ share it, and all others are read with their strides.
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,7 +22,7 @@ from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
-from shardconv.files.folder import AnyPath, Compressed, parse_object, read_json, read_text
+from shardconv.files.folder import AnyPath, Compressed, parse_object, read_text
 from shardconv.files.paths import check_link
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
@@ -55,12 +55,10 @@ class WeightFiles(Struct, frozen=True):
     Attributes:
         names: of the source files, sorted; all in one format.
         index: name and compressed text of their index, or None.
-        weight_map: tensor to file, by the index; empty without one, and after the files are read.
     """
 
     names: list[str]
     index: tuple[str, Compressed] | None = None
-    weight_map: dict[str, str] = {}
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
@@ -97,7 +95,7 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
     _check_not_ignored(folder, sources)
     if given_index is None:
         _check_no_single(path, index_name, sources, names)
-    return WeightFiles(sources, (index_name, text), weight_map)
+    return WeightFiles(sources, (index_name, text))
 
 
 def _check_not_ignored(folder: SourceFolder, names: Collection[str]) -> None:
@@ -203,26 +201,15 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     paths = [_path(folder, name, found, follow_links=follow_links) for name in found.names]
     listed = containers.torch_files.read_torch_files(paths) if found.names[0].endswith(PYTORCH.suffixes) else None
     headers = map(read_header, paths) if listed is None else map(header_of, listed)
-    listed_count = len(found.weight_map)
-    files = tuple(_removed_from(found.weight_map, map(SourceFile, found.names, paths, headers)))
+    files = tuple(map(SourceFile, found.names, paths, headers))
     if shard := next((file for file in files if IDENTITY_KEY in (file.header.metadata or {})), None):
         raise SourceError(without_manifest(folder, shard.name))
-    index_path = None if found.index is None else folder / found.index[0]
-    if found.weight_map or listed_count != sum(len(file.header.specs) for file in files):
-        file_of = _file_of(folder, files)
-        if index_path is not None:
-            _check_index(index_path, file_of, files)
+    file_of, index_path = _file_of(folder, files), None
+    if found.index is not None:
+        index_path = folder / found.index[0]
+        _check_index(index_path, found.index[1], file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)
-
-
-def _removed_from(weight_map: dict[str, str], files: Iterable[SourceFile]) -> Iterator[SourceFile]:
-    """Yield the files; remove their tensors from the index, so that only one of the two has the names in memory."""
-    for file in files:
-        for name in file.header.specs:
-            if weight_map.get(name) == file.name:
-                del weight_map[name]
-        yield file
 
 
 def _path(folder: AnyPath, name: str, found: WeightFiles, *, follow_links: bool) -> AnyPath:
@@ -282,8 +269,8 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     return found
 
 
-def _check_index(path: AnyPath, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> None:
-    weight_map = read_json(path)["weight_map"]
+def _check_index(path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> None:
+    weight_map = parse_object(path, text.raw.decode())["weight_map"]
     assert isinstance(weight_map, dict)
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
