@@ -13,24 +13,23 @@ from shardconv.distributed import Axis
 from shardconv.distributed.agreement import run_on_all
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.sharding import gather_shards
+from shardconv.plan.unused import ip_adapter_tensor
 from shardconv.support.errors import PlanError
 
 #: The method of transformers of diffusers that loads adapters.
 _LOAD = "_load_ip_adapter_weights"
-#: In the name of a tensor of a loaded adapter.
-_KEYS = ".processor.to_k_ip."
 
 
 def refuse_ip_adapters(names: Iterable[str]) -> None:
     """Refuse a model with an IP adapter, which only :func:`shard_ip_adapters` shards.
 
     Args:
-        names: of its tensors.
+        names: the names of its tensors.
 
     Raises:
         PlanError: if it has one.
     """
-    if (name := next((name for name in names if _KEYS in name), None)) is not None:
+    if (name := ip_adapter_tensor(names)) is not None:
         raise PlanError(
             f"{name}: is a tensor of an IP adapter: call unload_ip_adapter of the pipeline, convert the transformer, "
             "and call load_ip_adapter again"
@@ -63,7 +62,7 @@ def _load(
     def prepare_processors() -> Preparation:
         names = (f"{name}." for name, _ in model.named_modules() if name.endswith(".processor"))
         prepared = prepare(tuple(names))
-        if not any(_KEYS in f"{one.name}." for one in prepared.conversions):
+        if ip_adapter_tensor(f"{one.name}." for one in prepared.conversions) is None:
             raise PlanError("the rules do not shard keys of IP adapters: load the adapter into an unsharded pipeline")
         return prepared
 

@@ -48,9 +48,6 @@ DTYPE_NAMES = {
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: The beginning of all names in a model.
-_WHOLE = ("",)
-
 #: The rules of a conversion: a plan, a request to make one, or policies.
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
 
@@ -217,11 +214,16 @@ def convert_with_request(
     Returns:
         ``model``.
     """
+
+    def prepare() -> Preparation:
+        refuse_ip_adapters(model.state_dict())
+        return _prepare(model, config, request, axis, groups)
+
     check_versions()
     tensors = own_tensors(model.named_modules())
     tensors = tensors if has_values else [(label, name, tensor.to("meta")) for label, name, tensor in tensors]
     everyone = axis if groups is None else groups.stage
-    convert(model, partial(_prepare, model, config, request, axis, groups), axis, tensors, everyone)
+    convert(model, prepare, axis, tensors, everyone)
     if isinstance(request, tuple):
         check_first_gradients(model, axis)
         check_inputs(model, axis.size)
@@ -255,12 +257,10 @@ def _prepare(
     request: Request,
     axis: Axis,
     groups: ParallelGroups | None,
-    inside: tuple[str, ...] = _WHOLE,
+    inside: tuple[str, ...] = ("",),
 ) -> Preparation:
     """Plan the tensors ``inside`` modules, and prepare the parallel modules and overrides there; changes nothing."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(inside)}
-    if inside == _WHOLE:
-        refuse_ip_adapters(state)
     if unknown := next((tensor.dtype for tensor in state.values() if tensor.dtype not in DTYPE_NAMES), None):
         raise ValueError(f"values of {unknown} cannot be sharded")
     specs = {name: TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}

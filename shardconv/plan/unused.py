@@ -1,11 +1,11 @@
-"""Tensors of checkpoints that the models of transformers do not use, by name.
+"""Tensors of checkpoints that the models of transformers and diffusers do not use, by name.
 
 These are MTP layers (multi-token prediction), which serving engines use; constants that old versions of transformers
-stored; and pretraining heads that a model for another task does not have.
+stored; pretraining heads that a model for another task does not have; and IP adapters.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 #: A module of MTP layers: ``mtp.layers.0.``, ``model.mtp_block.0.``.
 _MTP_MODULE = re.compile(r"(^|\.)mtp(_[a-z_]+)?\.")
@@ -32,3 +32,12 @@ def known_unused(names: Collection[str]) -> frozenset[str]:
         for name in names
         if name.startswith(layers) or any(kind.search(name) for kind in (_MTP_MODULE, _CONSTANT, _PRETRAINING))
     )
+
+
+def ip_adapter_tensor(names: Iterable[str]) -> str | None:
+    """The first name of a tensor of an IP adapter, which diffusers saves with a transformer and loads separately.
+
+    Args:
+        names: the names of the tensors of a model.
+    """
+    return next((name for name in names if ".processor.to_k_ip." in name), None)

@@ -8,12 +8,11 @@ from pathlib import Path
 from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import file_variant
+from shardconv.plan.unused import ip_adapter_tensor
 from shardconv.support.errors import SourceError
 from shardconv.support.structs import Data, convert
 
-#: In the name of a tensor of an IP adapter that is saved with a transformer.
-_IP_ADAPTER = ".processor.to_k_ip."
-#: Instructions for an IP adapter, which is not split.
+#: The remedy for IP adapters, which are not split.
 LOAD_IP_ADAPTER = "call load_ip_adapter of the pipeline that shardconv.load returns"
 
 
@@ -38,7 +37,7 @@ def refuse_ip_adapters(source: Source) -> None:
     Raises:
         SourceError: if it is one, with the lines that save the model without the adapter.
     """
-    if (name := next((name for name in source.specs if _IP_ADAPTER in name), None)) is not None:
+    if (name := ip_adapter_tensor(source.specs)) is not None:
         variant = file_variant((source.index_path or source.paths[0]).name)
         raise SourceError(
             f"{source.path}: {name}: is a tensor of an IP adapter, which diffusers saves and does not load: save the "
