@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from shardconv.checkpoint.engine.layout import ADAPTERS
-from shardconv.checkpoint.operations.pipeline import Options, naming, open_source_pipeline, open_split_folders
+from shardconv.checkpoint.operations.pipeline import Options, component_errors, open_source_pipeline, open_split_folders
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, StrPath, given_options
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_tp
@@ -74,7 +74,7 @@ def _own_options(pipeline: Pipeline, components: Mapping[str, Loadable], options
 
 def _open_component(pipeline: Pipeline, name: str, options: Options) -> Loadable:
     plan: Any = {**{one: options[one] for one in PLAN_DEFAULTS if one in options}, **pipeline.own.get(name, {})}
-    with naming(pipeline, name, options):
+    with component_errors(pipeline, name, options):
         return open_loadable(pipeline.first / name, tp=options["tp"], options=plan)
 
 

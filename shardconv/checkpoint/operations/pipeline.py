@@ -313,12 +313,12 @@ def call_on(operation: Callable[..., R], pipeline: Pipeline, name: str, options:
     """Apply an operation to a component; its errors name the component."""
     folders = [path / name for path in pipeline.paths]
     src = folders if len(folders) > 1 else folders[0]
-    with naming(pipeline, name, options):
+    with component_errors(pipeline, name, options):
         return operation(**{**options, "src": src, **pipeline.own.get(name, {})})
 
 
 @contextmanager
-def naming(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
+def component_errors(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
     """Make errors in the block name a component; those of plans also have remedies for the pipeline."""
     try:
         yield

@@ -158,9 +158,9 @@ def blocked(field: Joined) -> tuple[BlockedTp, ...]:
 
 
 def padded(field: Joined) -> tuple[PaddedTp, ...]:
-    """The sizes that all components support, and some of them with padding only.
+    """The sizes that all components support, where at least one component needs padding.
 
-    The other components count without the padding of an uneven vocabulary.
+    Components that support a size without padding are counted without it.
     """
     found = []
     for tp in sorted({one.tp for several in field.values.values() for one in several}):
