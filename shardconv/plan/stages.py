@@ -200,7 +200,7 @@ class StageFinder:
 
         Args:
             chosen: the choice of the user.
-            names: of its tensors, or of the tensors that an adapter changes.
+            names: the names of its tensors, or of the tensors that an adapter changes.
             is_adapter: whether they belong to an adapter, which may lack layers.
 
         Raises:

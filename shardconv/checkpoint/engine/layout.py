@@ -168,7 +168,7 @@ class _ShardFinder:
     Args:
         inputs: the inputs of the files.
         ranks: the ranks.
-        files: of each of them.
+        files: the files of each of these ranks.
         of_stages: the files of a rank of each stage; all ranks of a stage have a tensor in the same file.
     """
 
