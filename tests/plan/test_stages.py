@@ -261,7 +261,8 @@ FEW_LAYERS = {
 def test_first_stage_has_the_layers_after_which_vllm_adds_features_of_images(case):
     vision, chosen, least, remedy = FEW_LAYERS[case]
     option = f'stages="{remedy}"' if remedy else "pp=1"
-    with pytest.raises(UsageError, match=rf"first stage \(expected at least {least}, .* vllm adds .*: pass {option} instead$"):
+    message = rf"first stage \(expected at least {least}, .* vllm adds .*: pass {option} instead$"
+    with pytest.raises(UsageError, match=message):
         planner_of_images(vision).stages(chosen)
     accepted = planner_of_images(vision).stages(chosen_stages(None if remedy else 1, remedy))
     assert (",".join(map(str, accepted.num_layers)) if accepted else "") == remedy
