@@ -14,8 +14,7 @@ import click
 from shardconv import __version__
 from shardconv.commands.merge import merge
 from shardconv.commands.pad import pad, unpad
-from shardconv.commands.plan import plan
-from shardconv.commands.prove import prove_rank
+from shardconv.commands.plan import plan, prove_rank
 from shardconv.commands.reshard import reshard
 from shardconv.commands.run import run
 from shardconv.commands.split import split

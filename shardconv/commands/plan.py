@@ -1,6 +1,8 @@
 """``shardconv plan``: the plan of a source, its proof, and its communication cost."""
 
+import gc
 import re
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from shardconv.commands.options import (
     BASE,
     FAMILY,
     HTML_OPTIONS,
+    PATH,
     PLAN_OPTIONS,
     SOURCE_OPTIONS,
     SOURCE_PATH,
@@ -27,7 +30,6 @@ from shardconv.commands.options import (
     display_options,
     dtype_option,
 )
-from shardconv.commands.prove import show_proof
 from shardconv.commands.shared import (
     HtmlFile,
     adapter_notes,
@@ -48,6 +50,7 @@ from shardconv.support.formatting import counted, ranges, size, sizes
 if TYPE_CHECKING:
     from shardconv.checkpoint.operations.plan_report import PlanReport, TensorReport
     from shardconv.plan.planner import BlockedTp
+    from shardconv.proof.prove import ProofReport
 
 
 _DISPLAY = ("src", "as_json", "quiet")
@@ -146,7 +149,7 @@ def plan(
     if propose:
         _show_proposal(src, console, options)
     elif prove:
-        show_proof(src, console, tps or (), options, check_model=check_model is not False)
+        _show_proof(src, console, tps or (), options, check_model=check_model is not False)
     else:
         with console.progress("read headers", counts=True) as progress, header_progress(progress):
             report = report_plan(src, tp=listed.tp, pp=pp, stages=stages, base=base, dtype=dtype, **options)
@@ -306,3 +309,74 @@ def _alternative(name: str, choice: re.Match[str]) -> str:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) or "scalar"
+
+
+# --- the proof of a plan ----------------------------------------------------------------------------------------------
+
+
+def _show_proof(
+    src: SourcePath, console: Console, tps: tuple[int, ...], options: dict[str, Any], *, check_model: bool
+) -> None:
+    """Prove the plan. Exits 3 where the sharded model differs from the unsharded one."""
+    with ImportPhase():
+        from shardconv.proof.prove import PipelineProof, prove
+    with console.progress("prove", counts=True) as progress:
+        report = prove(src, tps=tps, check_model=check_model, progress=progress, **options)
+    models = [*report.components.values()] if isinstance(report, PipelineProof) else [report]
+    gaps = [line for one in models for line in _proof_gaps(one)]
+    lines = [line for one in models for line in (*_proof_lines(one), *_proof_gaps(one), _proof_verdict(one))]
+    console.report(report, lines, quiet_warnings=gaps if report.is_proven else lines)
+    if not report.is_proven:
+        sys.exit(3 if all(one.proofs for one in models) else 1)
+
+
+def _proof_lines(report: "ProofReport") -> list[str]:
+    numel = f"{report.num_parameters:,} randomly initialized parameters"
+    lines = [f"{report.source}: family {report.family}, tried on a small {report.model} of {numel}"]
+    for proof in report.proofs:
+        tokens = {True: ", greedy tokens equal", False: ", greedy tokens differ", None: ""}[proof.tokens]
+        gradients = "" if proof.gradient is None else f", gradients to {proof.gradient:.0e}"
+        found = "" if proof.output is None else f"outputs to {proof.output:.0e}{gradients} of the largest{tokens}; "
+        verdict = "passed" if proof.has_passed else "failed" if found else "failed to run"
+        lines.append(
+            f"tp {proof.tp}: {verdict}: {found}{proof.sharded_fraction:.0%} of the elements of matrices are sharded"
+        )
+    if report.num_grids:
+        verdict = "failed" if report.grid_differences else "passed"
+        kinds = counted(report.num_grids, "kind")
+        lines.append(
+            f"{kinds} of quantized weights: {verdict}: dequantized shards are shards of the dequantized weight"
+        )
+        lines += [f"differs: {line}" for line in report.grid_differences]
+    return lines
+
+
+def _proof_gaps(report: "ProofReport") -> list[str]:
+    """Limits of the proofs: sizes that were skipped, smaller heads, and tensors that are not covered."""
+    lines = list(dict.fromkeys(f"tp {proof.tp}: {proof.note}" for proof in report.proofs if proof.note))
+    lines += [report.note] if report.note else []
+    lines += [f"not tried: {text}" for text in report.skipped]
+    lines += [f"not covered, as the small model does not have this tensor: {name}" for name in report.unreached]
+    if {proof.tp for proof in report.proofs} - set(report.supported_tp):
+        lines.append(f"supported tp of {report.source} itself: {', '.join(map(str, report.supported_tp)) or 'none'}")
+    return lines
+
+
+def _proof_verdict(report: "ProofReport") -> str:
+    tried = ", ".join(str(proof.tp) for proof in report.proofs)
+    if report.is_proven:
+        return f"proven for tp {tried}{', except for the tensors that are not covered' if report.unreached else ''}"
+    return "not proven: do not split with this plan" if tried else "not proven: no tensor parallel size was tried"
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=PATH)
+def prove_rank(folder: Path) -> None:
+    """Run one rank of a proof."""
+    gc.enable()
+    from shardconv.proof.ranks import prove_rank as run
+    from shardconv.runtime.launch import join, leave
+
+    join()
+    run(folder)
+    leave()
