@@ -1,44 +1,42 @@
 """Prove a plan: a small model, sharded by the same rules, computes the same as the unsharded small model.
 
-Reads headers and config of the source only. The small model is randomly initialized. The report lists the tensors of
-the source that the small model does not have, which the proof does not cover.
-
-For a quantized source, dequantizing the shard of a weight must give the shard of the dequantized weight. Weights with
-equal grids and placements are one kind, of which one is compared. It has random values, and in a dim that is not
-sharded only a few blocks.
+Reads headers and config of the source only. The small model is randomly initialized, and as close to the source as
+possible. The report lists the tensors of the source that the small model does not have, which the proof does not cover.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import lcm
+from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
-from torch import Tensor
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.convert.model import DTYPE_NAMES
+from shardconv.convert.model import config_fields
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.layers.sharding import take_shard
+from shardconv.hf.build import head_sizes, small_model
+from shardconv.hf.classes import model_class
+from shardconv.hf.package import isolated
+from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import starred
-from shardconv.plan.grid import GROUP_INDEX, PLAIN, SCALE, SHAPE, VALUES, ZERO_POINT, Grid
-from shardconv.plan.placement import Placement
-from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, logical_tensors
+from shardconv.plan.padding import Heads
+from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner, tp_sizes
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.proof.compare import SMALL, heads_for, padding_mismatch, write_small_model
+from shardconv.proof.compare import write_reference
+from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
-from shardconv.proof.ranks import Proof, prove_all
-from shardconv.runtime.rank_tensors import Stored, dequantize, is_readable
-from shardconv.support.errors import PlanError, RunError, UsageError, option
-from shardconv.support.temporary import temporary_folder
+from shardconv.proof.ranks import REFERENCE, SMALL, Proof, prove_all
+from shardconv.support.errors import OutputError, PlanError, RunError, UsageError, option
+from shardconv.support.temporary import temporary_folder, writing
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -185,7 +183,7 @@ def _with_remedy(proof: Proof, planner: Planner, request: PlanRequest) -> Proof:
 def _compare_grids(
     tensors: Mapping[str, TensorSpec], planner: Planner, plans: Mapping[int, Plan]
 ) -> Iterator[tuple[str, str]]:
-    """As :func:`~shardconv.proof.prove.grid_differences`, for each tensor parallel size."""
+    """As :func:`~shardconv.proof.grids.grid_differences`, for each tensor parallel size."""
     if not any(spec.grid for spec in tensors.values()):
         return
     of_weights = Planner(logical_tensors(tensors), planner.rules)
@@ -239,109 +237,96 @@ def skipped_sizes(
         yield f"tp {tp}: the small model cannot be sharded for it, though {source} may be: {reason}{numbers}"
 
 
-# --- the grids of a quantized source ----------------------------------------------------------------------------------
+# --- small models -----------------------------------------------------------------------------------------------------
 
-#: Blocks of a dim that is not sharded.
-_BLOCKS = 2
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-#: The stored tensors of a weight, by name.
-_Weight = dict[str, TensorSpec]
+#: The largest number of heads of a small model; a proof starts one process per rank.
+MAX_HEADS = 64
 
 
-def grid_differences(tensors: Mapping[str, TensorSpec], weights: Plan, stored: Plan) -> Iterator[tuple[str, str]]:
-    """Yield the name of a weight of each kind, and the difference of its shards; "" if there is none.
+def heads_for(tps: Sequence[int]) -> int:
+    """The number of heads with which a small model supports tensor parallel sizes; the usual number if it does."""
+    needed = math.lcm(*tps) if tps else HEADS
+    if HEADS % needed == 0 or needed > MAX_HEADS:
+        return HEADS
+    return needed if needed % 2 == 0 else 2 * needed  # half as many KV heads
+
+
+def write_small_model(
+    config: Mapping[str, object], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
+) -> tuple[PretrainedModel, str]:
+    """Build a small model, save it, run it, and save the results.
+
+    Its heads have the size of the source's, unless such a model cannot be built or run.
 
     Args:
-        tensors: of the source, with grids.
-        weights: the plan of the unquantized weights.
-        stored: the plan of the stored tensors, for as many ranks.
+        config: of the source.
+        folder: where the model and its results are written.
+        heads: its number of heads, if a model with that number can be built.
+        has_real_counts: whether it has as many heads as the source instead, if such a model can be built.
+
+    Returns:
+        The model, and which of its heads are smaller than the source's; "" if there are none.
+
+    Raises:
+        RunError: if no small model can be built and run.
+        OutputError: if it cannot be written.
     """
-    layers: dict[str, _Weight] = {}
-    for name, spec in tensors.items():
-        if spec.grid is not None and spec.grid.axes:
-            layers.setdefault(spec.grid.logical_name(name), {})[name] = spec
-    kinds: dict[object, str] = {}
-    for name, layer in layers.items():
-        placed = [(stored.tensors[each].placement, stored.tensors[each].edits) for each in layer]
-        kinds.setdefault((weights.placement(name), *layer.values(), *placed), name)
-    for name in kinds.values():
-        if not all(is_readable(spec.grid) for spec in layers[name].values() if spec.grid is not None):
-            continue  # packed for the kernels of one GPU
-        planned = {each: stored.tensors[each] for each in layers[name]}
-        yield name, _difference(layers[name], weights.placement(name), planned)
+    counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
+    attempts = [(count, is_real) for count in counts for is_real in (True, False)]
+    with isolated():
+        for count, has_real_heads in attempts[:-1]:
+            try:
+                model = _saved(small_model(config, has_real_heads=has_real_heads, heads=count), folder)
+            except RunError:
+                continue
+            break
+        else:
+            model = _saved(small_model(config), folder)
+    return model, _smaller_heads(config, model)
 
 
-def _difference(layer: _Weight, placement: Placement, planned: Mapping[str, TensorPlan]) -> str:
-    grids = {name: spec.grid for name, spec in layer.items() if spec.grid is not None}
-    shape = _reduced([*grids.values()], placement)
-    generator = torch.Generator().manual_seed(0)
-    groups = max((size for spec in layer.values() for size in _group_counts(spec)), default=1)
-    full = {name: _random(spec, shape, groups, generator) for name, spec in layer.items()}
-    expected = dequantize([Stored(full[name], grid) for name, grid in grids.items()], shape, torch.float32)
-    for rank in range(placement.num_ranks):
-        shards = {name: Stored(_shard(tensor, planned[name], rank), grids[name]) for name, tensor in full.items()}
-        if problem := _shard_difference(shards, take_shard(expected, placement, rank)):
-            return f"rank {rank} of {placement.num_ranks} has {problem}"
-    return ""
+def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
+    """The model, after it and its results were saved."""
+    with writing(folder / SMALL):
+        model.save_pretrained(folder / SMALL)
+    try:
+        write_reference(type(model), folder / SMALL, folder / REFERENCE)
+    except (OSError, OutputError):
+        raise
+    except Exception as error:
+        raise RunError(f"a small {type(model).__name__} failed to run: {type(error).__name__}: {error}") from error
+    return model
 
 
-def _shard_difference(shards: Mapping[str, Stored], expected: Tensor) -> str:
-    """Compare the stored tensors of a rank with its shard of the dequantized weight; return the difference, or ""."""
-    if not expected.numel():  # the rank does not have this weight
-        has_values = any(one.tensor.numel() for one in shards.values() if one.grid.role == VALUES)
-        return "values of a weight that it does not have" if has_values else ""
-    for name, (tensor, grid) in shards.items():
-        if grid.content != PLAIN and not torch.equal(tensor, _integers(grid, expected.shape).to(tensor.dtype)):
-            return f"integers of another shard in {name}"
-    found = dequantize([*shards.values()], expected.shape, torch.float32)
-    return "" if torch.equal(found, expected) else "values of another shard"
+def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
+    found, real = head_sizes(config_fields(model)), head_sizes(model_class(config).config.to_dict())
+    smaller = [
+        f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
+        for place, size in real.items()
+        if found.get(place, size) != size
+    ]
+    return f"the small model has heads of {', '.join(smaller)}" if smaller else ""
 
 
-def _reduced(grids: list[Grid], placement: Placement) -> tuple[int, ...]:
-    """The shape of the weight, with a few blocks in each dim that is not sharded."""
-    dims = [dim for grid in grids for dim in grid.dims]
-    return tuple(
-        size if at == placement.dim else min(size, _BLOCKS * lcm(*(dim.elements for dim in dims if dim.dim == at)))
-        for at, size in enumerate(grids[0].shape)
+def padding_mismatch(source: Planner, small: Planner, tp: int) -> str:
+    """The reason why a small model does not prove the padding of a source, which pads heads differently; or ""."""
+    of_source, of_small = _padded_heads(source, tp), _padded_heads(small, tp)
+    if of_source <= of_small:
+        return ""
+    wanted, found = (
+        " and ".join(sorted(f"{one.query_heads}/{one.kv_heads}" for _, one in heads)) or "none that are padded"
+        for heads in (of_source - of_small, of_small)
+    )
+    return (
+        f"the positions of padding depend on the numbers of query and KV heads, which are {wanted} in the source and "
+        f"{found} in the small model"
     )
 
 
-def _group_counts(spec: TensorSpec) -> Iterator[int]:
-    """Yield the number of groups, for scales and zero points of groups that are not consecutive."""
-    if spec.grid is not None and spec.grid.role in (SCALE, ZERO_POINT):
-        yield from (size for size, dim in zip(spec.shape, spec.grid.dims, strict=True) if dim.dim is None)
-
-
-def _random(spec: TensorSpec, shape: tuple[int, ...], groups: int, generator: torch.Generator) -> Tensor:
-    """A stored tensor of a weight of this shape, with random values where its format does not determine them."""
-    assert spec.grid is not None
-    grid, dtype = spec.grid, _DTYPES[spec.dtype]
-    if grid.content != PLAIN:
-        return _integers(grid, shape).to(dtype)
-    sizes = [
-        size if dim.dim is None else -(-shape[dim.dim] // dim.elements) * dim.entries
-        for size, dim in zip(spec.shape, grid.dims, strict=True)
-    ]
-    if grid.role == GROUP_INDEX:
-        return torch.randint(groups, sizes, generator=generator).to(dtype)
-    if dtype.is_floating_point:
-        return (torch.rand(sizes, generator=generator) + 0.5).to(dtype)
-    if grid.numbers == "e8m0":
-        return torch.randint(120, 134, sizes, generator=generator).to(dtype)
-    limits = torch.iinfo(dtype)
-    return torch.randint(limits.min, limits.max, sizes, generator=generator, dtype=torch.int64).to(dtype)
-
-
-def _integers(grid: Grid, shape: Sequence[int]) -> Tensor:
-    """The integers of a tensor whose values follow from the shape of the weight, or of a shard."""
-    if grid.content == SHAPE:
-        return torch.tensor([*shape])
-    assert grid.content == GROUP_INDEX
-    size = shape[grid.dims[-1].dim or 0]
-    return torch.arange(size) // (grid.group or size or 1)
-
-
-def _shard(tensor: Tensor, planned: TensorPlan, rank: int) -> Tensor:
-    shard = take_shard(tensor, planned.placement, rank)
-    return shard if planned.edits is None else shard - torch.tensor(planned.edits[rank], dtype=shard.dtype)
+def _padded_heads(planner: Planner, tp: int) -> set[tuple[str, Heads]]:
+    """The heads that a plan pads in groups, each with the submodel that has them."""
+    if not planner.rules.pad or planner.blocked(tp) is not None:
+        return set()
+    padded = ((one.group.model_rules, one.group.rule, one.unit) for one in planner.padded_rules(tp))
+    paddings = ((model_rules.at, model_rules.padding(rule, unit)) for model_rules, rule, unit in padded)
+    return {(at, padding.heads) for at, padding in paddings if padding and padding.heads}

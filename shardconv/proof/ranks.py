@@ -23,7 +23,7 @@ from shardconv.hf.classes import model_class
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import REFERENCE, SMALL, OutputDifferences, compare
+from shardconv.proof.compare import OutputDifferences, compare
 from shardconv.runtime.launch import launch
 from shardconv.support.errors import RunError, ShardconvError, is_connection_error
 
@@ -62,6 +62,8 @@ class Proof(Struct, frozen=True):
 
 #: Names in the folder of a proof: the task of the ranks, the split small model, and the result of a rank.
 TASK, SPLIT, RESULT = "task.json", "tp{tp}", "result-{tp}-{rank}.json"
+#: The small model, and the results of the unsharded model.
+SMALL, REFERENCE = "small", "reference.pt"
 
 
 def prove_all(

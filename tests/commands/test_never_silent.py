@@ -33,8 +33,7 @@ from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
-from shardconv.proof.compare import REFERENCE, SMALL
-from shardconv.proof.ranks import SPLIT, Proof, sharded_fraction
+from shardconv.proof.ranks import REFERENCE, SMALL, SPLIT, Proof, sharded_fraction
 from shardconv.runtime.outputs import RunOptions
 from shardconv.runtime.run import check_run, run_rank
 from shardconv.support.errors import ShardconvError

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardconv.checkpoint.sources.planning import plan_source
 from shardconv.plan.plan import Plan, TensorPlan, logical_tensors
 from shardconv.plan.planner import Planner
-from shardconv.proof.prove import grid_differences
+from shardconv.proof.grids import grid_differences
 
 DATA = Path(__file__).parents[1] / "data/quantized"
 DOWN = "model.layers.0.mlp.down_proj"

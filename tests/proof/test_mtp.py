@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.split import split
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import REFERENCE, write_reference
+from shardconv.proof.compare import write_reference
+from shardconv.proof.ranks import REFERENCE
 from tests.support.matrix import MATRIX
 from tests.support.models import model_class
 from tests.support.mtp import HUB, KIND_OF, with_mtp

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import REFERENCE, write_reference
+from shardconv.proof.compare import write_reference
+from shardconv.proof.ranks import REFERENCE
 from tools.model_matrix.trial import check, verdict_of, worst
 
 

@@ -25,9 +25,9 @@ from shardconv.hf.package import import_diffusers
 from shardconv.hf.small import default_config, small_fields
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.proof.compare import REFERENCE, OutputDifferences, compare, write_reference
+from shardconv.proof.compare import OutputDifferences, compare, write_reference
 from shardconv.proof.prove import PROOF_TPS
-from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, sharded_fraction
+from shardconv.proof.ranks import GRADIENT_LIMIT, OUTPUT_LIMIT, REFERENCE, sharded_fraction
 from shardconv.support.errors import PlanError
 from tests.support.disguised import NAME, disguised
 from tools.model_matrix.attention import attention_kinds
