@@ -327,7 +327,6 @@ class Compressed:
     def __hash__(self) -> int:
         return hash(self._data)
 
-    @property
     def raw(self) -> bytes:
         """The text."""
         return zlib.decompress(self._data)

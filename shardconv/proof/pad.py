@@ -220,7 +220,7 @@ def _write(writer: CheckpointWriter, source: Source, planned: _Planned) -> int:
     with writer.writing(reader, inputs, weights, settings, read) as staged:
         if manifest.index is not None:
             name, index = manifest.index
-            staged.write(name, with_total_size(index.raw, planned.num_bytes), staged.mode)
+            staged.write(name, with_total_size(index.raw(), planned.num_bytes), staged.mode)
         copied = {name: one for name, one in staged.auxiliary_files.items() if name != CONFIG_NAME}
         mode = staged.mode & permissions([source.auxiliary_files[CONFIG_NAME]])  # the manifest contains the config
         write_manifest(manifest.written(staged.checksums, copied), staged.path, mode=mode)

@@ -51,7 +51,7 @@ def ours(path: Path) -> Tensors | None:
     except SourceError as error:
         check_message(str(error), path)
         return None
-    return {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
+    return {name: (info.dtype, info.shape) for name, info in header.tensors().items()}
 
 
 def check_message(message: str, path: Path) -> None:
@@ -114,9 +114,9 @@ def test_files_of_the_reference_library_are_read(file, tensors, metadata):
     arrays = {name: np.zeros(shape, NUMPY_DTYPES[dtype]) for name, (dtype, shape) in tensors.items()}
     save_file(arrays, file, metadata)
     header = read_header(file)
-    assert {name: (info.dtype, info.shape) for name, info in header.tensors.items()} == tensors
+    assert {name: (info.dtype, info.shape) for name, info in header.tensors().items()} == tensors
     assert header.metadata == metadata
-    assert header.prefix == file.read_bytes()[: header.data_offset]
+    assert header.prefix() == file.read_bytes()[: header.data_offset]
     assert header.file_bytes == file.stat().st_size
 
 
@@ -144,7 +144,7 @@ def test_every_dtype_of_the_reference_library_is_known(file):
 def test_built_headers_are_read_by_the_reference_library(file, tensors, metadata):
     expected = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
     header = build_header(((name, dtype, shape) for name, (dtype, shape) in expected.items()), metadata)
-    put(file, header.prefix + bytes(header.data_bytes))
+    put(file, header.prefix() + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
     assert reference(file) == expected
     assert read_header(file) == header

@@ -57,12 +57,12 @@ def files_of(folder: Path, rank: int) -> list[Path]:
 def test_files_of_a_rank_have_the_tensors_of_its_one_file(split):
     for rank in range(TP):
         check_equal(tensors_of(split, OF_RANK.format(rank)), tensors_of(split.parent / "one", OF_RANK.format(rank)))
-    names = [name for path in split.glob("*.safetensors") for name in read_header(path).tensors]
-    assert len(names) == sum(len(read_header(path).tensors) for path in (split.parent / "one").glob("*.safetensors"))
+    names = [name for path in split.glob("*.safetensors") for name in read_header(path).tensors()]
+    assert len(names) == sum(len(read_header(path).tensors()) for path in (split.parent / "one").glob("*.safetensors"))
 
 
 def test_only_a_file_with_one_tensor_exceeds_the_limit(split):
-    sizes = {path: (path.stat().st_size, len(read_header(path).tensors)) for path in split.glob("*.safetensors")}
+    sizes = {path: (path.stat().st_size, len(read_header(path).tensors())) for path in split.glob("*.safetensors")}
     assert len(sizes) > 2 * TP
     assert all(size <= LIMIT or count == 1 for size, count in sizes.values())
 
@@ -104,7 +104,7 @@ def test_names_follow_the_layout(split):
 def test_index_of_a_rank(native):
     for rank in range(TP):
         index = json.loads((native / f"rank-{rank}-of-{TP}.safetensors.index.json").read_text())
-        found = {name: path.name for path in files_of(native, rank) for name in read_header(path).tensors}
+        found = {name: path.name for path in files_of(native, rank) for name in read_header(path).tensors()}
         assert index["weight_map"] == found
         tensors = tensors_of(native, OF_RANK.format(rank)).values()
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors)

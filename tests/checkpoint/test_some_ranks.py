@@ -119,7 +119,7 @@ def test_quantized_layers_of_ranks_that_are_not_adjacent(tmp_path, monkeypatch, 
     assert shardconv.verify(tmp_path / "some").differences == ()
     assert shardconv.verify(tmp_path / "some", against=source).differences == ()
     path = tmp_path / "some" / "rank-2-of-4.safetensors"
-    index = next(name for name in read_header(path).tensors if name.endswith("o_proj.g_idx"))
+    index = next(name for name in read_header(path).tensors() if name.endswith("o_proj.g_idx"))
     flip(path, place(path, index)[0], bit=6)
     differences = shardconv.verify(tmp_path / "some").differences
     assert any(f"{index}: input feature " in text and "is in group " in text for text in differences), differences

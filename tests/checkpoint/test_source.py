@@ -111,7 +111,7 @@ def test_metadata_of_the_first_file_takes_precedence(folder):
     """Keys that only later files have are kept."""
     specs = open_source(folder).files
     for number, part in enumerate(specs[:2]):
-        tensors = {name: (info.dtype, info.shape) for name, info in part.header.tensors.items()}
+        tensors = {name: (info.dtype, info.shape) for name, info in part.header.tensors().items()}
         write_weights(part.path, tensors, metadata={"both": str(number), f"only{number}": "x"})
     assert open_source(folder).metadata == {"both": "0", "only0": "x", "only1": "x", "format": "pt"}
 

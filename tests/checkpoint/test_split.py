@@ -85,7 +85,7 @@ def test_rank_files_have_the_metadata_of_the_source(every_dtype):
     identity = xxhash.xxh3_128_hexdigest("\n".join(map(" ".join, checksums)).encode())
     for header in headers(every_dtype / "out"):
         assert header.metadata == {"format": "pt", "made_by": "ä test", "shardconv": identity}
-        for name, info in header.tensors.items():
+        for name, info in header.tensors().items():
             assert info.start % max(DTYPE_BITS[info.dtype] // 8, 1) == 0, f"{name} is not aligned to its dtype"
 
 
@@ -152,7 +152,7 @@ def test_report_agrees_with_the_files(tmp_path):
     for path, num in zip(files, planned.rank_bytes, strict=True):
         assert read_header(path).data_bytes == num
     for rank, path in enumerate(files):
-        found = {name: info.shape for name, info in read_header(path).tensors.items()}
+        found = {name: info.shape for name, info in read_header(path).tensors().items()}
         assert found == {tensor.name: tensor.shard_shapes[rank] for tensor in planned.tensors}
 
 

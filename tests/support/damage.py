@@ -21,5 +21,5 @@ def flip(path: Path, position: int = -1, bit: int = 0, *, keeps_times: bool = Fa
 def place(path: Path, tensor: str) -> range:
     """The positions of a tensor's bytes in a file."""
     header = read_header(path)
-    info = header.tensors[tensor]
+    info = header.tensors()[tensor]
     return range(header.data_offset + info.start, header.data_offset + info.stop)

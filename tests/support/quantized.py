@@ -255,7 +255,7 @@ def check_commands(source: Path, out: Path, split: Path, scale: str, *, tp: int,
         check_equal_files(out / "direct", out / "resharded")
         assert shardconv.verify(out / "resharded", against=source).differences == ()
     path = rank_file(split, 0, tp)
-    name = next(name for name in read_header(path).tensors if name.endswith(scale))
+    name = next(name for name in read_header(path).tensors() if name.endswith(scale))
     flip(path, place(path, name)[0])
     assert shardconv.verify(split).differences != ()
     assert any(name in str(each) for each in shardconv.verify(split, against=source).differences)

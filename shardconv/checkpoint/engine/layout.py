@@ -57,7 +57,7 @@ class Layout(Struct, frozen=True):
     def prefixes(self) -> list[bytes]:
         """The bytes of each file before its shards; equal ones are one object."""
         first = dict(zip(accumulate(self.files_per_rank, initial=0), self.constants, strict=False))
-        parts = [(header.prefix, first.get(number, b"")) for number, header in enumerate(self.headers)]
+        parts = [(header.prefix(), first.get(number, b"")) for number, header in enumerate(self.headers)]
         joined = {(prefix, constants): prefix + constants for prefix, constants in parts}
         return [joined[part] for part in parts]
 
@@ -297,7 +297,7 @@ def _lay_out_rank(
         else rank_metadata(metadata, plan, in_stage)
     )
     header = build_header(chain(first, fused), {**metadata, **of_rank})
-    infos = header.tensors
+    infos = header.tensors()
     positions = {
         name: position
         for tensor in file_tensors
@@ -403,7 +403,7 @@ def _lay_out_files_of(
     positions = {
         name: (file, (header.data_offset + info.start,))
         for file, header in zip(zip(range(len(headers))), headers, strict=True)
-        for name, info in header.tensors.items()
+        for name, info in header.tensors().items()
     }
     shards = (Shards(one, *positions[name]) for name, one in tensors.items())
     return Layout(tuple(headers), tuple(shards), files_per_rank)

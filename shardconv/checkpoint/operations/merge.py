@@ -198,5 +198,5 @@ def write_full(
             merge(adapter.paths, staged.inner(f"{ADAPTERS}/{name}"), threads=writer.options.threads)
         if writer.is_folder and manifest.index is not None:
             name, index = manifest.index
-            staged.write(name, index.raw.decode(), permissions(read))
+            staged.write(name, index.raw().decode(), permissions(read))
     return staged.resumed_bytes

@@ -373,11 +373,11 @@ def _index_differences(manifest: Manifest, folder: AnyPath) -> list[str]:
 
 def _file_differences(manifest: Manifest, source: Source) -> list[str]:
     """Differences between the files that merge would write and a source with the same weight files."""
-    headers = {file.name: file.header.raw for file in source.files}
+    headers = {file.name: file.header.raw() for file in source.files}
     if headers.keys() != {name for name, _ in manifest.source_files}:
         return []  # other weight files, such as one merged file: only tensors can be compared
     differences = [
-        f"{name}: its header differs from the source" for name, h in manifest.source_files if h.raw != headers[name]
+        f"{name}: its header differs from the source" for name, h in manifest.source_files if h.raw() != headers[name]
     ]
     if manifest.index != source.index:
         differences.append("the index differs from the source")

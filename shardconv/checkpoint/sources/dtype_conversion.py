@@ -79,7 +79,7 @@ def with_dtype(source: Source, dtype: str) -> Source:
 
 
 def _with_total_size(name: str, text: Compressed, total: int) -> tuple[str, Compressed]:
-    return name, Compressed(with_total_size(text.raw, total).encode())
+    return name, Compressed(with_total_size(text.raw(), total).encode())
 
 
 def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from shardconv.checkpoint.engine.layout import lay_out_source
 from shardconv.checkpoint.sources.stored_tensors import StoredTensors
-from shardconv.files.containers.safetensors import Header
+from shardconv.files.containers.safetensors import Header, TensorFile
 from shardconv.files.folder import AnyPath, Compressed, read_json
 from shardconv.files.paths import absolute_path, folder_name
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
@@ -95,7 +95,9 @@ class Source(Struct, frozen=True, dict=True):
         if self.converted_from is not None:
             return self.converted_from
         shards = lay_out_source([file.header for file in self.files], self.specs).shards
-        files = tuple(file.header.file(file.path)._replace(tensors={}) for file in self.files)  # they are in shards
+        files = tuple(
+            TensorFile(file.path, file.header.file_bytes, {}, prefix=file.header.prefix()) for file in self.files
+        )
         return StoredTensors(files, dict(zip(self.specs, shards, strict=True)))
 
     @cached_property

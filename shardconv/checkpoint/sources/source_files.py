@@ -270,7 +270,7 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
 
 
 def _check_index(path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> None:
-    weight_map = parse_object(path, text.raw.decode())["weight_map"]
+    weight_map = parse_object(path, text.raw().decode())["weight_map"]
     assert isinstance(weight_map, dict)
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
@@ -355,7 +355,7 @@ def _index(
     folder: AnyPath, name: str, text: Compressed, names: Mapping[str, str], total: int
 ) -> tuple[str, Compressed]:
     """Name and text of the index of the files that a merge writes, with ``total`` bytes."""
-    index = parse_object(folder / name, text.raw.decode())
+    index = parse_object(folder / name, text.raw().decode())
     metadata, weight_map = index.get("metadata"), index["weight_map"]
     assert isinstance(weight_map, dict)
     index |= {

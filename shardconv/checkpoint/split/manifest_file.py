@@ -140,7 +140,7 @@ def _check_version(text: bytes, expected: int) -> None:
 def _stored_text(value: object) -> str:
     """A header or an index as it is stored."""
     assert isinstance(value, Header | Compressed)
-    return value.raw.decode()
+    return value.raw().decode()
 
 
 def _parsed_text(kind: type, text: object) -> Header | Compressed:

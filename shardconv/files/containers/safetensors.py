@@ -116,18 +116,15 @@ class Header:
     def __hash__(self) -> int:
         return hash(self._text)
 
-    @property
     def raw(self) -> bytes:
         """The JSON text exactly as in the file, with its padding."""
-        return self._text.raw
+        return self._text.raw()
 
-    @property
     def prefix(self) -> bytes:
         """The bytes of the file before its data section: the length of the JSON text, and this text."""
-        raw = self.raw
+        raw = self.raw()
         return _LENGTH.pack(len(raw)) + raw
 
-    @property
     def tensors(self) -> dict[str, TensorInfo]:
         """Name to tensor, in the order of the data; computed, as the positions of many tensors take much memory."""
         infos: dict[str, TensorInfo] = {}
@@ -150,7 +147,7 @@ class Header:
 
     def file(self, path: AnyPath) -> TensorFile:
         """The file with this header."""
-        return TensorFile(path, self.file_bytes, self.tensors, self.data_offset, self.prefix)
+        return TensorFile(path, self.file_bytes, self.tensors(), self.data_offset, self.prefix())
 
 
 def target_dtype(name: str) -> str:
