@@ -319,7 +319,7 @@ def call_on(operation: Callable[..., R], pipeline: Pipeline, name: str, options:
 
 @contextmanager
 def component_errors(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
-    """Make errors in the block name a component; those of plans also have remedies for the pipeline."""
+    """Make errors in the block name a component; errors about plans also have remedies for the pipeline."""
     try:
         yield
     except ShardconvError as error:

@@ -71,7 +71,7 @@ def _lines(source: Source, method: str, path: AnyPath, suffix: str, **options: s
         method: the method of a class that loads it.
         path: the argument of the method. If it is remote, the lines are for its copy in the current folder.
         suffix: the end of the name of the folder that they write.
-        options: keyword arguments of the method; those that are None are left out.
+        options: keyword arguments of the method; None leaves one out.
     """
     kinds = {spec.dtype for spec in source.specs.values()} & {"F64", "F32", "F16", "BF16"}  # FP8 fits into BF16
     dtype = {("F16",): "float16", ("BF16",): "bfloat16", (): "bfloat16"}.get((*kinds,), "float32")
