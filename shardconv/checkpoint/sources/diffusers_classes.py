@@ -1,4 +1,4 @@
-"""Classes of diffusers that are sharded, and refusals of models that diffusers has to save again before a split."""
+"""Classes of diffusers that are sharded, and refusals of models to be saved again with diffusers before a split."""
 
 import tomllib
 from functools import cache

@@ -85,7 +85,7 @@ def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unp
         SourceError: if the metadata is damaged, or asks for anything but its own classes.
     """
     for answer in _ask([Request("metadata")], [path]):
-        yield _without_problem(path, answer)
+        yield _checked_answer(path, answer)
 
 
 def list_arguments(path: AnyPath) -> Mapping[str, int]:
@@ -95,11 +95,11 @@ def list_arguments(path: AnyPath) -> Mapping[str, int]:
         SourceError: if the file is damaged.
     """
     (answer,) = _ask([Request("arguments")], [path])
-    arguments: Mapping[str, int] = _without_problem(path, answer)["arguments"]
+    arguments: Mapping[str, int] = _checked_answer(path, answer)["arguments"]
     return arguments
 
 
-def _without_problem(path: AnyPath, answer: dict[str, Any]) -> dict[str, Any]:
+def _checked_answer(path: AnyPath, answer: dict[str, Any]) -> dict[str, Any]:
     """An answer of the child process.
 
     Raises:
