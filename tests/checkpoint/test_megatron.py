@@ -344,7 +344,10 @@ def test_merge_of_a_trained_checkpoint(source_of, ranks, tmp_path, kind, is_stac
     ranks("four", save, str(tmp_path / "tensors.pt"), str(tmp_path / "run" / "iter_0000500"), int(is_stacked))
     write_frame(tmp_path / "run", None)
     report = shardconv.merge(tmp_path / "run", tmp_path / "merged", config=source_of(kind) / "config.json")
-    assert report.derived == ("converted from 4 files of Megatron-Core, without extra states, optimizer, rng_state",)
+    assert report.derived == (
+        "converted from 4 files of Megatron-Core, without extra states, optimizer, rng_state, arguments to compare the "
+        "config with",
+    )
     check_equal(read(tmp_path / "merged"), read(source_of(kind)))
 
 
@@ -598,7 +601,18 @@ def test_a_head_of_its_own_is_not_dropped(source_of, tmp_path):
 def test_rows_that_are_removed_are_reported(source_of, trained, tmp_path):
     change_config(trained, {"vocab_size": 100})
     report = shardconv.merge(trained, tmp_path / "merged")
-    assert report.derived == ("converted from 1 file of Megatron-Core, without 150 rows of padding of the vocabulary",)
+    assert report.derived == (
+        "converted from 1 file of Megatron-Core, without arguments to compare the config with, 150 rows of padding of "
+        "the vocabulary",
+    )
+
+
+def test_a_comparison_without_arguments_is_reported(written, tmp_path):
+    folder = shutil.copytree(written("llama"), tmp_path / "megatron")
+    assert "arguments" not in shardconv.merge(folder, tmp_path / "compared").derived[0]
+    (folder / "release" / "common.pt").unlink()
+    (derived,) = shardconv.merge(folder, tmp_path / "merged").derived
+    assert derived.endswith(", arguments to compare the config with")
 
 
 @pytest.mark.parametrize("name", ["decoder.final_layernorm.weight", "decoder.layers.1.input_layernorm.bias"])

@@ -46,6 +46,7 @@ from shardconv.support.errors import IntegrityError, PlanError, SourceError, opt
 _COPY_CONFIG = "copy it into the folder, or pass the config of the Hugging Face checkpoint"
 #: The file with arguments of the training program, and the arguments that have the value of a config field.
 COMMON_NAME = "common.pt"
+_NO_ARGUMENTS = "arguments to compare the config with"
 SIZES = {
     "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim", "vocab_size": "vocab_size",
@@ -143,7 +144,8 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     sizes = known_sizes(rules.config)
     num_layers, is_legacy = sizes["num_hidden_layers"], METADATA_NAME not in folder.names
     listed = list_ranks(folder, rules, num_layers) if is_legacy else list_dcp(folder, _select)
-    _check_arguments(folder, sizes)
+    unchecked = () if _check_arguments(folder, sizes) else (_NO_ARGUMENTS,)
+    listed = listed._replace(left_out=(*listed.left_out, *unchecked))
     views = _views(listed, num_layers)
     has_head = is_legacy and bool(sizes.get("tie_word_embeddings")) and views.pop(HEAD, None) is not None
     held = row_tensors_of_files(rules.rules, {name: view.spec for name, view in views.items()}, sizes)
@@ -215,8 +217,8 @@ def check_unquantized(config: Mapping[str, object]) -> None:
         )
 
 
-def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
-    """Check that the arguments of the training program, where they are stored, agree with the config.
+def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> bool:
+    """Check that the arguments of the training program agree with the config; returns whether they are stored.
 
     Raises:
         PlanError: if one is not.
@@ -224,7 +226,7 @@ def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
     """
     names = [name for name in folder.inner_names if name == COMMON_NAME or name.startswith("mp_rank_")]
     if not names:
-        return
+        return False
     folder.check_link(f"{folder.inner}{names[0]}")
     try:
         arguments = list_arguments(folder.weights_path / names[0])
@@ -237,6 +239,7 @@ def _check_arguments(folder: SourceFolder, sizes: Mapping[str, Any]) -> None:
         is_used = name != "num_query_groups" or arguments.get("group_query_attention")
         if name in arguments and is_used and field in sizes and arguments[name] != sizes[field]:
             raise PlanError(f"{field} is {sizes[field]} in the config (expected {arguments[name]} by {names[0]})")
+    return not SIZES.keys().isdisjoint(arguments)
 
 
 def _check_constants(
