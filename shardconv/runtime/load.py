@@ -7,7 +7,7 @@ module of another class: its constructor also computes the values of buffers tha
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Unpack
@@ -253,8 +253,12 @@ class _Loading:
     def read_tensors(self, steps: _Steps, *, verify: bool) -> dict[str, Tensor]:
         """Verify the rank's file if asked, and return the tensors that the model has in memory."""
         manifest, rank = self.checkpoint.manifest, self.ranks.all.rank % self.plan.ranks_per_stage
-        self._check_room()
-        tensors = read_tensors(self.checkpoint.reader(self.ranks.all.rank, verify=verify), steps.get("read"))
+        names = self._needed(manifest.plan.tensors)
+        if self.adapter is not None:
+            names |= self.adapter.replaced(manifest.plan)
+        self._check_room(names)
+        reader = self.checkpoint.reader(self.ranks.all.rank, verify=verify, names=names)
+        tensors = read_tensors(reader, steps.get("read"))
         if self.dequantizer is not None:
             tensors = self.dequantizer.dequantize(tensors, steps.get("dequantize"))
         is_dequantized = self.dequantizer is not None
@@ -263,18 +267,32 @@ class _Loading:
             tensors[name] = take_shard(tensors[name], in_memory[name], rank)
         if self.adapter is not None:
             tensors = self.adapter.replace(tensors, self.plan.rules)
-        if self.ranks.pipeline is not None:
-            tensors = needed_tensors(tensors, self.plan, self.ranks.pipeline.rank)
+        needed = self._needed(tensors)
+        tensors = {name: tensor for name, tensor in tensors.items() if name in needed}
         placements = {name: planned.placement for name, planned in self.plan.tensors.items()}
         return local_experts(tensors, placements, rank)
 
-    def _check_room(self) -> None:
-        """Check that the values fit, before they are read."""
+    def _needed(self, names: Iterable[str]) -> frozenset[str]:
+        """The names of the tensors that the model has on this stage."""
+        pipeline = self.ranks.pipeline
+        return frozenset(names) if pipeline is None else needed_tensors(names, self.plan, pipeline.rank)
+
+    def _shards(self, names: Collection[str]) -> list[TensorSpec]:
+        """Dtypes and shapes of the shards of stored tensors, of those that the rank has."""
+        manifest, plan, rank = self.checkpoint.manifest, self.checkpoint.manifest.plan, self.ranks.all.rank
+        return [
+            spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank % plan.ranks_per_stage))
+            for name, spec in manifest.tensors.items()
+            if name in names and plan.holds(rank, name)
+        ]
+
+    def _check_room(self, names: Collection[str]) -> None:
+        """Check that the values of stored tensors fit, before they are read."""
         manifest, rank = self.checkpoint.manifest, self.ranks.all.rank
-        stored: Iterable[TensorSpec] = manifest.rank_layout.tensors_of(manifest.ranks.index(rank)).values()
-        values, dtype, copied = stored, self.dtype, self.checkpoint.copied_bytes(rank)
+        values, dtype, copied = self._shards(names), self.dtype, self.checkpoint.copied_bytes(rank, names)
         if self.dequantizer is not None:
-            values, dtype = self.dequantizer.weights.values(), self.dequantizer.dtype
+            weights = self.dequantizer.weights
+            values, dtype = [weights[name] for name in self._needed(weights)], self.dequantizer.dtype
             copied = sum(num_bytes(value, dtype) for value in values)
         fetched = self.checkpoint.fetched_bytes(rank)
         check_room(self.device, values, dtype, manifest.tp, copied=copied, fetched=fetched)

@@ -14,7 +14,7 @@ the same number in the next stage.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any, Self, cast
@@ -113,13 +113,10 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
         vars(model)["all_tied_weights_keys"] = {}  # of transformers: nothing is tied on this stage
 
 
-def needed_tensors(tensors: Mapping[str, Tensor], plan: Plan, stage: int) -> dict[str, Tensor]:
-    """The tensors that a stage needs after :func:`keep_stage`, of those that the checkpoint has for it.
-
-    Engines have some tensors on all stages.
-    """
+def needed_tensors(names: Iterable[str], plan: Plan, stage: int) -> frozenset[str]:
+    """The names of the tensors that a stage needs after :func:`keep_stage`. Engines have some tensors on all stages."""
     finder, stages = StageFinder(plan.rules), _needed(plan)
-    return {name: tensor for name, tensor in tensors.items() if stage in _stages_of(name, finder, stages)}
+    return frozenset(name for name in names if stage in _stages_of(name, finder, stages))
 
 
 def _needed(plan: Plan) -> Stages:

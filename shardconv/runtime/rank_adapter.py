@@ -18,6 +18,7 @@ from shardconv.layers import LoRALinear, ParallelEmbedding, ParallelLinear
 from shardconv.layers.lora import LoRAEmbedding, LoRALayer
 from shardconv.plan.adapter_plan import BIAS, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base
 from shardconv.plan.placement import Placement
+from shardconv.plan.plan import Plan
 from shardconv.plan.rule_set import RuleSet
 from shardconv.runtime.rank_tensors import read_tensors
 from shardconv.support.errors import RunError
@@ -51,6 +52,11 @@ class RankAdapter:
         if dtype is not None:
             shards = {name: shard.to(dtype) for name, shard in shards.items()}
         return cls(adapter, AdapterTensors.of_names(shards), shards)
+
+    def replaced(self, plan: Plan) -> frozenset[str]:
+        """Names on disk of the tensors of the base model that the adapter replaces."""
+        found = (in_base(target, plan.tensors, plan.rules) for target in self.tensors.replaced)
+        return frozenset(name for name in found if name is not None)
 
     def replace(self, tensors: dict[str, Tensor], rules: RuleSet) -> dict[str, Tensor]:
         """Replace tensors of the base model by the adapter's, in the dtype of the base model's.

@@ -4,12 +4,14 @@ The first stage has the encoder. Logits are compared to 1e-4 of the largest.
 """
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
 
 import shardconv
+from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.hf.build import build_small
 from shardconv.hf.inputs import example_inputs
 from shardconv.hf.small import default_config, small_fields
@@ -115,6 +117,28 @@ def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, 
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=MATRIX) for name in OTHERS])
 def test_other_types(ranks, source_of, model_type):
     check_all(ranks, source_of(model_type), source_of(model_type), 2, {"tp": 2, "pp": 2})
+
+
+def check_read(axis, path, options):
+    """Load, and return whether tensors of the image encoder are read."""
+    names = []
+
+    def record(reader, name, read=RankReader.read_local):
+        names.append(name)
+        return read(reader, name)
+
+    with patch.object(RankReader, "read_local", record):
+        shardconv.load(path, device="cpu", **options)
+    return any("vision_tower" in name for name in names)
+
+
+@pytest.mark.parametrize("engine", [None, "vllm"])
+def test_later_stages_do_not_read_the_encoder(ranks, source_of, tmp_path, engine):
+    """A split has its tensors for all of them, as vLLM needs them."""
+    source = source_of("llava")
+    shardconv.split(source, tmp_path / "split", tp=2, pp=2, engine=engine)
+    assert ranks("four", check_read, tmp_path / "split", {}) == [True, True, False, False]
+    assert ranks("four", check_read, source, {"tp": 2, "pp": 2}) == [True, True, False, False]
 
 
 def check_adapter(axis, source, adapter, path):

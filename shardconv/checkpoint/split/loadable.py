@@ -204,7 +204,7 @@ class Loadable(Struct, frozen=True):
         Args:
             rank: the rank.
             verify: check the rank file of a split checkpoint against its checksums while it is read.
-            names: the tensors that are read and verified of a split checkpoint; None for all of the rank.
+            names: the tensors that are read and verified; None for all of the rank.
 
         Raises:
             SplitCheckpointError: if the rank file cannot be used.
@@ -212,11 +212,11 @@ class Loadable(Struct, frozen=True):
         """
         if self.source is None:
             return RankFileReader(self.manifest, self.path, rank, verify=verify, names=names)
-        return RankSourceReader(self.source, self.manifest.plan, rank)
+        return RankSourceReader(self.source, self.manifest.plan, rank, names)
 
-    def copied_bytes(self, rank: int) -> int:
-        """Bytes of the shards of a rank that are copied into memory, because they are not ranges of a mapped file."""
-        return 0 if self.source is None else copied_bytes(self.source, self.manifest.plan, rank)
+    def copied_bytes(self, rank: int, names: Collection[str]) -> int:
+        """Bytes of the shards of tensors of a rank that are copied, because they are not ranges of a mapped file."""
+        return 0 if self.source is None else copied_bytes(self.source, self.manifest.plan, rank, names)
 
     def fetched_bytes(self, rank: int) -> int:
         """Bytes of the files of a rank that are fetched into memory, because they are remote."""

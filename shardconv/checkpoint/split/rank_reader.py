@@ -238,14 +238,16 @@ class RankSourceReader(RankReader):
         source: the source.
         plan: of its tensors.
         rank: the rank of the shards.
+        names: the tensors that are read; None for all of the rank.
 
     Raises:
         SourceError: if a file does not match its header.
     """
 
-    def __init__(self, source: Source, plan: Plan, rank: int) -> None:
+    def __init__(self, source: Source, plan: Plan, rank: int, names: Collection[str] | None = None) -> None:
         self._reader, files = open_tensors(source, source.specs, plan)
-        super().__init__(files, source.specs, plan, rank)
+        held = {name: spec for name, spec in source.specs.items() if names is None or name in names}
+        super().__init__(files, held, plan, rank)
         self._number = {name: number for number, name in enumerate(source.specs)}
         self._scratch = Scratch(_BLOCK_BYTES)
         self._mappings: dict[int, Bytes | None] = {}
@@ -320,11 +322,11 @@ class RankSourceReader(RankReader):
             raise SourceError(state.problem)
 
 
-def copied_bytes(source: Source, plan: Plan, rank: int) -> int:
-    """Bytes of the shards of a rank that a :class:`RankSourceReader` copies: all but single ranges of local files."""
+def copied_bytes(source: Source, plan: Plan, rank: int, names: Collection[str]) -> int:
+    """Bytes of the shards of tensors that a :class:`RankSourceReader` copies: all but single ranges of local files."""
     is_remote = any(isinstance(path, RemotePath) for path in source.paths)
     stored, total = source.stored, 0
-    held = {name: spec for name, spec in source.specs.items() if plan.holds(rank, name)}
+    held = {name: spec for name, spec in source.specs.items() if name in names and plan.holds(rank, name)}
     for name, spec in held.items():
         shard = geometry(plan.placement(name), spec.dtype, spec.shape).shards[rank % plan.ranks_per_stage]
         size = num_bytes(spec.dtype, spec.shape)
