@@ -21,7 +21,7 @@ from shardconv.plan.families.rule import REPLICATE_OPTION
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec
 from shardconv.plan.rule_set import RuleSet
-from shardconv.plan.stages import StageChoice, StageFinder, Stages
+from shardconv.plan.stages import MAX_RANKS, StageChoice, StageFinder, Stages
 from shardconv.plan.tensor_groups import TensorGroups, group_tensors
 from shardconv.plan.tensor_placement import BlockedError, PaddedRule
 from shardconv.support.errors import PlanError, UsageError, check_count, option
@@ -87,7 +87,7 @@ CANDIDATE_TPS = (*range(1, 65), 72, 80, 96, 128, 256)
 MAX_PADDED_TP = 16
 
 #: The largest tensor parallel size of a plan.
-MAX_TP = 4096
+MAX_TP = MAX_RANKS
 
 
 class BlockedTp(Struct, frozen=True):

@@ -18,8 +18,11 @@ from shardconv.plan.engines import engine_named
 from shardconv.plan.families.family import ALL, EMBEDDING, HEAD, LAYERS, NUM_LAYERS, STAGES, TIED
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.rule_set import ModelRules, RuleSet
-from shardconv.support.errors import PlanError, UsageError, option
+from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.structs import Data
+
+#: The largest number of ranks of a plan, and of its stages.
+MAX_RANKS = 4096
 
 
 class Stages(Data, frozen=True):
@@ -139,7 +142,7 @@ def chosen_stages(
         default: the stages if neither is given.
 
     Raises:
-        UsageError: if they contradict each other, or are not positive integers.
+        UsageError: if they contradict each other, are not positive integers, or ``pp`` exceeds :data:`MAX_RANKS`.
     """
     if isinstance(stages, Stages):
         return StageChoice.of(stages)
@@ -148,14 +151,15 @@ def chosen_stages(
     if not isinstance(stages, Iterable):
         raise UsageError(f"{as_option([stages])} is wrong (expected such as {as_option('20,20')}): correct it")
     numbers = [int(one) if one.isdecimal() else one for one in stages.split(",")] if isinstance(stages, str) else stages
-    given = as_option(stages) if stages else option(pp=pp)
     counts = tuple(one for one in numbers if type(one) is int and one > 0) if stages else ()
-    count = len(counts) if pp is None else pp
-    if type(count) is not int or count < 1 or (stages and len(counts) != len(numbers)):
-        raise UsageError(f"{given} is wrong (expected positive integers, such as {as_option('20,20')}): correct it")
+    if stages and len(counts) != len(numbers):
+        raise UsageError(
+            f"{as_option(stages)} is wrong (expected positive integers, such as {as_option('20,20')}): correct it"
+        )
+    count = len(counts) if pp is None else check_count(pp, "pp", MAX_RANKS)
     if stages and (count != len(counts) or count == 1):
         expected = "at least 2" if count == 1 else f"{pp}, for {option(pp=pp)}"
-        raise UsageError(f"{given} has {len(counts)} of them (expected {expected}): correct it")
+        raise UsageError(f"{as_option(stages)} has {len(counts)} of them (expected {expected}): correct it")
     return StageChoice(count, counts)
 
 
@@ -229,9 +233,10 @@ class StageFinder:
                 f"{as_option(num_layers)} has {sum(num_layers)} layers (expected {total}, of {path}): correct it"
             )
         self._check_first(num_layers, path)
-        if not is_adapter and (missing := {*range(total)} - layers):
+        missing = next((number for number in range(total) if number not in layers), None)  # ``total`` may be huge
+        if not is_adapter and missing is not None:
             raise PlanError(
-                f"{path}.{min(missing)} is missing (expected {total} layers, by {NUM_LAYERS}): pass the config of this "
+                f"{path}.{missing} is missing (expected {total} layers, by {NUM_LAYERS}): pass the config of this "
                 "checkpoint, or the checkpoint with all layers"
             )
         is_tied = _is_tied(self._rules, has_head=any(one.kind == HEAD for one in found))

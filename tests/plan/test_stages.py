@@ -94,8 +94,9 @@ CHOSEN = {
 }
 WRONG = {
     (1, "2,2"): r'stages="2,2" has 2 of them \(expected at least 2\)',
-    (0, ""): "pp=0 is wrong",
-    (True, ""): "pp=True is wrong",
+    (0, ""): r"pp is wrong \(got 0, expected an integer from 1 to 4096\)",
+    (True, ""): r"pp is wrong \(got True",
+    (4097, ""): r"pp is wrong \(got 4097",
     (1, "2,a"): 'stages="2,a" is wrong',
     (1, "2,,3"): 'stages="2,,3" is wrong',
     (1, (2, 0)): 'stages="2,0" is wrong',
@@ -139,11 +140,12 @@ def test_head_that_is_missing_may_be_the_embedding(flag, is_tied):
     assert made.stages(StageChoice(2)).is_tied == is_tied
 
 
-def test_layers_that_are_missing_are_refused():
-    config = {**llama_config(layers=4), "num_hidden_layers": 8}
+@pytest.mark.parametrize("layers", [8, 10**15])
+def test_layers_that_are_missing_are_refused(layers):
+    config = {**llama_config(layers=4), "num_hidden_layers": layers}
     specs = {name: TensorSpec(*spec) for name, spec in llama_specs(llama_config(layers=4)).items()}
     made = planner_for(specs, config, PlanRequest())
-    with pytest.raises(PlanError, match=r"model\.layers\.4 is missing \(expected 8 layers, by num_hidden_layers\)"):
+    with pytest.raises(PlanError, match=rf"model\.layers\.4 is missing \(expected {layers} layers, by num_hidden_la"):
         made.stages(StageChoice(2))
 
 
