@@ -373,6 +373,19 @@ def test_pickle_that_asks_for_much_memory_is_refused(tmp_path, data):
 
 
 @pytest.mark.timeout(60)
+def test_pickle_that_takes_much_time_is_refused(tmp_path):
+    """The key of a dict is a tuple nested 60 deep, whose hash takes 2^60 steps."""
+    paths = [tmp_path / "slow.bin", tmp_path / "fast.bin"]
+    with zipfile.ZipFile(paths[0], "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02})" + b"2\x86" * 60 + b"Ns.")
+    torch.save({"x": made(3)}, paths[1])
+    slow, fast = list_torch_files(paths)
+    assert isinstance(slow, TorchProblem)
+    assert slow.problem == "its tensors cannot be listed (that takes more than 5 seconds of CPU time)"
+    assert isinstance(fast, TensorFile)
+
+
+@pytest.mark.timeout(60)
 def test_interrupt_ends_the_process(tmp_path, script):
     torch.save({"x": made(3)}, tmp_path / "a.bin")
     script(f"open({str(tmp_path / 'started')!r}, 'w').write(str(os.getpid()))\ntime.sleep(100)")

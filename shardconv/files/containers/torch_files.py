@@ -8,6 +8,7 @@ the sizes of the files.
 import io
 import json
 import pickle
+import signal
 import struct
 import sys
 import zipfile
@@ -25,7 +26,7 @@ from typing import IO, Any, NamedTuple, Self
 from msgspec import Struct
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
-from shardconv.files.containers.unpickle import DTYPES, STORAGES
+from shardconv.files.containers.unpickle import DTYPES, STORAGES, max_seconds
 from shardconv.files.folder import NUM_REQUESTS, START_BYTES, AnyPath, text_problem
 from shardconv.files.input_files import FileState, InputFiles, file_states, open_file
 from shardconv.plan.plan import TensorSpec
@@ -236,6 +237,8 @@ def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[
         if done < len(requests):
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+            if child.returncode == -signal.SIGPROF:
+                reason = f"that takes more than {max_seconds(requests[done].stop)} seconds of CPU time"
             yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
 
 

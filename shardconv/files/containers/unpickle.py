@@ -14,6 +14,7 @@ import json
 import pickle
 import re
 import resource
+import signal
 import struct
 import sys
 import zipfile
@@ -44,6 +45,8 @@ WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 TRAINER_STATE = re.compile(r"optim|sched|scaler|rng_state|callbacks|loops")
 #: Maximum bytes of a pickle, which is read into memory, and of the memory of the process: a short pickle may use more.
 MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
+#: Maximum seconds of CPU time for a request, and more per MiB of its file: a short pickle may take years.
+_MAX_SECONDS, _SECONDS_PER_MIB = 5, 2
 #: Maximum dims of a tensor, and characters of a name.
 _MAX_DIMS, _MAX_CHARACTERS = 64, 2**12
 #: Maximum numbers and characters in the list of tensors, per byte of metadata: a short pickle may repeat long objects.
@@ -755,8 +758,14 @@ def refusal(error: Exception) -> RefusedError:
     return RefusedError(f"is damaged, or not a file of torch.save ({type(error).__name__}: {text})", _DAMAGED)
 
 
+def max_seconds(size: int) -> int:
+    """Maximum seconds of CPU time for a request, by the bytes of the file."""
+    return _MAX_SECONDS + _SECONDS_PER_MIB * min(size, MAX_PICKLE_BYTES) // 2**20
+
+
 def answer(name: str, file: File) -> Listed:
-    """The result of a request, or its error."""
+    """The result of a request, or its error. The signal SIGPROF ends the process after :func:`max_seconds`."""
+    signal.setitimer(signal.ITIMER_PROF, max_seconds(file.size))
     try:
         yield from LISTS[name](file)
     except Exception as error:  # noqa: BLE001 - an unpickler raises any error for a damaged pickle
