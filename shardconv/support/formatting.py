@@ -112,7 +112,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].upper().removesuffix("B")) if match else None
     if match is None or unit is None or (num_bytes := int(float(match[1]) * unit)) < 1:
         is_number = re.fullmatch(r"0*[1-9]\d*", text, re.ASCII)
-        expected = f"a unit: {text}GB, {text}GiB or {text}B" if is_number else "such as 500MB, 5GB or 5GiB"
+        expected = f"a unit: {text}GB, {text}GiB or {text}B" if is_number else "one such as 500MB, 5GB or 5GiB"
         raise ValueError(f"is not a size (got {text!r:.40}, expected {expected})")
     return num_bytes
 

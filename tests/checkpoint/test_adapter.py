@@ -585,7 +585,7 @@ WRONG_OPTIONS = {
     "split {source} --adapter {adapter} --layout vllm": "adapters are split for shardconv run only (got vllm)",
     "split {adapter} --base {source} --pad": "--pad is not supported for adapters",
     "split {source} --adapter {adapter} --pad": "--pad is not supported for adapters",
-    "split {source} --merge-adapter": "merges one adapter (got 0)",
+    "split {source} --merge-adapter": "merges one adapter (got 0): pass --adapter ADAPTER",
     "split {source} --merge-adapter --adapter {adapter} --adapter {adapter}": "merges one adapter (got 2)",
     "split {source} --adapter {adapter} --adapter {adapter}": "two adapters have the same name",
     "split {adapter} --base {source} --adapter {adapter}": "remove one of the two",

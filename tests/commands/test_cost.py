@@ -75,7 +75,7 @@ def test_several_sizes_are_proven():
         (["--tp", "2,99"], "--tp cannot list 99 together with other sizes: pass it alone"),
         (["--tp", "2,x"], "Invalid value for '--tp': got 'x', expected an integer from 1"),
         (["--memory", "80"], "is not a size (got '80', expected a unit: 80GB, 80GiB or 80B)"),
-        (["--memory", "0"], "is not a size (got '0', expected such as 500MB, 5GB or 5GiB)"),
+        (["--memory", "0"], "is not a size (got '0', expected one such as 500MB, 5GB or 5GiB)"),
         (["--memory", "2x"], "Invalid value for '--memory': is not a size (got '2x'"),
         (["--memory", "2GB", "--propose"], "--memory does not apply to --propose: remove one of the two"),
         (["--tp", "2,4", "--all"], "--all lists the tensors of a plan, which is for one tensor parallel size"),

@@ -76,7 +76,7 @@ def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, mo
         ({"threads": "2"}, "threads is wrong (got '2', expected a positive integer): correct it"),
         ({"head_dim": "32"}, "head_dim is wrong (got '32', "),
         ({"max_file_size": 2.5}, "max_file_size is wrong (got 2.5, "),
-        ({"stages": 3}, 'stages=3 is wrong (expected such as stages="20,20"): correct it'),
+        ({"stages": 3}, 'stages=3 is wrong (expected the number of layers of each stage, such as stages="20,20"): '),
         ({"threads": 0}, "threads is wrong (got 0, "),
         ({"threads": True, "dry_run": True}, "threads is wrong (got True, "),
         ({"pad": -1}, "pad is wrong (got -1, expected True or False): correct it"),

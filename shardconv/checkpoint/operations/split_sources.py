@@ -48,7 +48,8 @@ def plan_sources(
     adapters = _as_list(adapters)
     if merge_adapter and len(adapters) != 1:
         raise UsageError(
-            f"{option(merge_adapter=True)} merges one adapter (got {len(adapters)}): pass one {option('adapters')}"
+            f"{option(merge_adapter=True)} merges one adapter (got {len(adapters)}): pass "
+            f"{option(adapters=['ADAPTER'])}"
         )
     if dtype is not None and (base is not None or (adapters and not merge_adapter)):
         raise UsageError(
