@@ -228,6 +228,13 @@ def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
         assert call(*command, *remedy.split()[-2:]).code == 0
 
 
+@needs_torch
+def test_errors_of_pad_do_not_have_remedies_of_split(uneven, tmp_path):
+    """Sizes that are supported do not need padding."""
+    with pytest.raises(PlanError, match=r"or check_model=False for an engine that accepts this config$"):
+        shardconv.pad(uneven, tmp_path / "padded", tp=3)
+
+
 def test_components_with_plans_do_not_get_other_sizes(uneven):
     """Other sizes and components do not help, as the layout does not have padding."""
     error = call("split", uneven, "--tp", 3, "--pad", "--layout", "dcp").err

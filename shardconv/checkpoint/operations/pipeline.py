@@ -325,7 +325,7 @@ def component_errors(pipeline: Pipeline, name: str, options: Options) -> Iterato
     except ShardconvError as error:
         problem, *remedy = error.args
         error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
-        if isinstance(error, PlanError) and pipeline.expected is None:
+        if isinstance(error, PlanError) and pipeline.expected is None and "rules" in options:  # not of pad
             found = _remedies(pipeline, name, options, options_in(error.message))
             error.args = (*error.args[:-1], ". ".join([error.args[-1], *found]))
         raise
