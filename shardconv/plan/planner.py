@@ -256,19 +256,24 @@ class Planner:
         is_adapter = any(group.spec.grid is not None and group.spec.grid.prefix for group in self._sizes)
         return StageFinder(self.rules).divide(chosen, names, is_adapter=is_adapter)
 
+    @property
+    def _num_experts(self) -> int:
+        """The smallest number of experts of a module; 0 without experts."""
+        return min((group.expert.total for group in self._sizes if group.expert is not None), default=0)
+
     def check_ep(self) -> None:
         """Refuse an expert parallel size for which ranks would lack experts.
 
         Raises:
             UsageError: if the checkpoint has fewer experts, or none.
         """
-        ep = self.rules.ep
-        experts = min((group.expert.total for group in self._sizes if group.expert is not None), default=0)
+        ep, experts = self.rules.ep, self._num_experts
         if ep > 1 and not experts:
             raise UsageError(f"{option(ep=ep)}: the checkpoint does not have tensors of experts: remove the option")
         if ep > max(experts, 1):
             raise UsageError(
-                f"{option(ep=ep)} is more than the {experts} experts of the checkpoint: pass at most {experts}"
+                f"{option(ep=ep)} is more than the {experts} experts of the checkpoint: pass {option(ep=1)}, or a "
+                f"multiple of {option('tp')} that is at most {experts}"
             )
 
     def plan(self, tp: int, stages: Stages | None = None) -> Plan:
@@ -281,10 +286,8 @@ class Planner:
         check_count(tp, "tp", MAX_TP)
         ep, pp = self.rules.ep, 1 if stages is None else stages.count
         if ep > 1 and ep % tp:
-            raise UsageError(
-                f"{option(ep=ep)} is not a multiple of {option(tp=tp)}: pass {option(ep=1)}, or a multiple such as "
-                f"{option(ep=tp)}"
-            )
+            multiple = f", or a multiple such as {option(ep=tp)}" if tp <= self._num_experts else ""
+            raise UsageError(f"{option(ep=ep)} is not a multiple of {option(tp=tp)}: pass {option(ep=1)}{multiple}")
         if (num_ranks := self.rules.ranks_per_stage(tp) * pp) > MAX_TP:
             given = f"{option(tp=tp)}{f', {option(ep=ep)}' * (ep > 1)} and {option(pp=pp)}"
             raise UsageError(f"{given} have {num_ranks} ranks (expected at most {MAX_TP}): correct them")

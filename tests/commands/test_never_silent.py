@@ -1038,8 +1038,8 @@ CASES: Mapping[str, Case] = {
         options=("--ep", "3"),
     ),
     "more expert parallel ranks than experts": Case(
-        refused(error("--ep 8 is more than the 4 experts of the checkpoint: pass at most 4")), base="mixtral",
-        options=("--ep", "8"),
+        refused(error("--ep 8 is more than the 4 experts", "pass --ep 1, or a multiple of --tp that is at most 4")),
+        base="mixtral", options=("--ep", "8"),
     ),
     "expert parallel size of a model without experts": Case(
         refused(error("--ep 4: the checkpoint does not have tensors of experts: remove the option")),
