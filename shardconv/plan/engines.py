@@ -91,6 +91,6 @@ def engine_named(name: str | None) -> Engine:
         UsageError: if the engine is unknown.
     """
     known = {**ENGINES, SHARDCONV.name: SHARDCONV}
-    if name is not None and name not in known:
+    if name is not None and (not isinstance(name, str) or name not in known):
         raise UsageError(f"engine {name!r} is not supported (expected {', '.join(known)})")
     return SHARDCONV if name is None else known[name]

@@ -135,7 +135,7 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     given = find_destination(dst, resume=resume)
     check_count(tp, "tp", MAX_TP)
     check_count(vocab_multiple, "vocab_multiple", MAX_MULTIPLE)
-    if components:
+    if components := as_names(components, "components"):
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
     source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore, "ignore"))
     planned = _plan_padding(source, tp, vocab_multiple, check_model=check_model)

@@ -117,7 +117,7 @@ def as_torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         UsageError: if it is not one of them.
     """
-    if not isinstance(dtype, str):
+    if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     found: torch.dtype = getattr(torch, FLOAT_NAMES[target_dtype(dtype)])
     return found

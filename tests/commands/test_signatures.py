@@ -20,6 +20,7 @@ from shardconv.proof.pad import pad, unpad
 from shardconv.proof.propose import propose_plan
 from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
+from shardconv.runtime.load import load
 from shardconv.runtime.outputs import RunOptions
 from shardconv.support.errors import UsageError
 from tests.support.checkpoints import DEMO
@@ -85,6 +86,8 @@ def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, mo
         ({"ignore": 5}, "ignore is wrong (got 5, expected a name or a list of names): correct it"),
         ({"replicate": [5]}, "replicate is wrong (got [5], "),
         ({"components": 5}, "components is wrong (got 5, "),
+        ({"dtype": ["a"]}, "dtype ['a'] is unknown (expected one of "),
+        ({"engine": ["a"]}, "engine ['a'] is not supported (expected "),
         ({"adapters": 5}, "adapters is wrong (got 5, expected a path or a list of paths): correct it"),
         ({"adapters": [5]}, "5 is not a path"),
         ({"config": 5}, "5 is not a path (expected a str or a Path): correct it"),
@@ -119,6 +122,17 @@ def test_wrong_threads_of_verify_are_usage_errors(threads, tmp_path):
 def test_wrong_multiples_of_pad_are_usage_errors(wrong):
     with pytest.raises(UsageError, match=r"is wrong \(got '.', expected an integer from 1 to \d+\): correct it"):
         pad(DEMO, **wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": ["a"]}, {"unused": 3}])
+def test_wrong_values_of_load_are_usage_errors(wrong):
+    with pytest.raises(UsageError, match=rf"^{next(iter(wrong))} (.* is unknown|is wrong)"):
+        load(DEMO, tp=1, **wrong)
+
+
+def test_wrong_components_of_pad_are_usage_errors():
+    with pytest.raises(UsageError, match=r"^components is wrong \(got 3, "):
+        pad(DEMO, tp=3, components=3)
 
 
 def test_too_many_positional_arguments_name_the_function():

@@ -150,13 +150,13 @@ class Header:
         return TensorFile(path, self.file_bytes, self.tensors(), self.data_offset, self.prefix())
 
 
-def target_dtype(name: str) -> str:
+def target_dtype(name: object) -> str:
     """The dtype in headers for a key of :data:`TARGET_DTYPES`.
 
     Raises:
         UsageError: if the name is unknown.
     """
-    if (target := TARGET_DTYPES.get(name)) is None:
+    if not isinstance(name, str) or (target := TARGET_DTYPES.get(name)) is None:
         raise UsageError(f"dtype {name!r:.40} is unknown (expected one of {', '.join(TARGET_DTYPES)}): correct it")
     return target
 
