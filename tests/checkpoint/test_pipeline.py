@@ -217,7 +217,7 @@ def test_padded_sizes_are_those_of_all_components(uneven):
 
 
 @pytest.mark.parametrize(
-    ("tp", "remedy"), [(3, ". To copy text_encoder unsharded, pass --component transformer"), (5, "")]
+    ("tp", "remedy"), [(3, ". To leave text_encoder unsharded, pass --component transformer"), (5, "")]
 )
 def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
     """Components that do not support the size either are not proposed."""
@@ -233,6 +233,12 @@ def test_errors_of_pad_do_not_have_remedies_of_split(uneven, tmp_path):
     """Sizes that are supported do not need padding."""
     with pytest.raises(PlanError, match=r"or check_model=False for an engine that accepts this config$"):
         shardconv.pad(uneven, tmp_path / "padded", tp=3)
+
+
+@needs_torch
+def test_errors_of_a_component_that_is_loaded_do_not_propose_others(uneven):
+    with pytest.raises(PlanError, match=r"All components support tp 1, 2$"):
+        shardconv.load(uneven, tp=3, component="text_encoder", device="cpu")
 
 
 def test_components_with_plans_do_not_get_other_sizes(uneven):
@@ -251,7 +257,7 @@ def test_remedies_for_a_tensor_without_a_rule_work(source, tmp_path, chosen):
     error = call(*command).err
     assert error.endswith(
         "--replicate foo.bar to replicate it. To pass --rules or --replicate, also pass --component transformer. To "
-        "copy transformer unsharded, pass --component text_encoder\n"
+        "leave transformer unsharded, pass --component text_encoder\n"
     )
     replicated = ["--replicate", "foo.bar"] if chosen == "transformer" else []
     assert call(*command, "--component", chosen, *replicated).code == 0

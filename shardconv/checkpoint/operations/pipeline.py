@@ -343,9 +343,9 @@ def _remedies(pipeline: Pipeline, failed: str, options: Options, proposed: Colle
     if len(planners) == len(names):
         sizes = [one for one in CANDIDATE_TPS if all(planner.blocked(one) is None for planner in planners.values())]
         yield f"All components support {option('tp')} {ranges(sizes)}"
-    if planned:
+    if planned and options.get("component") is None:
         unsharded = ", ".join(name for name in names if name not in planned)
-        yield f"To copy {unsharded} unsharded, pass {option(components=planned)}"
+        yield f"To leave {unsharded} unsharded, pass {option(components=planned)}"
 
 
 def _planner(pipeline: Pipeline, name: str, options: Options) -> Planner | None:
