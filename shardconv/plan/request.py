@@ -26,7 +26,7 @@ from shardconv.plan.quantization import check_quantization
 from shardconv.plan.rule_set import Multiple, RuleSet, rules_for
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.support.errors import PlanError, UsageError, check_count, option
+from shardconv.support.errors import PlanError, UsageError, check_count, check_flag, option
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
 
@@ -74,9 +74,7 @@ def padding_multiple(pad: object) -> int:
     Raises:
         UsageError: if the option is not True or False.
     """
-    if pad not in (False, True):
-        raise UsageError(f"{option('pad')} is wrong (got {pad!r:.40}, expected True or False): correct it")
-    return int(bool(pad))
+    return int(check_flag(pad, "pad"))
 
 
 #: Values of ``rules``:

@@ -152,6 +152,17 @@ def check_count(value: object, name: str, maximum: int | None = None) -> int:
     raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected {expected}): correct it")
 
 
+def check_flag(value: object, name: str) -> bool:
+    """Return the value of an argument that is True or False.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if value in (False, True):
+        return bool(value)
+    raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected True or False): correct it")
+
+
 class SourceError(ShardconvError):
     """The source checkpoint cannot be read or is invalid."""
 

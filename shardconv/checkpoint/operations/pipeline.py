@@ -43,6 +43,7 @@ from shardconv.support.errors import (
     SourceError,
     SplitCheckpointError,
     UsageError,
+    check_flag,
     option,
     options_in,
 )
@@ -75,6 +76,7 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return operation(*args, **kwargs)  # raises an error that names the operation
+            _check_flags(bound)
             src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
@@ -92,6 +94,14 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return dispatch
 
     return decorate
+
+
+def _check_flags(bound: inspect.BoundArguments) -> None:
+    """Refuse arguments that are not True or False where their defaults are."""
+    defaults = PLAN_DEFAULTS | {name: one.default for name, one in bound.signature.parameters.items()}
+    for name, value in {**bound.arguments, **bound.arguments.get("options", {})}.items():
+        if isinstance(defaults.get(name), bool):
+            check_flag(value, name)
 
 
 def _refuse_stages(path: AnyPath, arguments: Options) -> None:
