@@ -254,7 +254,7 @@ def of(jobs: str, before: str, options: str, message: str) -> Iterator[Any]:
 OTHER_OPTIONS = [
     *of("split reshard", "", "--tp 8", "had --tp {tp} (got --tp 8): repeat its command with the same source, or"),
     *of("split reshard", "", "--layout vllm", "had --layout native (got --layout vllm)"),
-    *of("split reshard", "", "--max-file-size 20000", "did not have --max-file-size (got --max-file-size 20kB)"),
+    *of("split reshard", "", "--max-file-size 20kB", "did not have --max-file-size (got --max-file-size 20kB)"),
     *of("split reshard", "", "--for vllm", "did not have --for (got --for vllm)"),
     *of("split", "", "--dtype fp32", "did not have --dtype (got --dtype fp32)"),
     *of("split", "", "--replicate lm_head", "did not have --replicate (got --replicate lm_head)"),
