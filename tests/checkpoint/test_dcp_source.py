@@ -6,6 +6,7 @@ All comparisons of tensors are exact.
 import io
 import pickle
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -14,7 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as EarlyProperties
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -202,6 +209,15 @@ def with_one_path(metadata) -> None:
     metadata.state_dict_metadata |= dict.fromkeys(map(str, range(100)), metadata.state_dict_metadata[HEAD])
 
 
+def with_one_list_of_chunks(metadata) -> None:
+    """Give many entries one list of chunks, without dims and with the shortest names of files."""
+    scalar = torch.Size([])
+    chunks = [ChunkStorageMetadata(scalar, scalar)] * 5000
+    for name in map(str, range(200)):
+        metadata.state_dict_metadata[name] = replace(metadata.state_dict_metadata[HEAD], size=scalar, chunks=chunks)
+        metadata.storage_data[MetadataIndex(name, scalar)] = _StorageInfo("", 0, 1)
+
+
 def nested_tuple():
     """A tuple with a million items that a pickle has once."""
     nested = ()
@@ -217,6 +233,7 @@ def nested_tuple():
         (with_long_paths, r"has an entry in 1000000 nested dicts \(expected at most 64\)"),
         (of_files("relative_path", "x" * 10**6), r"has a name of 1000000 characters \(expected at most 4096\)"),
         (with_one_path, "repeats names and sizes too often"),
+        (with_one_list_of_chunks, "repeats names and sizes too often"),
         (
             of_tensor(HEAD, lambda entry: setattr(entry, "chunks", entry.chunks[:1] * 10**5)),
             "repeats names and sizes too often",

@@ -19,7 +19,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -49,9 +49,11 @@ MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
 _MAX_SECONDS, _SECONDS_PER_MIB = 5, 2
 #: Maximum dims of a tensor, and characters of a name.
 _MAX_DIMS, _MAX_CHARACTERS = 64, 2**12
-#: Maximum numbers and characters in the list of tensors, per byte of metadata: a short pickle may repeat long objects.
-#: A valid checkpoint has two, if each chunk has a file name of 255 characters.
+#: Maximum size of the list of tensors, per byte of metadata: a short pickle may repeat long objects. A valid checkpoint
+#: has three, if each chunk has a file name of 255 characters.
 _MAX_LISTED = 4
+#: The size of an item in the list of tensors, without its characters, and with each number.
+_ITEM_SIZE, _NUMBER_SIZE = 64, 8
 #: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: Bytes that are fetched at once elsewhere.
@@ -657,7 +659,7 @@ def list_metadata(file: File) -> Listed:
     others, size = [], _Size(_MAX_LISTED * file.size)
     for name, entry in entries.items():
         keys = _keys(name, paths)
-        size.add(*keys)
+        size.add(0, *keys)
         if isinstance(entry, Record) and entry.get("chunks") is not None:
             yield {"tensor": [[name, keys, *_chunked(name, entry, positions, size)]]}
         else:
@@ -666,18 +668,18 @@ def list_metadata(file: File) -> Listed:
 
 
 class _Size:
-    """The numbers and characters that are listed."""
+    """The size of the list of tensors."""
 
     def __init__(self, most: int) -> None:
         self._size, self._most = 0, most
 
-    def add(self, *values: Sized) -> None:
-        """Add numbers and characters.
+    def add(self, num_numbers: int, *texts: str) -> None:
+        """Add an item.
 
         Raises:
-            RefusedError: if there are too many.
+            RefusedError: if the list is too large.
         """
-        self._size += sum(map(len, values))
+        self._size += _ITEM_SIZE + _NUMBER_SIZE * num_numbers + sum(map(len, texts))
         if self._size > self._most:
             raise RefusedError(
                 f"repeats names and sizes too often (expected at most {_MAX_LISTED} times its bytes)", _SAVE_CHECKPOINT
@@ -723,10 +725,10 @@ def _chunked(name: object, entry: Record, positions: Positions, size: _Size) -> 
         offsets, sizes = map(_numbers, boxes)
         if (position := positions.get((name, tuple(offsets)))) is None:
             raise RefusedError(f"does not have the position of a chunk of {name}", _SAVE_CHECKPOINT)
-        size.add(offsets, sizes, position[0])
+        size.add(len(offsets) + len(sizes), position[0])
         listed.append([offsets, sizes, *position])
     shape = _numbers(entry.get("size"))
-    size.add(shape)
+    size.add(len(shape))
     return [shape, listed]
 
 
