@@ -453,8 +453,9 @@ def test_a_split_pipeline_is_not_split_again(whole, tmp_path):
 
 
 def test_exchanged_arguments_of_verify_are_named(source, whole):
-    with pytest.raises(UsageError, match=rf"exchange the two \(shardconv verify {whole} --against {source}\)$"):
-        shardconv.verify(source, against=whole)
+    for src, against in [(source, whole), (source, whole / "transformer"), (source / "transformer", whole)]:
+        with pytest.raises(UsageError, match=rf"exchange the two \(shardconv verify {against} --against {src}\)$"):
+            shardconv.verify(src, against=against)
 
 
 def test_a_source_is_not_merged(source, tmp_path):

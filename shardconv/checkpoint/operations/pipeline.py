@@ -21,6 +21,7 @@ from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options, plan_source
 from shardconv.checkpoint.sources.source import Source
+from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import (
     PipelineManifest,
@@ -228,8 +229,8 @@ def open_padded_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
 
 def report_each(operation: Callable[..., R], paths: list[AnyPath], options: Options) -> R:
     """Report on all components of a pipeline, split or not."""
-    is_split = is_split_pipeline(paths[0])
-    pipeline = (open_split_folders if is_split else open_source_pipeline)(paths, options)
+    opened = open_split_folders if is_split_pipeline(paths[0]) else open_source_pipeline
+    pipeline = opened(paths, options)
     reports = call_on_each(operation, pipeline, options)
     return combine(reports, pipeline, source=str(paths[0]))
 
@@ -240,7 +241,7 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     if given := given_options(options, ("source_layout",)):
         raise UsageError(f"{paths[0]}: is a split pipeline, to which {given} does not apply: remove it")
     against = None if options["against"] is None else open_path(options["against"])
-    check_not_exchanged(paths, against, is_split_pipeline)
+    check_not_exchanged(paths, against)
     pipeline = open_split_pipeline(paths, for_report=True)
     source = None if against is None else _open_against(pipeline, against, options)
     total, done, reports = sum(pipeline.num_bytes.values()), 0, dict[str, Any]()
@@ -268,22 +269,25 @@ def verify_each(operation: Callable[..., R], paths: list[AnyPath], options: Opti
     return verified
 
 
-def check_not_exchanged(paths: Sequence[AnyPath], other: AnyPath | None, is_split: Callable[[AnyPath], bool]) -> None:
-    """Refuse to verify a source against its split checkpoint.
+def check_not_exchanged(paths: Sequence[AnyPath], other: AnyPath | None) -> None:
+    """Refuse to verify a source against its split checkpoint, or split pipeline.
 
     Args:
         paths: the folders to verify.
         other: the path to compare with, if there is one.
-        is_split: whether a path is a split checkpoint.
 
     Raises:
-        UsageError: if ``other`` is one, and ``paths`` are not.
+        UsageError: if ``other`` is split, and ``paths`` are not.
     """
-    if other is not None and is_split(other) and not any(map(is_split, paths)):
+    if other is not None and _is_any_split(other) and not any(map(_is_any_split, paths)):
         raise UsageError(
             f"{other}: is a split checkpoint, and {option('against')} takes its source: exchange the two (shardconv "
             f"verify {other} --against {' '.join(map(str, paths))})"
         )
+
+
+def _is_any_split(path: AnyPath) -> bool:
+    return is_split(path) or is_split_pipeline(path)
 
 
 def _open_against(pipeline: Pipeline, path: AnyPath, options: Options) -> Pipeline:

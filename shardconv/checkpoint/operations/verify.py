@@ -20,7 +20,6 @@ from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.checkpoint.split.manifest import Manifest
-from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import (
     SplitFolder,
     SplitFolders,
@@ -195,7 +194,7 @@ def verify(
         check_count(threads, "threads")
     _check_options(against, ignore=ignore, follow_links=follow_links)
     other = None if against is None else open_path(against)
-    check_not_exchanged(open_paths(src), other, is_split)
+    check_not_exchanged(open_paths(src), other)
     split = open_folders(src, source_layout, config=config, allow_missing_ranks=True, has_source=other is not None)
     manifest, external = split.manifest, split.source
     source = None
