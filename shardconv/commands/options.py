@@ -158,10 +158,7 @@ PAD = Flag(PLAN, "--pad", "Pad heads and widths that do not divide by tp with ze
 
 def component_option(verb: str) -> Option:
     """``--component``; ``verb`` is the operation on a component."""
-    text = (
-        f"{verb} this component of the pipeline SRC, and copy the others. Repeatable. [default: all models that can be "
-        "sharded]"
-    )
+    text = f"{verb} only this component of the pipeline SRC. Repeatable. [default: all models that can be sharded]"
     return Option(PLAN, "--component components", text, multiple=True, metavar="NAME")
 
 
