@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import struct
 import time
@@ -383,6 +384,15 @@ def test_pickle_that_takes_much_time_is_refused(tmp_path):
     assert isinstance(slow, TorchProblem)
     assert slow.problem == "its tensors cannot be listed (that takes more than 5 seconds of CPU time)"
     assert isinstance(fast, TensorFile)
+
+
+def test_list_that_repeats_a_long_shape_is_refused(tmp_path):
+    """Many names of one tensor with 64 dims: a list that is 250 times as long as its pickle."""
+    tensor = torch.zeros(0, *[1] * 63)
+    torch.save({f"w{number}": tensor for number in range(5000)}, tmp_path / "a.bin")
+    (found,) = list_torch_files([tmp_path / "a.bin"])
+    assert isinstance(found, TorchProblem)
+    assert re.fullmatch(r"repeats names and sizes too often \(expected a list of .* times its own\)", found.problem)
 
 
 @pytest.mark.timeout(60)

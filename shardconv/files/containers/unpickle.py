@@ -49,8 +49,8 @@ MAX_PICKLE_BYTES, _MAX_MEMORY_BYTES = 2**28, 2**33
 _MAX_SECONDS, _SECONDS_PER_MIB = 5, 2
 #: Maximum dims of a tensor, and characters of a name.
 _MAX_DIMS, _MAX_CHARACTERS = 64, 2**12
-#: Maximum size of the list of tensors, per byte of metadata: a short pickle may repeat long objects. A valid checkpoint
-#: has three, if each chunk has a file name of 255 characters.
+#: Maximum size of the list of tensors, per byte of its file: a short pickle may repeat long objects. Valid metadata has
+#: three, if each chunk has a file name of 255 characters.
 _MAX_LISTED = 4
 #: The size of an item in the list of tensors, without its characters, and with each number.
 _ITEM_SIZE, _NUMBER_SIZE = 64, 8
@@ -610,6 +610,32 @@ def describe(name: object, found: Tensor, positions: Mapping[object, Position]) 
     return [name, dtype, shape, strides, position.offset + start]
 
 
+class _Size:
+    """The size of the list of tensors, which is limited.
+
+    Args:
+        file: the file that lists them.
+        remedy: for a file whose list is too large.
+    """
+
+    def __init__(self, file: File, remedy: str) -> None:
+        self._size, self._most, self._remedy = 0, _MAX_LISTED * file.size, remedy
+
+    def add(self, num_numbers: int, *texts: str) -> None:
+        """Add an item.
+
+        Raises:
+            RefusedError: if the list is too large.
+        """
+        self._size += _ITEM_SIZE + _NUMBER_SIZE * num_numbers + sum(map(len, texts))
+        if self._size > self._most:
+            raise RefusedError(
+                f"repeats names and sizes too often (expected a list of at most {self._most} bytes, {_MAX_LISTED} "
+                "times its own)",
+                self._remedy,
+            )
+
+
 def list_file(file: File) -> Listed:
     """List the tensors and other entries of a file.
 
@@ -620,7 +646,11 @@ def list_file(file: File) -> Listed:
     is_zip = file.peek(2).startswith(b"PK")
     loaded, positions = read_zip(file) if is_zip else read_legacy(file)
     tensors, left_out = find_weights(loaded)
-    yield {"tensors": [describe(*item, positions) for item in tensors.items()], "left_out": left_out}
+    listed, size = [], _Size(file, _SAVE_AGAIN)
+    for name, tensor in tensors.items():
+        listed.append(describe(name, tensor, positions))
+        size.add(len(tensor.shape) + len(tensor.strides), name)
+    yield {"tensors": listed, "left_out": left_out}
 
 
 def list_chunk(file: File) -> Listed:
@@ -639,7 +669,8 @@ def list_arguments(file: File) -> Listed:
     loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
-    yield {"arguments": {name: value for name, value in items if isinstance(name, str) and type(value) in {bool, int}}}
+    numbers = {name: value for name, value in items if isinstance(name, str) and type(value) in {bool, int}}
+    yield {"arguments": {name: value for name, value in numbers.items() if abs(value) < 2**63}}
 
 
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
@@ -656,7 +687,7 @@ def list_metadata(file: File) -> Listed:
     entries = _dict(metadata.get("state_dict_metadata") if isinstance(metadata, Record) else None)
     paths = metadata.get("planner_data")
     positions = _positions(_dict(metadata.get("storage_data")))
-    others, size = [], _Size(_MAX_LISTED * file.size)
+    others, size = [], _Size(file, _SAVE_CHECKPOINT)
     for name, entry in entries.items():
         keys = _keys(name, paths)
         size.add(0, *keys)
@@ -665,25 +696,6 @@ def list_metadata(file: File) -> Listed:
         else:
             others.append(keys)
     yield {"others": others}
-
-
-class _Size:
-    """The size of the list of tensors."""
-
-    def __init__(self, most: int) -> None:
-        self._size, self._most = 0, most
-
-    def add(self, num_numbers: int, *texts: str) -> None:
-        """Add an item.
-
-        Raises:
-            RefusedError: if the list is too large.
-        """
-        self._size += _ITEM_SIZE + _NUMBER_SIZE * num_numbers + sum(map(len, texts))
-        if self._size > self._most:
-            raise RefusedError(
-                f"repeats names and sizes too often (expected at most {_MAX_LISTED} times its bytes)", _SAVE_CHECKPOINT
-            )
 
 
 def _keys(name: object, paths: object) -> list[str]:
