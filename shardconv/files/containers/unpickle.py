@@ -649,7 +649,7 @@ def list_file(file: File) -> Listed:
     listed, size = [], _Size(file, _SAVE_AGAIN)
     for name, tensor in tensors.items():
         listed.append(describe(name, tensor, positions))
-        size.add(len(tensor.shape) + len(tensor.strides), name)
+        size.add(len(_numbers(tensor.shape)) + len(_numbers(tensor.strides)), name)
     yield {"tensors": listed, "left_out": left_out}
 
 
@@ -669,8 +669,8 @@ def list_arguments(file: File) -> Listed:
     loaded = read_zip(file, AnyRecord)[0]
     found = loaded.get("args") if isinstance(loaded, dict) else None
     items = found.items() if isinstance(found, Record) else ()
-    numbers = {name: value for name, value in items if isinstance(name, str) and type(value) in {bool, int}}
-    yield {"arguments": {name: value for name, value in numbers.items() if abs(value) < 2**63}}
+    numbers = ((name, value) for name, value in items if isinstance(name, str) and isinstance(value, int))
+    yield {"arguments": {name: value for name, value in numbers if abs(value) < 2**63}}
 
 
 # --- metadata of torch.distributed.checkpoint -----------------------------------------------------------------------
