@@ -15,6 +15,8 @@ _MTP_PROJECTION = ".eh_proj.weight"
 _CONSTANT = re.compile(r"(\.masked_bias|rotary(_emb)?\.inv_freq)$")
 #: Poolers of encoders, and the sentence order heads of BERT and ALBERT.
 _PRETRAINING = re.compile(r"(^|\.)(pooler|cls\.seq_relationship|sop_classifier)\.")
+#: Tensors of an IP adapter in a transformer of diffusers.
+_IP_ADAPTER = re.compile(r".+\.processor\.to_[kv]_ip\..+|(encoder_hid_proj|image_proj)\..+")
 
 
 def known_unused(names: Collection[str]) -> frozenset[str]:
@@ -32,6 +34,11 @@ def known_unused(names: Collection[str]) -> frozenset[str]:
         for name in names
         if name.startswith(layers) or any(kind.search(name) for kind in (_MTP_MODULE, _CONSTANT, _PRETRAINING))
     )
+
+
+def is_of_ip_adapter(name: str) -> bool:
+    """Whether the name of a tensor is of an IP adapter: of an attention processor, or the projection of images."""
+    return _IP_ADAPTER.fullmatch(name) is not None
 
 
 def ip_adapter_tensor(names: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import file_variant
-from shardconv.plan.unused import ip_adapter_tensor
+from shardconv.plan.unused import ip_adapter_tensor, is_of_ip_adapter
 from shardconv.support.errors import SourceError
 from shardconv.support.structs import Data, convert
 
@@ -23,6 +23,10 @@ class DiffusersClasses(Data, frozen=True):
     unsharded: tuple[str, ...]
     prefixes: tuple[str, ...]
     original: dict[str, str]
+
+
+#: The floating-point dtypes of safetensors, and their names in torch.
+_TORCH_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @cache
@@ -41,8 +45,8 @@ def refuse_ip_adapters(source: Source) -> None:
         variant = file_variant((source.index_path or source.paths[0]).name)
         raise SourceError(
             f"{source.path}: {name}: is a tensor of an IP adapter, which diffusers saves and does not load: save the "
-            f"model without it in Python, put the new folder in its place, and {LOAD_IP_ADAPTER}"
-            f"{_lines(source, 'AutoModel.from_pretrained', source.path, 'without-adapter', variant=variant)}"
+            f"model without it in Python, put the new folder in the place of {source.folder}, and {LOAD_IP_ADAPTER}"
+            f"{_lines(source, 'AutoModel.from_pretrained', source.folder, 'without-adapter', variant=variant)}"
         )
 
 
@@ -73,11 +77,12 @@ def _lines(source: Source, method: str, path: AnyPath, suffix: str, **options: s
         suffix: the end of the name of the folder that they write.
         options: keyword arguments of the method; None leaves one out.
     """
-    kinds = {spec.dtype for spec in source.specs.values()} & {"F64", "F32", "F16", "BF16"}  # FP8 fits into BF16
-    dtype = {("F16",): "float16", ("BF16",): "bfloat16", (): "bfloat16"}.get((*kinds,), "float32")
+    kinds = {spec.dtype for name, spec in source.specs.items() if not is_of_ip_adapter(name)}
+    kinds &= _TORCH_DTYPES.keys()  # BF16 has the values of FP8
+    widest = "F64" if "F64" in kinds else "F32" if len(kinds) > 1 else next(iter(kinds), "BF16")
     local, download = (str(path), "") if isinstance(path, Path) else (path.name, f" (first download {path})")
     named = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
     return (
         f"{download}:\nimport torch\nfrom diffusers import {method.partition('.')[0]}\n"
-        f"{method}({local!r}, dtype=torch.{dtype}{named}).save_pretrained('{source.name}-{suffix}')"
+        f"{method}({local!r}, dtype=torch.{_TORCH_DTYPES[widest]}{named}).save_pretrained('{source.name}-{suffix}')"
     )
