@@ -1,10 +1,10 @@
 """One pipeline stage of a model of transformers, for inference.
 
 Each rank has the modules of its stage. The model's own code runs unchanged on all stages: the embedding of a later
-stage returns zeros, layers of other stages return their input, the first layer of a later stage gets the hidden states
-that it receives from the stage before, which sends them where its own code calls this layer, and the
-last stage broadcasts the logits to all. So transformers computes masks, positions and caches, and generates. Code
-between the embedding and the first layer has an effect on the first stage only.
+stage returns zeros, and layers of other stages return their input. Where this code calls the first layer of the next
+stage, an earlier stage sends the hidden states, and the later one replaces its own by them. The last stage broadcasts
+the logits to all. So transformers computes masks, positions and caches, and generates. Code between the embedding and
+the first layer has an effect on the first stage only.
 
 The first stage also has the image encoder of a composite model, and broadcasts the features of images to all stages:
 some models add them to hidden states after one of the first layers.
@@ -43,7 +43,7 @@ _CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0}
 #: Methods of transformers that compute features with the modules of an image encoder.
 _FEATURES = ("get_image_features", "get_video_features")
 #: Attributes of modules of other stages. transformers does not initialize them.
-_OF_OTHER_STAGE = {"_is_hf_initialized": True, ON_OTHER_STAGE: True}
+_UNUSED_MODULE = {"_is_hf_initialized": True, ON_OTHER_STAGE: True}
 
 
 def check_runs(kind: ModelClass, plan: Plan) -> None:
@@ -96,14 +96,14 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
         PlanError: if the stage of a parameter is unknown.
         RunError: if the model has modules that are not supported.
     """
-    finder, stages = StageFinder(plan.rules), _needed(plan)
+    finder, stages = StageFinder(plan.rules), _without_copies(plan)
     layers = _Parts.of(model, finder).layers
     for name in [*_names(model, finder)]:
         if stage not in _stages_of(name, finder, stages):
             _remove(model, name)
     for name, module in model.named_modules():
         if stage and (found := finder.find(name)) and found.kind == ENCODER:
-            vars(module).update(_OF_OTHER_STAGE)
+            vars(module).update(_UNUSED_MODULE)
     for number, layer in enumerate(layers):
         if number not in stages.layers_of(stage):
             layer._modules.clear()  # noqa: SLF001 - it computes nothing
@@ -115,11 +115,11 @@ def keep_stage(model: nn.Module, plan: Plan, stage: int) -> None:
 
 def needed_tensors(names: Iterable[str], plan: Plan, stage: int) -> frozenset[str]:
     """The names of the tensors that a stage needs after :func:`keep_stage`. Engines have some tensors on all stages."""
-    finder, stages = StageFinder(plan.rules), _needed(plan)
+    finder, stages = StageFinder(plan.rules), _without_copies(plan)
     return frozenset(name for name in names if stage in _stages_of(name, finder, stages))
 
 
-def _needed(plan: Plan) -> Stages:
+def _without_copies(plan: Plan) -> Stages:
     """The stages of a plan, without copies for an engine."""
     assert plan.stages is not None
     return replace(plan.stages, has_copies=False)
@@ -164,7 +164,7 @@ def _remove(model: nn.Module, name: str) -> None:
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     setattr(module, own, None)
-    vars(module).update(_OF_OTHER_STAGE)
+    vars(module).update(_UNUSED_MODULE)
 
 
 @dataclass(frozen=True, slots=True)
