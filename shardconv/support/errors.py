@@ -56,11 +56,6 @@ def option(name: str = "", /, **values: object) -> str:
     return f"\x1e{json.dumps([argument, value], ensure_ascii=False)}\x1f"
 
 
-def options_in(text: str) -> set[str]:
-    """The arguments whose options are in the text of an exception."""
-    return {*re.findall('\x1e\\["(\\w+)"', text)}
-
-
 def _rendered(text: str, form: Callable[[str, object], str]) -> str:
     """A text with its options in some form; other text between the same control characters stays as it is."""
 
@@ -158,8 +153,8 @@ def check_flag(value: object, name: str) -> bool:
     Raises:
         UsageError: if it is neither.
     """
-    if value in (False, True):
-        return bool(value)
+    if isinstance(value, bool):
+        return value
     raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected True or False): correct it")
 
 

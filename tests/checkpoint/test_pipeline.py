@@ -241,11 +241,18 @@ def test_errors_of_a_component_that_is_loaded_do_not_propose_others(uneven):
         shardconv.load(uneven, tp=3, component="text_encoder", device="cpu")
 
 
+@pytest.mark.parametrize("wrong", [{"threads": 0}, {"tp": 0}, {"ep": "2"}, {"dry_run": 1}])
+def test_wrong_arguments_do_not_name_a_component(uneven, tmp_path, wrong):
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"^{name} is wrong"):
+        shardconv.split(uneven, tmp_path / "split", **{"tp": 2, **wrong})
+
+
 def test_components_with_plans_do_not_get_other_sizes(uneven):
     """Other sizes and components do not help, as the layout does not have padding."""
     error = call("split", uneven, "--tp", 3, "--pad", "--layout", "dcp").err
     assert "without padding. Replicate it (--replicate model.embed_tokens.weight)" in error
-    assert error.endswith(". To pass --replicate, also pass --component text_encoder\n")
+    assert error.endswith(". To pass --rules or --replicate, also pass --component text_encoder\n")
 
 
 @pytest.mark.parametrize("chosen", ["transformer", "text_encoder"])

@@ -5,7 +5,7 @@ A function that is decorated takes pipelines wherever it takes checkpoints.
 
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -37,16 +37,16 @@ from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.engines import SHARDCONV
-from shardconv.plan.planner import CANDIDATE_TPS, Planner
+from shardconv.plan.planner import CANDIDATE_TPS, MAX_TP, Planner
 from shardconv.support.errors import (
     PlanError,
     ShardconvError,
     SourceError,
     SplitCheckpointError,
     UsageError,
+    check_count,
     check_flag,
     option,
-    options_in,
 )
 from shardconv.support.formatting import ranges
 
@@ -62,6 +62,8 @@ Apply = Callable[[Callable[..., R], list[AnyPath], Options], R]
 _OF_ONE_MODEL = (
     "rules", "replicate", "head_dim", "config", "source_layout", "base",
 )  # fmt: skip
+#: Arguments that are positive integers, and their largest values.
+_COUNTS = {"tp": MAX_TP, "ep": None, "threads": None}
 
 
 def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -77,7 +79,7 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return operation(*args, **kwargs)  # raises an error that names the operation
-            _check_flags(bound)
+            _check_types(bound)
             src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
@@ -97,12 +99,14 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _check_flags(bound: inspect.BoundArguments) -> None:
-    """Refuse arguments that are not True or False where their defaults are."""
+def _check_types(bound: inspect.BoundArguments) -> None:
+    """Refuse arguments that are not True or False where their defaults are, and numbers that are not positive."""
     defaults = PLAN_DEFAULTS | {name: one.default for name, one in bound.signature.parameters.items()}
     for name, value in {**bound.arguments, **bound.arguments.get("options", {})}.items():
         if isinstance(defaults.get(name), bool):
             check_flag(value, name)
+        elif name in _COUNTS and value is not None:
+            check_count(value, name, _COUNTS[name])
 
 
 def _refuse_stages(path: AnyPath, arguments: Options) -> None:
@@ -340,18 +344,18 @@ def component_errors(pipeline: Pipeline, name: str, options: Options) -> Iterato
         problem, *remedy = error.args
         error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
         if isinstance(error, PlanError) and pipeline.expected is None and "rules" in options:  # not of pad
-            found = _remedies(pipeline, name, options, options_in(error.message))
+            found = _remedies(pipeline, name, options)
             error.args = (*error.args[:-1], ". ".join([error.args[-1], *found]))
         raise
 
 
-def _remedies(pipeline: Pipeline, failed: str, options: Options, proposed: Collection[str]) -> Iterator[str]:
-    """The ways to pass proposed options for one model, and other sizes and components for one without a plan."""
+def _remedies(pipeline: Pipeline, failed: str, options: Options) -> Iterator[str]:
+    """The way to pass options for one model, or sizes and components that have plans."""
     tp, names = options.get("tp"), pipeline.components
-    if (of_one := [option(one) for one in _OF_ONE_MODEL if one in proposed]) and len(names) > 1:
-        yield f"To pass {' or '.join(of_one)}, also pass {option(components=[failed])}"
     planners = {name: found for name in names if (found := _planner(pipeline, name, options)) is not None}
     planned = [name for name, one in planners.items() if tp is None or one.blocked(tp) is None]
+    if len(names) > 1 and (failed in planned or failed not in planners):
+        yield f"To pass {option('rules')} or {option('replicate')}, also pass {option(components=[failed])}"
     if failed in planned:
         return
     if len(planners) == len(names):

@@ -36,7 +36,7 @@ from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, check_count, option
+from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 
 #: The most differences that are listed if they are most tensors; more are another model.
 _MAX_LISTED = 5
@@ -190,8 +190,6 @@ def verify(
             tool, or ``threads`` is not a positive integer.
     """
     began = time.perf_counter()
-    if threads is not None:
-        check_count(threads, "threads")
     _check_options(against, ignore=ignore, follow_links=follow_links)
     other = None if against is None else open_path(against)
     check_not_exchanged(open_paths(src), other)

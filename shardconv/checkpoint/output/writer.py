@@ -28,7 +28,7 @@ from shardconv.checkpoint.output.journal import Journal, ResumableWriter
 from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
-from shardconv.support.errors import UsageError, check_count, option
+from shardconv.support.errors import UsageError, option
 
 #: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
 Checksums = tuple[tuple[str, ...], ...]
@@ -104,7 +104,7 @@ class WriteOptions(Struct, frozen=True):
         checksums: store checksums, which verify and merge check.
 
     Raises:
-        UsageError: if an interrupted run would be continued by a dry run, or ``threads`` is not a positive integer.
+        UsageError: if an interrupted run would be continued by a dry run.
     """
 
     overwrite: bool = False
@@ -115,8 +115,6 @@ class WriteOptions(Struct, frozen=True):
     checksums: bool = True
 
     def __post_init__(self) -> None:
-        if self.threads is not None:
-            check_count(self.threads, "threads")
         if self.resume and self.dry_run:
             raise UsageError(
                 f"{option(dry_run=True)} writes nothing, so it cannot resume: remove {option(dry_run=True)} or "
