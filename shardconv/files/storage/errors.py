@@ -24,7 +24,7 @@ _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or AWS_SKIP_SIGNATURE=true for a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
-    "hf": "HF_TOKEN, or hf auth login",
+    "hf": "a valid HF_TOKEN, or run hf auth login",
 }
 #: Variables with credentials, and with the address of the server, of a scheme.
 _SECRETS = {
