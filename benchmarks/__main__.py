@@ -5,18 +5,21 @@ import inspect
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from shutil import which
 from typing import NamedTuple
 
-from benchmarks import layers, models
+from benchmarks import accelerator, layers, models
 from benchmarks import run as running
 from benchmarks import vllm_loading as vllm
 from benchmarks.measure import Command, Pairs, read_bytes, remove, run, run_pairs
@@ -431,6 +434,32 @@ def loading_and_running(place: Place) -> Iterator[Row]:
         yield Row(f"{claim} / transformers'", goal, f"{ratio:.2f}", detail)
 
 
+def loading_on_a_gpu(place: Place) -> Iterator[Row]:
+    """`shardconv.load` of a model of 6.9 GB on one GPU, compared with transformers and safetensors.
+
+    Warm page cache, bf16. Ratios are of the medians of load times. All kinds generate the same tokens.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
+    try:
+        source, split = folder / "source", folder / "split"
+        accelerator.write_model(source)
+        run(shardconv("split", source, "--tp", "1", "-o", split))
+        found = accelerator.measure(source, split, ROUNDS)
+    finally:
+        remove(folder)
+    base, goals = found["transformers"], {"split": "0.5 or less", "source": "0.5 or less"}
+    for kind, claim in accelerator.KINDS.items():
+        figures = found[kind]
+        detail = (
+            f"{figures['load']:.2f} s, fastest {figures['fastest']:.2f} s; peak memory of the device "
+            f"{figures['memory'] / figures['model']:.2f} of the values"
+        )
+        if "decode" in figures:
+            detail += f"; prefill of {accelerator.PROMPT} tokens {figures['prefill'] * 1e3:.1f} ms"
+            detail += f", then {figures['decode'] * 1e3:.1f} ms per token"
+        yield Row(claim, goals.get(kind, "(none)"), f"{figures['load'] / base['load']:.2f}", detail)
+
+
 def diffusion(place: Place) -> Iterator[Row]:
     """A pipeline of 3 GB, compared with ``cp``; and a step of a FLUX-like transformer of 1.1 GB, with diffusers.
 
@@ -567,9 +596,10 @@ def main() -> None:
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
         (diffusion, (tmpfs,)), (loading_a_source, (disk,)), (remote, (tmpfs,)), (vllm_loading, (disk,)),
+        (loading_on_a_gpu, (tmpfs,) if which("nvidia-smi") else ()),
     ]  # fmt: skip
     for benchmark, places in plan:
-        if arguments.only in (None, benchmark.__name__):
+        if places and arguments.only in (None, benchmark.__name__):
             rows = []
             for place in places:
                 for row in benchmark(place):
@@ -586,6 +616,7 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     command = f"python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}"
     machine = (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}"
+        f"{_gpu()}"
     )
     lines = [
         benchmark.__name__,
@@ -599,6 +630,14 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     sections[benchmark.__name__] = "\n".join(lines)
     parts = [_introduction(), *(sections[name].rstrip() for name in order if name in sections)]
     RESULTS.write_text("\n\n## ".join(parts) + "\n")
+
+
+def _gpu() -> str:
+    """The GPU of this machine and the version of torch, for the description of the machine; "" without one."""
+    if (query := which("nvidia-smi")) is None:
+        return ""
+    name = subprocess.check_output([query, "--query-gpu=name", "--format=csv,noheader"], text=True).strip()
+    return f", {name}, torch {metadata.version('torch')}"
 
 
 def _introduction() -> str:

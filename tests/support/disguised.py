@@ -13,7 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
 
@@ -30,9 +30,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 NAME = "disguised"
-#: Whether the checks of all tests run on the device.
+#: Whether the checks of all tests run on an accelerator.
 IS_USED = bool(os.environ.get("TEST_DEVICES"))
 DEVICE = torch.device("privateuseone", 0)  # its name is "disguised" when it is registered
+#: The accelerator of this machine; without one, the disguised CPU. Found before that one is registered.
+ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or NAME)
 #: Operators whose indices, the second argument, may be on the CPU, as on CUDA.
 _INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 #: Operators that copy values between devices, or return them to Python.
@@ -111,9 +113,10 @@ class DeviceGenerator(torch.Generator):
 
 
 class _Functions(TorchFunctionMode):
-    """Assigns values of the device to ``tensor.data``, which does not reach an operator."""
+    """Assigns values of the device to ``tensor.data``, which does not reach an operator; no memory is pinned."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
         if func == Tensor.data.__set__ and isinstance(args[1], DeviceTensor):
             return self._set_data(*args)
         if func is Tensor.tolist:
@@ -122,7 +125,7 @@ class _Functions(TorchFunctionMode):
             args = tree_map_only(DeviceTensor, lambda each: each.cpu().tolist(), args)
         if func in _INDEXERS and isinstance(args[1], tuple):  # so do they, with sequences among the indices
             args = (args[0], tuple(map(self._index, args[1])), *args[2:])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     @staticmethod
     def _index(index: Any) -> Any:
@@ -225,9 +228,11 @@ class _DefaultDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_default = func in _device_constructors() and kwargs.get("device") is None
-        if is_default and ("device" in kwargs or not _is_called_by_package()):
-            kwargs["device"] = NAME
-        return func(*args, **kwargs)
+        if not is_default or ("device" not in kwargs and _is_called_by_package()):
+            return func(*args, **kwargs)
+        generator = kwargs.get("generator")
+        device = ACCELERATOR if generator is None else generator.device
+        return func(*args, **{**kwargs, "device": device}).to(ACCELERATOR)
 
 
 def _is_called_by_package() -> bool:
@@ -240,9 +245,14 @@ def _is_called_by_package() -> bool:
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Make it the default device, if the environment says that tests run on it: make test-devices."""
+    """Make an accelerator the default device, if the environment says that tests run on one."""
     if not IS_USED:
         yield
         return
-    with disguised(), _DefaultDevice():
+    with with_accelerator(), _DefaultDevice():
         yield
+
+
+def with_accelerator() -> AbstractContextManager[object]:
+    """A context in which the accelerator can be used: operators of a disguised CPU run inside only."""
+    return disguised() if ACCELERATOR == NAME else nullcontext()

@@ -7,6 +7,7 @@ of neighbors, two strided pairs, all four, or, for slow checks, one pair. A worl
 import importlib
 import inspect
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -142,8 +143,11 @@ def _serve(rank: int, world: int, pipe: Any, rendezvous: str) -> None:
 
     sys.path.insert(0, str(Path(__file__).parents[2]))
     torch.set_num_threads(1)
+    backend = os.environ.get("TEST_BACKEND", "gloo")
+    if "nccl" in backend:
+        os.environ["NCCL_HOSTID"] = str(rank)  # otherwise it refuses ranks that share a GPU
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     axes = {}
     for layout, groups in _layouts(world).items():

@@ -180,10 +180,10 @@ def spread(count: int, threads: int) -> Iterator[int]:
     return chain.from_iterable(range(first, count, distance) for first in range(distance))
 
 
-def default_threads() -> int:
-    """The number of threads that copy or check stripes, unless it is given."""
+def default_threads(processes: int = 1) -> int:
+    """The number of threads of each of ``processes`` that copy or check stripes, unless it is given."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(_MAX_THREADS, processors or 1)
+    return max(min(_MAX_THREADS, (processors or 1) // processes), 1)
 
 
 class Scratch:

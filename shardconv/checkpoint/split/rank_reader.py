@@ -30,8 +30,13 @@ from shardconv.support.launched import local_ranks
 
 #: Maximum bytes of full rows in memory.
 _BLOCK_BYTES = 4 * 2**20
-#: Minimum number of threads of a rank that check its files, as they mostly wait for storage.
+#: Minimum number of threads of a rank that read its files, as they mostly wait for storage.
 _MIN_THREADS = 2
+
+
+def rank_threads() -> int:
+    """The number of threads that a rank of this host has to read its files."""
+    return max(default_threads(local_ranks()), _MIN_THREADS)
 
 
 class RankReader(ABC):
@@ -123,7 +128,7 @@ class _StripeChecks:
 
     def start(self) -> None:
         """Start the threads, which end when all stripes are checked."""
-        for _ in range(max(default_threads() // local_ranks(), _MIN_THREADS)):
+        for _ in range(rank_threads()):
             threading.Thread(target=self._work, name="shardconv", daemon=True).start()
 
     def _work(self) -> None:
