@@ -6,7 +6,7 @@ OLDEST := .venv-oldest
 CORE   := .venv-core
 EMPTY  := .venv-empty
 
-.PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-megatron test-models test-oldest test-sglang test-vllm vllm-names check dist docs picture bench clean
+.PHONY: demo test test-core test-azure test-torchao test-matrix test-diffusion test-gpu test-megatron test-models test-oldest test-sglang test-vllm vllm-names check dist docs picture bench clean
 
 # what users install, and then what the tests and checks need beside it
 $(VENV)/.runs: pyproject.toml constraints.txt
@@ -55,6 +55,14 @@ test-matrix: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
 	TEST_DEVICES=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-k "not (sparse or compiled or low_rank or autocast or another_tp or devices)" tests/layers tests/distributed/test_operations.py
+
+# on a machine with a GPU, which the ranks share: layers over nccl, then whole models over gloo. Tests fork processes, so that
+# torch has to find GPUs without their use
+test-gpu: export PYTORCH_NVML_BASED_CUDA_CHECK = 1
+test-gpu: $(VENV)/.installed
+	TEST_DEVICES=1 TEST_BACKEND=cpu:gloo,cuda:nccl $(BIN)/python -m pytest -n 4 --dist worksteal \
+		-k "not (sparse or compiled or low_rank or autocast or another_tp)" tests/layers tests/distributed/test_operations.py
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/layers/test_devices.py tests/runtime
 
 $(VENV)/vision: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ --group vision

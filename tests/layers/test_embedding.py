@@ -54,6 +54,8 @@ def mine_of(axis, full, dim):
 @on_ranks()
 def test_every_option(axis, dim, options):
     ids, grad = torch.tensor(IDS), torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    if ids.is_cuda and options.get("norm_type") in (0.0, float("inf")):
+        pytest.skip("torch's kernel for GPUs computes powers of sums of powers, which are not these norms")
     unsharded = nn.Embedding(VOCAB, WIDTH, dtype=torch.float64, _weight=table_of(), **options)
     layer = ParallelEmbedding(VOCAB, WIDTH, dim=dim, _weight=table_of(), group=axis, **options)
     assert torch.equal(layer.weight, mine_of(axis, table_of(), dim))
