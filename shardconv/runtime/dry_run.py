@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMappin
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn, Self
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from shardconv.convert.protocols import ModelOutput, PretrainedModel
 from shardconv.distributed import Axis
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
-from shardconv.hf.diffusion import DiffusersConfig
+from shardconv.hf.diffusion import DiffusersConfig, of_class
 from shardconv.hf.inputs import diffusion_inputs, step_sizes
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
@@ -372,11 +373,22 @@ def denoise(model: MetaModel, request: PlanRequest, tp: int, step: Mapping[str, 
     group = CountingGroup(tp)
     built = model.build_converted(request, group)
     drawn = diffusion_inputs(built, torch.Generator(), step)
-    inputs = {name: _on_meta(value, model.dtype) for name, value in drawn.items()}
+    with_values = of_class(model.name).get("sized_by", ())
+    inputs = {name: value if name in with_values else _on_meta(value, model.dtype) for name, value in drawn.items()}
     live = LiveBytes([*built.parameters(), *built.buffers(), *held_tensors(inputs)])
-    with torch.no_grad(), MetaFunctions(), live:
+    with torch.no_grad(), MetaFunctions(), patch.object(torch, "autocast", _Autocast), live:
         built(**inputs)
     return Usage(None, _take_calls(group), None, live.peak, 0)
+
+
+class _Autocast(torch.autocast):
+    """``torch.autocast``, which is disabled for the meta device, as torch does not have it there."""
+
+    def __init__(self, device_type: str, *arguments: Any, **options: Any) -> None:  # as in torch
+        if device_type == "meta":
+            super().__init__("cpu", enabled=False)
+        else:
+            super().__init__(device_type, *arguments, **options)
 
 
 def _on_meta(value: Any, dtype: torch.dtype) -> Any:  # an input of any type
@@ -533,6 +545,13 @@ def _to_list(tensor: Tensor) -> object:
     return getattr(tensor, "counts", tensor).tolist()
 
 
+def _without_values(func: Callable[..., object], *arguments: object, **options: object) -> object:
+    """Call an elementwise function, without the values of its arguments if one of them is on meta."""
+    if any(isinstance(one, Tensor) and one.is_meta for one in arguments):
+        arguments = tuple(one.to("meta") if isinstance(one, Tensor) else one for one in arguments)
+    return func(*arguments, **options)
+
+
 _REPLACEMENTS: dict[Callable[..., object], Callable[..., object]] = {
     torch.nn.functional.scaled_dot_product_attention: _attend,
     _GROUPED_MM: _multiply_groups,
@@ -540,4 +559,6 @@ _REPLACEMENTS: dict[Callable[..., object], Callable[..., object]] = {
     Tensor.all: _all,
     Tensor.sum: _sum,
     Tensor.tolist: _to_list,
+    Tensor.mul: partial(_without_values, Tensor.mul),
+    torch.where: partial(_without_values, torch.where),
 }
