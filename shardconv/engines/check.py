@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shardconv import engines
 from shardconv.checkpoint.sources.opening import open_if_external
 from shardconv.checkpoint.sources.planning import StrPath, plan_source
-from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.convert.model import DTYPE_NAMES
@@ -94,7 +93,7 @@ def _manifest(folder: Path) -> Manifest:
     planned = plan_source(source, layout=_LAYOUT)
     return Manifest.of_source(
         source, planned.plan(source.num_ranks), planned.request, checksums=False,
-        layout=choose_layout(_LAYOUT, planned.tensors, config_with_quantization(source)),
+        layout=choose_layout(_LAYOUT, planned.tensors, source.config_with_quantization()),
     )  # fmt: skip
 
 

@@ -1,17 +1,17 @@
 """Quantization settings: the format of a checkpoint, and the sizes of its groups, blocks and words.
 
-Settings are ``quantization_config`` of config.json, or of a file beside it
-(``checkpoint/sources/source.py``). Settings that are not understood are refused: a layer that is read with
-other sizes has wrong values.
+Settings are ``quantization_config`` of config.json, or of a file beside it. Settings that are not understood are
+refused: a layer that is read with other sizes has wrong values.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.formats.format import WORD_BITS, Block, Scheme, Settings, check_pattern, formats
 from shardconv.formats.torchao import FORMATS, read_metadata
-from shardconv.plan.quantization import METADATA_KEY, SETTINGS_KEY
+from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
 from shardconv.support.errors import PlanError, option
 
 _Value = TypeVar("_Value", int, str)
@@ -256,6 +256,56 @@ def _invalid(key: str, value: object, expected: str) -> PlanError:
         f"quantization_config: {key} is {value!r:.60} (expected {expected}): pass {option(config='FILE')} with the "
         "quantization_config of this checkpoint"
     )
+
+
+# --- the place of settings -------------------------------------------------------------------------------------------
+#
+# They may be outside of the main section of config.json: in the config of a submodel, in other files, in metadata.
+
+#: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
+_TEXT_MODELS = ("text_config", "decoder", "generator")
+
+
+def with_quantization(
+    given: Mapping[str, object] | None, auxiliary_files: Mapping[str, AnyPath], metadata: Mapping[str, str]
+) -> Mapping[str, object] | None:
+    """Add quantization settings of its text model or of another file to a config without any.
+
+    Args:
+        given: the config.
+        auxiliary_files: name to path of the files beside it.
+        metadata: of the files with tensors.
+
+    Raises:
+        SourceError: if the file cannot be read.
+    """
+    config = given or {}
+    sections = [config, *(config.get(key) for key in _TEXT_MODELS)]
+    tables = (section.get(SETTINGS_KEY) for section in sections if isinstance(section, Mapping))
+    if (table := next((table for table in tables if table is not None), None)) is not None:
+        if isinstance(table, Mapping) and table.get("quant_method") == "torchao":
+            table = {**table, METADATA_KEY: metadata}
+        return {**config, SETTINGS_KEY: table}
+    for name in SETTINGS_FILES:
+        path = auxiliary_files.get(name)
+        if path is not None and (settings := _settings_in(name, read_json(path))) is not None:
+            return {**config, SETTINGS_KEY: settings}
+    return given
+
+
+def _settings_in(name: str, table: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The quantization settings in a file; None if there are none."""
+    if name == "hf_quant_config.json":
+        section = table.get("quantization")
+        has_algorithm = isinstance(section, Mapping) and (
+            section.get("quant_algo") or section.get("kv_cache_quant_algo")
+        )
+        return {**section, "quant_method": "modelopt"} if isinstance(section, Mapping) and has_algorithm else None
+    if name == "quanto_qmap.json":
+        return {**table, "quant_method": "quanto"}
+    known = {"w_bit": "awq", "bits": "gptq"}
+    method = table.get("quant_method") or next((known[key] for key in known if key in table), None)
+    return None if method is None else {**table, "quant_method": method}
 
 
 # --- description ----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names
-from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import config_path
 from shardconv.formats.detect import with_grids
@@ -53,7 +52,7 @@ def check_source(
     source = open_source(
         path, config=beside, follow_links=follow_links, ignore=as_names(ignore, "ignore"), source_layout=source_layout
     )
-    tensors = logical_tensors(with_grids(source.specs, config_with_quantization(source)))
+    tensors = logical_tensors(with_grids(source.specs, source.config_with_quantization()))
     return require_model(source.config or {}, tensors, str(path))
 
 

@@ -31,7 +31,7 @@ from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import StrPath, as_names, refuse_other_contents
-from shardconv.checkpoint.sources.source import Source, config_with_quantization
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
@@ -172,7 +172,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, *, check_model: 
         raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
     if PADDING_NAME in source.auxiliary_files:
         raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
-    if (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
+    if (source.config_with_quantization() or {}).get(SETTINGS_KEY) is not None:
         raise PlanError(
             f"{source.path}: is quantized, and shardconv pad only supports unquantized checkpoints: pad the "
             f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"

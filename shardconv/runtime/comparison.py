@@ -15,7 +15,7 @@ from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.verify import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.source import Source, config_with_quantization
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
@@ -134,7 +134,7 @@ def apply_adapter(model: nn.Module, folder: AnyPath) -> None:
 def _dequantized(folder: AnyPath, options: RunOptions) -> tuple[ModelConfig, dict[str, Tensor]] | None:
     """Config and tensors of a quantized source as an unquantized model, in float32; None if it is not quantized."""
     source = open_source(folder)
-    specs = with_grids(source.specs, config_with_quantization(source))
+    specs = with_grids(source.specs, source.config_with_quantization())
     if not any(spec.grid for spec in specs.values()):
         return None
     config = model_class(source.config or {}, folder, is_trusted=options.trust_remote_code).config
@@ -237,7 +237,7 @@ def _describe(changed: list[str], manifest: Manifest, source: Source) -> str:
 
 def _is_quantized(source: Source) -> bool:
     """Whether a source has quantized tensors."""
-    return any(spec.grid for spec in with_grids(source.specs, config_with_quantization(source)).values())
+    return any(spec.grid for spec in with_grids(source.specs, source.config_with_quantization()).values())
 
 
 def load_source(source: Source) -> dict[str, Tensor]:

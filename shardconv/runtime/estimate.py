@@ -16,7 +16,7 @@ from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import Options, call_on, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read_config_alone
-from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
+from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.distributed.agreement import attempt
 from shardconv.files.containers.safetensors import Header, num_bytes
@@ -367,7 +367,7 @@ def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, 
     if fields := [name for name in _MTP_LAYERS if config.get(name)]:
         notes.append(f"MTP layers ({fields[0]}) are not counted: {model.name} does not have them")
     source = _source(path, config, specs)
-    settings = config_with_quantization(source) or {}
+    settings = source.config_with_quantization() or {}
     if settings.get(SETTINGS_KEY) is None:
         return source, (f"{written}, {dtype}", *notes)
     kind = describe_settings(settings)
@@ -430,7 +430,7 @@ def _model_of(source: Source, stored: torch.dtype) -> MetaModel:
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
     dtype = _name(model.dtype)
-    if has_weights and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is not None:
+    if has_weights and (source.config_with_quantization() or {}).get(SETTINGS_KEY) is not None:
         yield f"the weights are quantized; activations and cache are counted in {dtype}"
     elif has_weights and stored != model.dtype:
         yield (

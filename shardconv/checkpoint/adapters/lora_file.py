@@ -22,9 +22,9 @@ from shardconv.checkpoint.adapters.adapter_settings import Adapter, parse_settin
 from shardconv.checkpoint.engine.layout import in_file_order
 from shardconv.checkpoint.sources.diffusers_classes import LOAD_IP_ADAPTER
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.rearranged import JoinedRows, Rows
 from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import read_values
+from shardconv.checkpoint.sources.transforms import JoinedRows, Rows
 from shardconv.files.containers.safetensors import build_header, num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from shardconv.checkpoint.adapters.adapter import AnyAdapter, fitted
 from shardconv.checkpoint.adapters.adapter_settings import Adapter
 from shardconv.checkpoint.engine.arrays import round_to, widen
-from shardconv.checkpoint.engine.copy import Scratch
+from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.checkpoint.sources.dtype_conversion import DtypeConversion
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor, StoredTensors
+from shardconv.checkpoint.sources.source import Source, StoredTensors
 from shardconv.files.fileio import Bytes
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.plan.adapter_plan import BIAS, INPUT, MAGNITUDE, A, AdaptedLayer, AdapterTensors, B, in_base

@@ -4,7 +4,7 @@ Importing numpy takes as long as copying some hundred megabytes, and contiguous 
 that needs this module imports it, while the others continue.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from shardconv.checkpoint.engine.copy import Edits, Scratch
+from shardconv.checkpoint.engine.copy import Edits, ReadTensor, Scratch
 from shardconv.checkpoint.engine.geometry import Box, row_spans
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
@@ -94,8 +94,6 @@ _LARGE_READ = 4 * 2**20
 #: Maximum bytes of a full slice that is read at once.
 _MAX_SLICE = 48 * 2**20
 
-#: Fills a buffer with the bytes of a stored tensor from an offset on.
-_Read = Callable[[str, int, Bytes], None]
 #: For each dim the first index and the end.
 _Box = tuple[tuple[int, int], ...]
 
@@ -115,7 +113,7 @@ class StridedTensor(Struct, frozen=True):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def fill(self, block: Bytes, start: int, read: _Read, scratch: Scratch) -> None:
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block of full elements with the bytes of the tensor from ``start`` on."""
         elements = np.frombuffer(block, f"u{self.unit}")
         first = start // self.unit
@@ -139,7 +137,7 @@ class StridedTensor(Struct, frozen=True):
         is_contiguous = len(self.shape) > 1 and self.strides[0] == extent == prod(self.shape[1:])
         return extent * self.unit if is_contiguous and extent * self.unit <= _MAX_SLICE else None
 
-    def _copy_slices(self, target: NDArray[np.unsignedinteger], box: _Box, read: _Read, scratch: Scratch) -> None:
+    def _copy_slices(self, target: NDArray[np.unsignedinteger], box: _Box, read: ReadTensor, scratch: Scratch) -> None:
         """Copy a box from whole slices along dim 0, of which the last one is kept for the next block."""
         size = self._slice_bytes or 0
         (first, _), *inner = box
@@ -153,7 +151,7 @@ class StridedTensor(Struct, frozen=True):
         self,
         target: NDArray[np.unsignedinteger],
         offset: int,
-        read: _Read,
+        read: ReadTensor,
         scratch: Scratch,
     ) -> None:
         """Fill an array from elements at the offset; a range of which little is needed is read in halves."""

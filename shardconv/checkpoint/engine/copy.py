@@ -40,6 +40,8 @@ _REPORT_SECONDS = 0.1
 
 #: Called with the number of copied bytes and the total.
 Progress = Callable[[int, int], None]
+#: Fills a buffer with the bytes of a tensor from an offset on.
+ReadTensor = Callable[[str, int, Bytes], None]
 
 
 class Span(NamedTuple):

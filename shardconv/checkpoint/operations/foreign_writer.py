@@ -16,9 +16,9 @@ from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.rearranged import FileContents, Literal
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import Transforms, open_tensors
+from shardconv.checkpoint.sources.stored_tensors import open_tensors
+from shardconv.checkpoint.sources.transforms import FileContents, Literal, Transforms
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import Plan, TensorSpec

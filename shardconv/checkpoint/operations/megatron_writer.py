@@ -18,9 +18,8 @@ from shardconv.checkpoint.sources.layout_files import FOLDER, LATEST_NAME
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import COMMON_NAME, SIZES, check_unquantized, known_sizes
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
-from shardconv.checkpoint.sources.rearranged import FileContents, JoinedRows, Literal, WithCopies
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import Transform
+from shardconv.checkpoint.sources.transforms import FileContents, JoinedRows, Literal, Transform, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME, ChunkPosition, MetadataPickle, frame
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive

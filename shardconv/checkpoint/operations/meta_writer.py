@@ -13,9 +13,8 @@ from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.rearranged import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import Transform
+from shardconv.checkpoint.sources.transforms import JoinedRows, RotaryRows, Rows, Transform
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import META

@@ -26,7 +26,6 @@ from shardconv.checkpoint.output.combined import (
     union,
 )
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, refuse_changes
-from shardconv.checkpoint.sources.source import config_with_quantization
 from shardconv.checkpoint.split.loadable import quantized_tensors, stored_planner
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest
 from shardconv.files.containers.safetensors import num_bytes, total_bytes
@@ -177,7 +176,7 @@ def report_plan(
         planned.source,
         None if tp is None else planned.plan(tp, planned.planner.stages(chosen_stages(pp, stages))),
     )
-    settings = config_with_quantization(source)
+    settings = source.config_with_quantization()
     report = _report(path, planned.planner, planned.tensors, plan, settings, is_adapter=base is not None)
     return replace(report, left_out=source.left_out, engine=options.get("engine"))
 

@@ -21,7 +21,7 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Team, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath
-from shardconv.checkpoint.sources.source import Source, config_with_quantization
+from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.chosen_ranks import Ranks, choose_ranks, size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.paths import SourcePath
@@ -272,7 +272,7 @@ def _manifests(
     of_source = partial(Manifest.of_source, checksums=checksums, ranks=ranks)
     file_layout = NATIVE
     if layout is not None:
-        chosen = choose_layout(layout, planned.tensors, config_with_quantization(planned.source))
+        chosen = choose_layout(layout, planned.tensors, planned.source.config_with_quantization())
         file_layout = with_max_file_size(chosen, max_file_size)
     plan, names = plan_of(planned), tuple(adapters)
     check_stages(file_layout, plan.pp)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.rearranged import FileContents, JoinedRows, Rows
+from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
+from shardconv.checkpoint.sources.transforms import FileContents, JoinedRows, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import TorchChunk, list_metadata, read_torch_chunks

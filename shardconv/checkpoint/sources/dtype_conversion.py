@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Scratch
+from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.checkpoint.engine.layout import in_file_order
-from shardconv.checkpoint.sources.source import Source, SourceFile, config_with_quantization
+from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.source_files import with_total_size
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange
+from shardconv.checkpoint.sources.transforms import TensorRange
 from shardconv.files.containers.safetensors import (
     DTYPE_BITS,
     FLOAT_NAMES,
@@ -91,7 +91,7 @@ def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
 
 def _refuse_quantized(source: Source, dtype: str) -> None:
     name = next((name for name, spec in source.specs.items() if spec.dtype.startswith(_QUANTIZED)), None)
-    if name is None and (config_with_quantization(source) or {}).get(SETTINGS_KEY) is None:
+    if name is None and (source.config_with_quantization() or {}).get(SETTINGS_KEY) is None:
         return
     raise PlanError(
         f"{name or source.path}: is quantized, and scales and packed values cannot be converted to {dtype}: split the "
@@ -154,7 +154,7 @@ class DtypeConversion(Struct, frozen=True):
         name: of the tensor.
         stored_dtype: its dtype in safetensors before the conversion.
         dtype: its dtype after the conversion.
-        unit: see :class:`~shardconv.checkpoint.sources.stored_tensors.Transform`; a multiple of an element.
+        unit: see :class:`~shardconv.checkpoint.sources.transforms.Transform`; a multiple of an element.
     """
 
     name: str

@@ -26,9 +26,8 @@ from shardconv.checkpoint.sources.layout_files import (
 )
 from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
-from shardconv.checkpoint.sources.rearranged import RotaryRows
-from shardconv.checkpoint.sources.source import Source, SourceFile, with_quantization
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
+from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
+from shardconv.checkpoint.sources.transforms import RotaryRows, Transform
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes
 from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import (
@@ -38,6 +37,7 @@ from shardconv.files.weight_formats import (
     is_weights,
     refuse_sharded_state,
 )
+from shardconv.formats.settings import with_quantization
 from shardconv.layouts import DCP, MEGATRON
 from shardconv.layouts.choice import choose_layout
 from shardconv.layouts.full_shapes import FullTensor, check_layers, check_pairs, full_tensor, num_ranks, planned_tensors

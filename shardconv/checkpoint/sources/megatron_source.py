@@ -17,8 +17,9 @@ from shardconv.checkpoint.sources.dcp_files import (
 )
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
-from shardconv.checkpoint.sources.rearranged import JoinedRows, Rows, WithCopies
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform, read_values
+from shardconv.checkpoint.sources.source import StoredTensors
+from shardconv.checkpoint.sources.stored_tensors import read_values
+from shardconv.checkpoint.sources.transforms import JoinedRows, Rows, Transform, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments

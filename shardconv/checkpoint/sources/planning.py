@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from shardconv.checkpoint.sources.diffusers_classes import refuse_ip_adapters, refuse_original_names
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source, standalone_config
-from shardconv.checkpoint.sources.source import Source, config_with_quantization
+from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.paths import SourcePath, check_exists, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES, CONFIG_NAME, config_path
@@ -173,7 +173,7 @@ def plan_source(
     refuse_other_contents(source)
     source = source if dtype is None else with_dtype(source, dtype)
     paths: tuple[AnyPath, ...] = (source.path, *source.paths, *source.auxiliary_files.values())
-    settings = config_with_quantization(source)
+    settings = source.config_with_quantization()
     tensors, rules = with_grids(source.specs, settings), given["rules"]
     request = PlanRequest(
         None, None, as_names(given["replicate"], "replicate"), given["head_dim"],
@@ -216,7 +216,7 @@ def check_shapes(source: Source) -> tuple[str, ...]:
     Raises:
         SourceError: if a shape contradicts the config.
     """
-    settings = config_with_quantization(source)
+    settings = source.config_with_quantization()
     if settings is None:
         return (f"shapes are not compared with a config, because the folder does not have {CONFIG_NAME}",)
     try:

@@ -1,19 +1,24 @@
-"""A source: a checkpoint that can be split, whatever its files are."""
+"""A source: a checkpoint that can be split, and where its files store its tensors."""
 
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.layout import lay_out_source
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors
+from shardconv.checkpoint.sources.transforms import Transform, Transforms
 from shardconv.files.containers.safetensors import Header, TensorFile
-from shardconv.files.folder import AnyPath, Compressed, read_json
+from shardconv.files.folder import AnyPath, Compressed
+from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import absolute_path, folder_name
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
+from shardconv.formats.settings import with_quantization
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.quantization import METADATA_KEY, SETTINGS_FILES, SETTINGS_KEY
+from shardconv.support.errors import SourceError
 
 
 def is_snapshot(folder: AnyPath) -> bool:
@@ -24,6 +29,67 @@ def is_snapshot(folder: AnyPath) -> bool:
 def model_name(folder: AnyPath) -> str:
     """The name of the folder of a model, or of the model in a Hugging Face cache."""
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot(folder) else folder_name(folder)
+
+
+class StoredTensors(Struct, frozen=True):
+    """The positions of the stored tensors of a source, and the transforms to its other tensors.
+
+    Attributes:
+        files: the files.
+        shards: name to the positions of the shards of each stored tensor in the files.
+        layers: layers of transforms. The first layer reads the stored tensors, each other one the tensors of the layer
+            before it. A tensor that a layer does not compute is taken from the layer before it.
+    """
+
+    files: tuple[TensorFile, ...]
+    shards: Mapping[str, Shards]
+    layers: tuple[Transforms, ...] = ()
+
+    def transform_of(self, name: str) -> Transform | None:
+        """The last transform of a tensor; None if it is stored under its name."""
+        return next((layer[name] for layer in reversed(self.layers) if name in layer), None)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors that are stored or computed."""
+        return {*self.shards, *(name for layer in self.layers for name in layer)}
+
+    def with_layer(self, transforms: Transforms) -> Self:
+        """The tensors with another layer of transforms."""
+        return replace(self, layers=(*self.layers, transforms)) if transforms else self
+
+    def joined(self, other: "StoredTensors") -> Self:
+        """The tensors of both.
+
+        Raises:
+            SourceError: if they have a tensor of the same name, which would be read through the transforms of both.
+        """
+        if both := self.names & other.names:
+            raise SourceError(
+                f"{self.files[0].path} and {other.files[0].path} both have a tensor {min(both)}: rename it in one"
+            )
+        moved = {
+            name: shards._replace(files=tuple(file + len(self.files) for file in shards.files))
+            for name, shards in other.shards.items()
+        }
+        return replace(
+            self,
+            files=(*self.files, *other.files),
+            shards={**self.shards, **moved},
+            layers=(*self.layers, *other.layers),
+        )
+
+    def open(self) -> InputFiles:
+        """Open the files.
+
+        Raises:
+            SourceError: if one was changed since its tensors were listed.
+        """
+        files = self.files
+        return InputFiles(
+            [file.path for file in files], [file.prefix for file in files], [file.size for file in files],
+            [file.state for file in files],
+        )  # fmt: skip
 
 
 class SourceFile(Struct, frozen=True):
@@ -129,58 +195,6 @@ class Source(Struct, frozen=True, dict=True):
         tables = (file.header.metadata or {} for file in reversed(self.files))
         return {key: value for table in tables for key, value in table.items()}
 
-
-# --- quantization settings ------------------------------------------------------------------------------------------
-#
-# They may be outside of the main section of config.json: in the config of a submodel, in other files, in metadata.
-# ``formats/settings.py`` decides which methods are supported.
-
-#: The keys of the text model in the config of a composite model, where transformers looks for settings, too.
-_TEXT_MODELS = ("text_config", "decoder", "generator")
-
-
-def config_with_quantization(source: Source) -> Mapping[str, object] | None:
-    """The config of a source, as :func:`with_quantization`."""
-    return with_quantization(source.config, source.auxiliary_files, source.metadata)
-
-
-def with_quantization(
-    given: Mapping[str, object] | None, auxiliary_files: Mapping[str, AnyPath], metadata: Mapping[str, str]
-) -> Mapping[str, object] | None:
-    """Add quantization settings of its text model or of another file to a config without any.
-
-    Args:
-        given: the config.
-        auxiliary_files: name to path of the files beside it.
-        metadata: of the files with tensors.
-
-    Raises:
-        SourceError: if the file cannot be read.
-    """
-    config = given or {}
-    sections = [config, *(config.get(key) for key in _TEXT_MODELS)]
-    tables = (section.get(SETTINGS_KEY) for section in sections if isinstance(section, Mapping))
-    if (table := next((table for table in tables if table is not None), None)) is not None:
-        if isinstance(table, Mapping) and table.get("quant_method") == "torchao":
-            table = {**table, METADATA_KEY: metadata}
-        return {**config, SETTINGS_KEY: table}
-    for name in SETTINGS_FILES:
-        path = auxiliary_files.get(name)
-        if path is not None and (settings := _settings(name, read_json(path))) is not None:
-            return {**config, SETTINGS_KEY: settings}
-    return given
-
-
-def _settings(name: str, table: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The quantization settings in a file; None if there are none."""
-    if name == "hf_quant_config.json":
-        section = table.get("quantization")
-        has_algorithm = isinstance(section, Mapping) and (
-            section.get("quant_algo") or section.get("kv_cache_quant_algo")
-        )
-        return {**section, "quant_method": "modelopt"} if isinstance(section, Mapping) and has_algorithm else None
-    if name == "quanto_qmap.json":
-        return {**table, "quant_method": "quanto"}
-    known = {"w_bit": "awq", "bits": "gptq"}
-    method = table.get("quant_method") or next((known[key] for key in known if key in table), None)
-    return None if method is None else {**table, "quant_method": method}
+    def config_with_quantization(self) -> Mapping[str, object] | None:
+        """The config, with quantization settings of the files: see :func:`with_quantization`."""
+        return with_quantization(self.config, self.auxiliary_files, self.metadata)

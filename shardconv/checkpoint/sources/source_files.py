@@ -18,8 +18,8 @@ from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import IDENTITY_KEY, MANIFEST_NAME, in_file_order
 from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapter
-from shardconv.checkpoint.sources.source import Source, SourceFile
-from shardconv.checkpoint.sources.stored_tensors import StoredTensors, Transform
+from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
+from shardconv.checkpoint.sources.transforms import Transform
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
 from shardconv.files.folder import AnyPath, Compressed, parse_object, read_text

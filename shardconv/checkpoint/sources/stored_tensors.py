@@ -1,122 +1,30 @@
-"""Open the tensors of a source, wherever its files store them, and compute tensors that are stored in another form."""
+"""Read the tensors of a source, wherever its files store them: in full, or a sample of their values."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol, Self
 
 import xxhash
-from msgspec import Struct
-from msgspec.structs import replace
 
 from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of
 from shardconv.checkpoint.engine.shards import ShardReader
-from shardconv.files.containers.safetensors import TensorFile, num_bytes
+from shardconv.checkpoint.sources.source import Source, StoredTensors
+from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.families.matcher import pattern_for
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import IntegrityError, SourceError
 
-if TYPE_CHECKING:
-    from shardconv.checkpoint.sources.source import Source
-
 #: The remedy for rank files of another tool with different replicas.
 _CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
-#: Fills a buffer with the bytes of a tensor from an offset on.
-ReadTensor = Callable[[str, int, Bytes], None]
-#: The name of a tensor, and a range of its bytes.
-TensorRange = tuple[str, int, int]
-
-
-class Transform(Protocol):
-    """Computes the bytes of a tensor from tensors that are stored, or computed by transforms below it.
-
-    Attributes:
-        unit: ranges of bytes are read once if they begin and end at multiples of this.
-    """
-
-    @property
-    def unit(self) -> int:
-        """See the class."""
-
-    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on."""
-
-    def reads(self, start: int, stop: int) -> Iterable[TensorRange]:
-        """The ranges that are read to fill these bytes, where they are worth a prefetch."""
-
-
-#: Name to the transform of each tensor that a layer computes.
-Transforms = Mapping[str, Transform]
-
-
-class StoredTensors(Struct, frozen=True):
-    """The positions of the stored tensors of a source, and the transforms to its other tensors.
-
-    Attributes:
-        files: the files.
-        shards: name to the positions of the shards of each stored tensor in the files.
-        layers: layers of transforms. The first layer reads the stored tensors, each other one the tensors of the layer
-            before it. A tensor that a layer does not compute is taken from the layer before it.
-    """
-
-    files: tuple[TensorFile, ...]
-    shards: Mapping[str, Shards]
-    layers: tuple[Transforms, ...] = ()
-
-    def transform_of(self, name: str) -> Transform | None:
-        """The last transform of a tensor; None if it is stored under its name."""
-        return next((layer[name] for layer in reversed(self.layers) if name in layer), None)
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors that are stored or computed."""
-        return {*self.shards, *(name for layer in self.layers for name in layer)}
-
-    def with_layer(self, transforms: Transforms) -> Self:
-        """The tensors with another layer of transforms."""
-        return replace(self, layers=(*self.layers, transforms)) if transforms else self
-
-    def joined(self, other: "StoredTensors") -> Self:
-        """The tensors of both.
-
-        Raises:
-            SourceError: if they have a tensor of the same name, which would be read through the transforms of both.
-        """
-        if both := self.names & other.names:
-            raise SourceError(
-                f"{self.files[0].path} and {other.files[0].path} both have a tensor {min(both)}: rename it in one"
-            )
-        moved = {
-            name: shards._replace(files=tuple(file + len(self.files) for file in shards.files))
-            for name, shards in other.shards.items()
-        }
-        return replace(
-            self,
-            files=(*self.files, *other.files),
-            shards={**self.shards, **moved},
-            layers=(*self.layers, *other.layers),
-        )
-
-    def open(self) -> InputFiles:
-        """Open the files.
-
-        Raises:
-            SourceError: if one was changed since its tensors were listed.
-        """
-        files = self.files
-        return InputFiles(
-            [file.path for file in files], [file.prefix for file in files], [file.size for file in files],
-            [file.state for file in files],
-        )  # fmt: skip
 
 
 def open_tensors(
-    source: "Source", tensors: Mapping[str, TensorSpec], plan: Plan | None, *, for_report: bool = False
+    source: Source, tensors: Mapping[str, TensorSpec], plan: Plan | None, *, for_report: bool = False
 ) -> tuple[Reader, InputFiles]:
     """Open the files of a source.
 
@@ -283,7 +191,7 @@ _NUM_TENSORS, _NUM_BYTES = 32, 512
 _ALIGNMENT = 16
 
 
-def sample_checksum(source: "Source") -> str:
+def sample_checksum(source: Source) -> str:
     """Compute the checksum of the values in the middle of some tensors.
 
     Raises:
@@ -320,7 +228,7 @@ def _middles(number: int, size: int, count: int) -> Iterator[Span]:
             yield Span(number, start, min(start + _NUM_BYTES, size))
 
 
-def _sampled(source: "Source") -> Iterator[int]:
+def _sampled(source: Source) -> Iterator[int]:
     """Yield the numbers of some tensors of each kind."""
     kinds: dict[str, list[int]] = {}
     for number, name in enumerate(source.specs):

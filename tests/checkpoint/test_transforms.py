@@ -12,8 +12,8 @@ from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.rearranged import JoinedRows, RotaryRows, Rows
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
+from shardconv.checkpoint.sources.transforms import JoinedRows, RotaryRows, Rows
 from shardconv.files.input_files import InputFiles
 
 

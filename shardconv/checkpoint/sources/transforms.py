@@ -1,19 +1,43 @@
-"""Transforms that rearrange stored bytes: tensors and files of ranges of stored tensors, and rows in another order."""
+"""Transforms: compute the bytes of tensors, or of files, from stored tensors whose bytes they rearrange."""
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol, Self
 
 from msgspec import Struct
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Scratch
-from shardconv.checkpoint.sources.stored_tensors import ReadTensor, TensorRange, Transform
+from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, option
+
+#: The name of a tensor, and a range of its bytes.
+TensorRange = tuple[str, int, int]
+
+
+class Transform(Protocol):
+    """Computes the bytes of a tensor from tensors that are stored, or computed by transforms below it.
+
+    Attributes:
+        unit: ranges of bytes are read once if they begin and end at multiples of this.
+    """
+
+    @property
+    def unit(self) -> int:
+        """See the class."""
+
+    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
+        """Fill a block with the bytes of the tensor from ``start`` on."""
+
+    def reads(self, start: int, stop: int) -> Iterable[TensorRange]:
+        """The ranges that are read to fill these bytes, where they are worth a prefetch."""
+
+
+#: Name to the transform of each tensor that a layer computes.
+Transforms = Mapping[str, Transform]
 
 
 class Rows(NamedTuple):
@@ -116,7 +140,7 @@ class FileContents:
 
     Attributes:
         size: bytes of the file.
-        unit: see :class:`~shardconv.checkpoint.sources.stored_tensors.Transform`.
+        unit: see :class:`Transform`.
     """
 
     unit = 0
