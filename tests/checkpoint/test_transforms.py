@@ -13,8 +13,9 @@ from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
-from shardconv.checkpoint.sources.transforms import JoinedRows, RotaryRows, Rows
+from shardconv.checkpoint.sources.transforms import JoinedRows, Rows, rotary_rows
 from shardconv.files.input_files import InputFiles
+from shardconv.plan.plan import TensorSpec
 
 
 def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):
@@ -45,7 +46,7 @@ def test_rows_of_heads_are_reordered_in_any_range(to_halves, block_bytes):
         neighbors[head * 2 * half + 2 * pair + side] for head in range(heads) for side in (0, 1) for pair in range(half)
     ]
     stored, expected = (neighbors, halves) if to_halves else (halves, neighbors)
-    transform = RotaryRows("w", 2 * half, row, to_halves)
+    transform = rotary_rows("w", TensorSpec("U8", (heads * 2 * half, row)), 2 * half, to_halves=to_halves)
     for seed in range(20):
         ranges = cuts(len(data), 7, seed)
         assert filled(transform, {"w": b"".join(stored)}, len(data), ranges, block_bytes) == b"".join(expected)
@@ -64,10 +65,10 @@ def test_layers_of_transforms_do_not_share_buffers(tmp_path, block_bytes):
     heads, half, columns = 6, 4, 8
     elements = np.random.default_rng(0).standard_normal((heads * 2 * half, columns)).astype("<f4")
     save_file({"w": elements}, tmp_path / "model.safetensors")
-    source, row_bytes = open_source(tmp_path / "model.safetensors"), columns * 4
-    stored = source.stored.with_layer({"w": RotaryRows("w", 2 * half, row_bytes, to_halves=True)})
+    source = open_source(tmp_path / "model.safetensors")
+    stored = source.stored.with_layer({"w": rotary_rows("w", source.specs["w"], 2 * half)})
     converted = with_dtype(replace(source, converted_from=stored), "fp16")
-    stored = converted.stored.with_layer({"w": RotaryRows("w", 2 * half, row_bytes // 2, to_halves=False)})
+    stored = converted.stored.with_layer({"w": rotary_rows("w", converted.specs["w"], 2 * half, to_halves=False)})
     reader, inputs = open_tensors(replace(converted, converted_from=stored), converted.specs, None)
     block = memoryview(bytearray(elements.size * 2))
     with inputs:
@@ -80,8 +81,8 @@ def test_heads_are_read_once_where_blocks_are_compared_in_parts(tmp_path, monkey
     heads, head_rows, columns = 5, 12, 2**14
     elements = np.random.default_rng(0).standard_normal((heads * head_rows, columns)).astype("<f4")
     save_file({"w": elements}, tmp_path / "model.safetensors")
-    source, row_bytes = open_source(tmp_path / "model.safetensors"), columns * 4
-    stored = source.stored.with_layer({"w": RotaryRows("w", head_rows, row_bytes)})
+    source = open_source(tmp_path / "model.safetensors")
+    stored = source.stored.with_layer({"w": rotary_rows("w", source.specs["w"], head_rows)})
     reader, inputs = open_tensors(replace(source, converted_from=stored), source.specs, None)
     expected = elements.reshape(heads, head_rows // 2, 2, columns).swapaxes(1, 2).tobytes()
     block, state, read = memoryview(bytearray(expected)), StripeState(0), []

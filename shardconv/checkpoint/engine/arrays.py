@@ -77,13 +77,6 @@ def first_difference(left: Bytes, right: Bytes) -> int | None:
     return int(np.flatnonzero(first != second)[0])
 
 
-def transpose_inner(data: Bytes, shape: tuple[int, int, int, int], result: Bytes) -> None:
-    """Copy bytes of a shape (a, b, c, d) as (a, c, b, d)."""
-    count, rows, columns, size = shape
-    target = np.frombuffer(result, np.uint8).reshape(count, columns, rows, size)
-    np.copyto(target, np.frombuffer(data, np.uint8).reshape(shape).swapaxes(1, 2))
-
-
 # --- tensors that are stored with strides, such as a transposed matrix or a slice of columns --------------------------
 
 #: Maximum bytes of a read that needs only a few of them: reading this many takes as long as another call.
@@ -126,9 +119,11 @@ class StridedTensor(Struct, frozen=True):
             offset = sum(low * stride for (low, _), stride in zip(box, self.strides, strict=True))
             self._gather(target.reshape(shape), offset, read, scratch)
 
-    def reads(self, _start: int, _stop: int) -> tuple[()]:
-        """Nothing is prefetched: slices are kept, and of other ranges only parts may be read."""
-        return ()
+    def reads(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the range of small slices with these bytes; large ones are kept, and of other ranges parts are read."""
+        size = self._slice_bytes
+        if size is not None and size <= _LARGE_READ:
+            yield self.name, start // size * size, -(-stop // size) * size
 
     @property
     def _slice_bytes(self) -> int | None:

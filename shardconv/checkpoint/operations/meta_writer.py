@@ -14,8 +14,7 @@ from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.transforms import JoinedRows, RotaryRows, Rows, Transform
-from shardconv.files.containers.safetensors import num_bytes
+from shardconv.checkpoint.sources.transforms import JoinedRows, Transform, rotary_rows
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
@@ -108,8 +107,7 @@ def _lay_out(source: Source, plan: Plan) -> ForeignFiles:
             )
         spec = tensors[HEAD] = tensors[EMBEDDING]
         placements[HEAD] = placements[EMBEDDING]
-        size = num_bytes(spec.dtype, spec.shape)
-        transforms[HEAD] = JoinedRows((Rows(EMBEDDING, 0, size),), num_bytes(spec.dtype, spec.shape[1:]))
+        transforms[HEAD] = JoinedRows.of(EMBEDDING, spec)
     names = {}
     for name, spec in tensors.items():
         if (known := find_source(rules, name)) is None:
@@ -131,13 +129,13 @@ def _lay_out(source: Source, plan: Plan) -> ForeignFiles:
     return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, [transforms], texts)
 
 
-def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> RotaryRows:
+def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> Transform:
     heads, head_dim = _heads(config, is_query=is_query), head_sizes(config).head_dim
     if spec.shape[0] != heads * head_dim:
         raise PlanError(
             f"{name}: has {spec.shape[0]} rows (expected {heads} heads of {head_dim} by the config): correct the config"
         )
-    return RotaryRows(name, head_dim, num_bytes(spec.dtype, spec.shape[1:]), to_halves=False)
+    return rotary_rows(name, spec, head_dim, to_halves=False)
 
 
 def _archive(

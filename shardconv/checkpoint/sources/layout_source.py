@@ -27,7 +27,7 @@ from shardconv.checkpoint.sources.layout_files import (
 from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
-from shardconv.checkpoint.sources.transforms import RotaryRows, Transform
+from shardconv.checkpoint.sources.transforms import Transform, rotary_rows
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes
 from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import (
@@ -231,8 +231,7 @@ def read_full_tensors(
         stored = name if full.rotary_heads else source
         shards[stored] = Shards(whole, tuple(one.file for one in held), tuple(one.offset for one in held))
         if full.rotary_heads:
-            row_bytes = num_bytes(spec.dtype, spec.shape[1:])
-            transforms[source] = RotaryRows(name, spec.shape[0] // full.rotary_heads, row_bytes)
+            transforms[source] = rotary_rows(name, spec, spec.shape[0] // full.rotary_heads)
     try:
         check_layers(specs, config)
     except PlanError as error:

@@ -3,7 +3,8 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, Self
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from msgspec import Struct
 
@@ -13,6 +14,9 @@ from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, option
+
+if TYPE_CHECKING:
+    from shardconv.checkpoint.engine.arrays import StridedTensor
 
 #: The name of a tensor, and a range of its bytes.
 TensorRange = tuple[str, int, int]
@@ -189,42 +193,16 @@ class FileContents:
             start, at = end, at + 1
 
 
-class RotaryRows(Struct, frozen=True):
+def rotary_rows(stored: str, spec: TensorSpec, head_rows: int, *, to_halves: bool = True) -> "StridedTensor":
     """A tensor whose heads have their rows in the other order than the stored tensor.
 
-    Attributes:
-        stored: the name of the stored tensor, of the same size.
+    Args:
+        stored: the name of the stored tensor.
+        spec: dtype and shape of both.
         head_rows: rows per head.
-        row_bytes: bytes per row.
         to_halves: whether stored pairs are neighbors, and pairs of the tensor half a head apart; else the inverse.
     """
-
-    stored: str
-    head_rows: int
-    row_bytes: int
-    to_halves: bool = True
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a head."""
-        return self.head_rows * self.row_bytes
-
-    def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on; reads the heads that overlap it."""
-        step = max(scratch.block_bytes // self.unit, 1) * self.unit
-        half, at = self.head_rows // 2, start
-        pairs = (half, 2) if self.to_halves else (2, half)
-        while at < start + len(block):
-            low = at // self.unit * self.unit
-            high = min(low + step, -(-(start + len(block)) // self.unit) * self.unit)
-            data = scratch.take("stored heads", high - low)
-            read(self.stored, low, data)
-            heads = scratch.take("reordered heads", high - low)
-            engine.arrays.transpose_inner(data, (len(data) // self.unit, *pairs, self.row_bytes), heads)
-            stop = min(high, start + len(block))
-            block[at - start : stop - start] = heads[at - low : stop - low]
-            at = stop
-
-    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
-        """Yield the range of heads that is read to fill these bytes."""
-        yield self.stored, start // self.unit * self.unit, -(-stop // self.unit) * self.unit
+    row, half = prod(spec.shape[1:]), head_rows // 2
+    pairs, strides = ((2, half), (row, 2 * row)) if to_halves else ((half, 2), (row, half * row))
+    shape = spec.shape[0] // head_rows, *pairs, row
+    return engine.arrays.StridedTensor(stored, num_bytes(spec.dtype, (1,)), shape, (head_rows * row, *strides, 1))
