@@ -9,19 +9,17 @@ from msgspec import Struct
 from torch import Tensor, nn
 
 from shardconv.checkpoint.adapters.adapter import adapter_folder
-from shardconv.checkpoint.engine.copy import Scratch, Span, StripeState
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.verify import is_other_model, tensor_differences
 from shardconv.checkpoint.sources.layout_files import detect_layout
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.stored_tensors import open_tensors
+from shardconv.checkpoint.sources.stored_tensors import read_values
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.distributed.agreement import run_on_first
-from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import missing_hint
 from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
@@ -36,8 +34,6 @@ from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4
-#: Bytes of scratch memory for tensors whose values are computed.
-_BLOCK_BYTES = 4 << 20
 
 
 class Comparison(Struct, frozen=True):
@@ -246,13 +242,5 @@ def load_source(source: Source) -> dict[str, Tensor]:
     Raises:
         SourceError: if a file was changed since the source was opened.
     """
-    reader, files = open_tensors(source, source.specs, None)
-    tensors, scratch = {}, Scratch(_BLOCK_BYTES)
-    with files:
-        for number, (name, spec) in enumerate(source.specs.items()):
-            data = memoryview(bytearray(num_bytes(spec.dtype, spec.shape)))
-            if data:
-                reader.gather(StripeState(0), Span(number, 0, len(data)), data, scratch)
-            tensors[name] = as_tensor(name, spec.dtype, spec.shape, data)
-        files.check_unchanged()
-    return tensors
+    values = read_values(source.stored, source.specs)
+    return {name: as_tensor(name, *source.specs[name][:2], data) for name, data in values}

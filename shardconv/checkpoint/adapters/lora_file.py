@@ -193,7 +193,7 @@ class LoraFile(Struct, frozen=True):
         ranks = {name[len(PREFIX) : -len(end)]: spec.shape[0] for name, spec in specs.items() if name.endswith(end)}
         scalars = {name: self.source.specs[name] for name in alphas.values()}
         values = read_values(self.source.stored, scalars)
-        found = {name: _scalar(path, name, scalars[name], value) for name, value in values.items()}
+        found = {name: _scalar(path, name, scalars[name], bytes(value)) for name, value in values}
         factors = {module: found[alphas[module]] if module in alphas else rank for module, rank in ranks.items()}
         rank, alpha = _most_common(ranks), _most_common(factors)
         return {

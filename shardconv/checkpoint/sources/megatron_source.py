@@ -252,7 +252,7 @@ def _check_constants(
         IntegrityError: if a value is not the constant.
     """
     specs = {name: found[name] for name in implied if name in found}
-    for name, data in read_values(stored, specs).items():
+    for name, data in read_values(stored, specs):
         dtype, shape = specs[name][:2]
         if data != Constant(name, dtype, shape, implied[name]).data:
             raise IntegrityError(

@@ -21,6 +21,8 @@ from shardconv.support.errors import IntegrityError, SourceError
 
 #: The remedy for rank files of another tool with different replicas.
 _CONVERT_AGAIN = "copy the folder again, or convert the model again from its source"
+#: Bytes of the buffers for tensors that are computed.
+_BLOCK_BYTES = 4 << 20
 
 
 def open_tensors(
@@ -44,28 +46,29 @@ def open_tensors(
     return _open(source.stored, tensors, edits, for_report=for_report)
 
 
-def read_values(stored: StoredTensors, tensors: Mapping[str, TensorSpec]) -> dict[str, bytes]:
-    """Read small tensors.
+def read_values(stored: StoredTensors, tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Bytes]]:
+    """Yield name and bytes of tensors, each in memory of its own.
 
     Args:
         stored: has their positions.
         tensors: name to dtype and shape of the tensors.
 
     Raises:
-        SourceError: if a file does not match its header, or cannot be read.
+        SourceError: if a file does not match its header, was changed since its tensors were listed, or cannot be read.
     """
     if not tensors:
-        return {}
+        return
     reader, inputs = _open(stored, tensors, {})
-    state, values = StripeState(0), {}
+    state, scratch = StripeState(0), Scratch(_BLOCK_BYTES)
     with inputs:
         for number, name in enumerate(tensors):
-            size = reader.tensors[number].geometry.num_bytes
-            values[name] = bytearray(size)
-            reader.gather(state, Span(number, 0, size), memoryview(values[name]), Scratch(size))
-    if state.problem:
-        raise SourceError(state.problem)
-    return {name: bytes(value) for name, value in values.items()}
+            data = memoryview(bytearray(reader.tensors[number].geometry.num_bytes))
+            if data:
+                reader.gather(state, Span(number, 0, len(data)), data, scratch)
+            if state.problem:
+                raise SourceError(state.problem)
+            yield name, data
+        inputs.check_unchanged()
 
 
 def _open(
