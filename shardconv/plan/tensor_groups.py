@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 from msgspec.structs import replace
 
 from shardconv.plan.experts import find_experts
+from shardconv.plan.families.config_fields import lookup
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import Matcher, PatternMatch, layer_key, pattern_for
 from shardconv.plan.families.rule import Rule
@@ -115,7 +116,7 @@ class _Grouping:
         if match is None and prod(spec.shape) > 1:
             return None
         rule, model_rules = (SCALAR, self._rules.models[0]) if match is None else self._ruled[match.pattern_index]
-        rows = _rows_beside(name, rule.beside, self._tensors) if rule.beside else None
+        rows = _rows_beside(name, rule, model_rules, self._tensors) if rule.beside else None
         stage = model_rules.stage_of(name) if id(rule) in self._staged else None
         key = (match, spec, rows, stage, self._experts.get(name))
         if (group := self._groups.get(key)) is None:
@@ -146,14 +147,17 @@ def _check_expert(group: TensorGroup) -> None:
         )
 
 
-def _rows_beside(name: str, layer: str, tensors: Mapping[str, TensorSpec]) -> int:
+def _rows_beside(name: str, rule: Rule, model_rules: ModelRules, tensors: Mapping[str, TensorSpec]) -> int:
     """Rows of the weight of another layer in the module of a tensor's layer."""
     module = name.rpartition(".")[0].rpartition(".")[0]
-    weight = tensors.get(f"{module}.{layer}.weight")
+    weight = tensors.get(other := f"{module}.{rule.beside}.weight")
     if weight is None or len(weight.shape) < 2:
+        value = lookup(model_rules.config or {}, rule.beside_field)
+        reason = "" if value is None else f" (got {rule.beside_field} = {value} in the config)"
         raise PlanError(
-            f"{name}: its rule reads the rows of {module}.{layer}.weight, which is not in the checkpoint: add the "
-            f"tensor if it is missing, or pass {option(rules='FILE')} with a rule for modules without {layer}"
+            f"{name}: its rule reads the rows of {other}, which is not in the checkpoint{reason}: "
+            f"add the tensor if it is missing, or pass {option(rules='FILE')} with rules that replicate {module}, and "
+            "its unsharded number of heads in [modules]"
         )
     return weight.shape[0]
 

@@ -358,13 +358,22 @@ def test_classes_without_a_family_are_refused():
         planner_for({}, {"_class_name": "AutoencoderKL"}, PlanRequest())
 
 
+#: Rules for the attention of EasyAnimate in its second block, if its text is not projected.
+UNPROJECTED = """
+rules."transformer_blocks.1.attn1.**.*" = { style = "replicate" }
+modules."transformer_blocks.1.attn1" = { attributes = { heads = "num_attention_heads" } }
+"""
+
+
 def test_layers_without_projections_of_the_text_are_refused(tmp_path):
-    """EasyAnimate would use heads of all ranks there."""
+    """EasyAnimate would use heads of all ranks there; the remedy of the error works."""
     small_model("EasyAnimateTransformer3DModel", mmdit_layers=1).save_pretrained(tmp_path / "source")
-    with pytest.raises(
-        PlanError, match=r"blocks.1.attn1.to_q.bias: .*blocks.1.attn1.add_q_proj.weight, which is not in"
-    ):
+    problem = r"blocks.1.attn1.to_q.bias: .*blocks.1.attn1.add_q_proj.weight, which is not in the checkpoint"
+    with pytest.raises(PlanError, match=problem + r" \(got mmdit_layers = 1 in the config\): .*pass rules=FILE"):
         make_plan(tmp_path / "source", tp=2)
+    (tmp_path / "rules.toml").write_text(UNPROJECTED)
+    report = prove(tmp_path / "source", tps=[2], rules=tmp_path / "rules.toml")
+    assert report.is_proven, report
 
 
 #: Texts in names of tensors of LTX-Video in diffusers, to the texts in original names.

@@ -198,6 +198,7 @@ class Rule(Named, frozen=True, eq=False):
         pad: pad a size that tp does not divide with zeros.
         transposed: the weight is stored (in, out), as Conv1D stores it.
         beside: a layer of the same module whose number of ``rows`` the expressions of units may read.
+        beside_field: the config field that determines which modules have the layer ``beside``, for errors.
         size: the required size of the last dim, where only the size distinguishes tensors of the same name.
         rows: the required size of the sharded dim, where the rule has neither unit nor segments; not checked if the
             config does not have its fields.
@@ -227,6 +228,7 @@ class Rule(Named, frozen=True, eq=False):
     pad: bool = False
     transposed: bool = False
     beside: str = ""
+    beside_field: str = ""
     size: str | int | None = None
     rows: str | int | None = None
     dims: int = 0
