@@ -7,14 +7,16 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from shardconv import __version__
 from shardconv.commands.merge import merge
+from shardconv.commands.options import PATH
 from shardconv.commands.pad import pad, unpad
-from shardconv.commands.plan import plan, prove_rank
+from shardconv.commands.plan import plan
 from shardconv.commands.reshard import reshard
 from shardconv.commands.run import run
 from shardconv.commands.split import split
@@ -63,6 +65,19 @@ def cli(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         echo(_FIRST_STEPS, err=True)
         sys.exit(2)
+
+
+@click.command(hidden=True)
+@click.argument("folder", type=PATH)
+def prove_rank(folder: Path) -> None:
+    """Run one rank of a proof: started by ``proof/ranks.py``."""
+    gc.enable()
+    from shardconv.proof.ranks import prove_rank as run
+    from shardconv.runtime.launch import join, leave
+
+    join()
+    run(folder)
+    leave()
 
 
 for _command in (plan, split, run, merge, reshard, verify, pad, unpad, prove_rank):

@@ -1,4 +1,4 @@
-"""``shardconv run``: start one process per rank, or run one rank under torchrun, and print the generated text."""
+"""``shardconv run``: start one process per rank, or run one rank under torchrun; print text, or write pictures."""
 
 import gc
 import json
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from shardconv.commands.command import CHECKS, GENERATION, MODEL, Command, Flag, Option, chosen
+from shardconv.commands.command import CHECKS, GENERATION, MODEL, OUTPUT, Command, Flag, Option, chosen
 from shardconv.commands.options import (
     COUNT,
     DTYPES,
@@ -25,7 +26,6 @@ from shardconv.commands.options import (
     SourcePath,
     display_options,
 )
-from shardconv.commands.run_pipeline import PICTURE_NAMES, PICTURE_OPTIONS, refuse_options, run_pipeline
 from shardconv.commands.shared import num_ranks_of, stages_note
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import open_path
@@ -37,6 +37,7 @@ from shardconv.support.formatting import counted, size
 if TYPE_CHECKING:
     from shardconv.checkpoint.split.loadable import Loadable
     from shardconv.runtime.outputs import RunOptions
+    from shardconv.runtime.pipeline_run import PipelineRunReport
     from shardconv.runtime.run import RunReport
 
 _PROMPT = "Continue this text. Repeatable. [default: lines of stdin]"
@@ -52,6 +53,22 @@ _ADAPTER = (
 _UNUSED = "Allow tensors that the model does not use. Repeatable."
 _CHECK = "Compare with the unsharded model of this source, in float32."
 _VERIFY = "Compare each rank file with its checksums. [default: on]"
+
+
+_OUTPUT = "Write the picture to this file; the number of the prompt follows its name if there are several."
+#: Options of pipelines only.
+_PICTURE_OPTIONS = (
+    Option(GENERATION, "--steps", "Number of denoising steps of a pipeline.", type=COUNT, metavar="N"),
+    Option(GENERATION, "--height", "Height of the picture of a pipeline.", type=COUNT, metavar="PIXELS"),
+    Option(GENERATION, "--width", "Width of the picture of a pipeline.", type=COUNT, metavar="PIXELS"),
+    Option(OUTPUT, "-o --output", _OUTPUT, type=PATH, metavar="FILE"),
+)
+_PICTURE_NAMES = frozenset(str(option.name) for option in _PICTURE_OPTIONS)
+#: Options of models that apply to pipelines, too.
+_SHARED = frozenset({
+    "src", "prompt", "seed", "device", "dtype", "dequantize", "adapter", "check", "verify", "tp", "as_json", "quiet",
+    *(str(option.name) for option in PLAN_OPTIONS),
+})  # fmt: skip
 
 
 class _OneFolder(Command):
@@ -79,7 +96,7 @@ class _OneFolder(Command):
         Option(GENERATION, "--temperature", _TEMPERATURE, type=Number(float, 0), default=0.0, metavar="T"),
         Option(GENERATION, "--seed", "Seed of sampled tokens.", type=int, default=0, show_default=True, metavar="N"),
         Flag(GENERATION, "--chat", "Apply the model's chat template to the prompts."),
-        *PICTURE_OPTIONS,
+        *_PICTURE_OPTIONS,
         Option(MODEL, "--device", _DEVICE, metavar="DEVICE"),
         Option(MODEL, "--dtype", "Run in this data type. [default: as stored]", type=DTYPES),
         Flag(MODEL, "--dequantize", _DEQUANTIZE),
@@ -118,22 +135,22 @@ def run(
     from shardconv.checkpoint.sources.pipeline import is_pipeline
 
     plan, folder = chosen(values, PLAN_OPTIONS), open_path(src)
+    rank = int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
     if values["check"] is not None and values["dtype"] not in {None, "fp32"}:
         raise UsageError(f"--check compares in float32 (got --dtype {values['dtype']}): leave out --dtype")
     if is_pipeline(folder):
         pictures = {"steps": steps, "height": height, "width": width, "output": output}
         if values["pp"] not in {None, 1} or values["stages"]:
             raise UsageError("a pipeline of diffusers does not have pipeline stages: remove --pp and --stages")
-        run_pipeline(console, folder, prompt, {**values, **pictures}, plan)
+        _run_pipeline(console, folder, prompt, {**values, **pictures}, plan, rank)
         return
     if token_ids and (prompt or values["chat"]):
         raise UsageError(f"--token-ids replaces {'--prompt' if prompt else '--chat'}: give one of the two")
     options = {"plan": plan, **{name: value for name, value in values.items() if name not in plan}}
-    rank = int(os.environ["RANK"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
     if rank is not None:
         default_signals()  # a rank has nothing to clean up
     checkpoint = _open(folder, options)
-    refuse_options(PICTURE_NAMES, "applies to pipelines of diffusers only")
+    _refuse_options(_PICTURE_NAMES, "applies to pipelines of diffusers only")
     with ImportPhase() if rank is None else nullcontext():
         from shardconv.runtime.launch import launch
         from shardconv.runtime.run import check_run
@@ -243,3 +260,62 @@ def _figures(report: "RunReport") -> list[str]:
         speed = f", then {report.tokens_per_second:.1f} tokens/s" if report.tokens_per_second else ""
         lines.append(f"first token after {report.first_token_seconds:.3f} s{speed}")
     return lines
+
+
+# --- pipelines of diffusers -------------------------------------------------------------------------------------------
+
+
+def _refuse_options(names: Collection[str], reason: str) -> None:
+    """Refuse options that the user passes, and that would be ignored.
+
+    Raises:
+        UsageError: if one of ``names`` was passed.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if is_given and parameter.name in names:
+            raise UsageError(f"{parameter.opts[0]} {reason}: remove it")
+
+
+def _run_pipeline(
+    console: Console,
+    folder: AnyPath,
+    prompts: tuple[str, ...],
+    values: dict[str, Any],
+    plan: dict[str, Any],
+    rank: int | None,
+) -> None:
+    """Generate pictures with one process per rank; under torchrun, this process is ``rank``."""
+    every = {str(parameter.name) for parameter in click.get_current_context().command.params}
+    _refuse_options(every - _SHARED - _PICTURE_NAMES, f"does not apply to {folder}, a pipeline of diffusers")
+    with ImportPhase() if rank is None else nullcontext():
+        from shardconv.runtime.launch import join, launch, leave
+        from shardconv.runtime.pipeline_run import PipelineOptions, check_pipeline_run, run_pipeline
+    names = _PICTURE_NAMES | (_SHARED & set(PipelineOptions.__struct_fields__))
+    options = PipelineOptions(**{name: values[name] for name in names}, plan=plan)  # type: ignore[arg-type]
+    if rank is None:
+        sys.exit(launch(sys.argv[1:], check_pipeline_run(folder, prompts, options)))
+    join()
+    report = run_pipeline(folder, prompts, options, partial(console.progress, "load") if rank == 0 else nullcontext)
+    if rank == 0:
+        _show_pictures(report, console)
+    leave()
+    if report.differences:
+        sys.exit(3)
+
+
+def _show_pictures(report: "PipelineRunReport", console: Console) -> None:
+    """Print the report of a run: the files of the pictures on stdout."""
+    console.report(report, list(report.files), quiet_lines=list(report.files))
+    loaded = (
+        f"{report.pipeline}: {counted(report.tp, 'rank')} on {report.device}, loaded in {report.load_seconds:.2f} s"
+    )
+    made = "" if report.seconds is None else f"; {counted(len(report.files), 'picture')} in {report.seconds:.2f} s"
+    console.note([f"{loaded}{made}"])
+    console.warn([*report.notes, *(f"differs: {line}" for line in report.differences or ())])
+    if report.differences == ():
+        console.note([
+            "equal to the unsharded pipeline in float32, for this prompt: latents after one step differ by at most "
+            f"{report.error:.0e} of the largest"
+        ])  # fmt: skip

@@ -173,6 +173,9 @@ def layout_note(layout: str) -> str:
 
 # --- reports as one page ----------------------------------------------------------------------------------------------
 
+#: The beginning of every page, by which a page is known before it is replaced.
+MARK = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="shardconv">\n'
+
 
 class HtmlFile(Struct, frozen=True):
     """The file of ``--html``, which may be written."""
@@ -223,8 +226,6 @@ class HtmlFile(Struct, frozen=True):
 
 def _check_file(path: Path, *, overwrite: bool) -> None:
     """Check that nothing but a page is replaced, and only on request."""
-    from shardconv.html import MARK
-
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise OutputError(f"{path}: is a folder, a link or a device (expected a file): choose another file for --html")
     if not path.exists():

@@ -5,7 +5,7 @@ Modules that import vLLM, which is an extra and reads the environment on import,
 
 from typing import TYPE_CHECKING
 
-from shardconv.support.lazy import modules_on_use
+from shardconv.support import modules_on_use
 
 __all__ = ["vllm_loader", "vllm_process"]
 

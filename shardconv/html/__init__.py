@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from shardconv.checkpoint.operations.verify import VerifyReport
     from shardconv.runtime.estimate import CostReport
 
-#: The beginning of every page, by which a page is known before it is replaced.
-MARK = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="shardconv">\n'
-
 _ASSETS = Path(__file__).parent / "assets"
 #: In the order of their dependencies.
 _SCRIPTS = ("base.js", "table.js", "chart.js", "sizes.js", "layers.js", "tensors.js", "cost.js", "verify.js", "page.js")

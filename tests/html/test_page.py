@@ -4,7 +4,8 @@ import base64
 import re
 from hashlib import sha256
 
-from shardconv.html import MARK, write_page
+from shardconv.commands.shared import MARK
+from shardconv.html import write_page
 from tests.support.pages import HOSTILE, Parsed, many_tensors, plan_report, tensor_report
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shardconv.support.lazy import modules_on_use
+from shardconv.support import modules_on_use
 
 __all__ = ["arrays"]
 

@@ -5,7 +5,7 @@ The module of rank files of other tools, which imports readers of many formats, 
 
 from typing import TYPE_CHECKING
 
-from shardconv.support.lazy import modules_on_use
+from shardconv.support import modules_on_use
 
 __all__ = ["layout_source"]
 

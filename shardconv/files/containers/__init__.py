@@ -5,7 +5,7 @@ The module of files of torch.save, which imports subprocess and pickle, is impor
 
 from typing import TYPE_CHECKING
 
-from shardconv.support.lazy import modules_on_use
+from shardconv.support import modules_on_use
 
 __all__ = ["torch_files"]
 

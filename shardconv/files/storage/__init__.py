@@ -5,7 +5,7 @@ Modules that import asyncio, which is slow and which local files do not need, ar
 
 from typing import TYPE_CHECKING
 
-from shardconv.support.lazy import modules_on_use
+from shardconv.support import modules_on_use
 
 __all__ = ["folders", "read_ahead", "remote_output"]
 
