@@ -12,6 +12,7 @@ import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -21,8 +22,14 @@ import pytest
 import torch
 
 from shardconv.files.containers import torch_files, unpickle
-from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile
-from shardconv.files.containers.torch_files import TorchProblem, list_torch_files, read_torch_files
+from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo
+from shardconv.files.containers.torch_files import (
+    TorchChunk,
+    TorchProblem,
+    list_torch_files,
+    read_torch_chunks,
+    read_torch_files,
+)
 from shardconv.files.input_files import InputFiles
 from shardconv.support.errors import SourceError
 from tests.support.command import finish, start
@@ -260,6 +267,67 @@ def test_damaged_files_are_refused_or_inside_the_file(is_zip, tmp_path):
         if isinstance(file, TensorFile):
             assert all(0 <= one.start <= one.stop <= size for one in file.tensors.values())
     assert sum(isinstance(file, TorchProblem) for file in found) > 50
+
+
+# --- chunks of torch.distributed.checkpoint -------------------------------------------------------------------------
+
+#: Tensors whose archives have the same size as the first one's, or the same directory.
+LIKE_OTHERS = [
+    MATRIX, MATRIX + 1, MATRIX.T, MATRIX.int(), MATRIX.flatten(), MATRIX.reshape(8, 6), MATRIX[:3], made(12, 8)[::2],
+    torch.nn.Parameter(MATRIX), WITH_ATTRIBUTE, torch.zeros(0, 8), made(600, 8), made(600, 8) * 2, MATRIX - 1,
+]  # fmt: skip
+
+
+def archives(values: list[bytes], path: Path) -> tuple[list[TensorFile], list[TorchChunk]]:
+    path.write_bytes(b"".join(values))
+    starts = accumulate(map(len, values), initial=0)
+    chunks = [TorchChunk(0, start, len(value)) for start, value in zip(starts, values, strict=False)]
+    return [TensorFile(path, path.stat().st_size, {})], chunks
+
+
+def saved(value: torch.Tensor) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+def alone(files: list[TensorFile], chunk: TorchChunk) -> TensorInfo | str:
+    """The tensor in one chunk; the first one is always unpickled."""
+    try:
+        (tensor,) = read_torch_chunks(files, [chunk])
+    except SourceError as error:
+        return str(error)
+    return tensor
+
+
+def test_chunks_whose_archives_differ_in_values_only(tmp_path, monkeypatch):
+    """Only one of them is unpickled, and each is listed as if it were alone."""
+    files, chunks = archives([saved(one) for one in LIKE_OTHERS * 20], tmp_path / "__0_0.distcp")
+    expected = [alone(files, one) for one in chunks[: len(LIKE_OTHERS)]]
+    asked, run = [], torch_files.run_script
+    monkeypatch.setattr(torch_files, "run_script", lambda some, opened: asked.extend(some) or run(some, opened))
+    found = list(read_torch_chunks(files, chunks))
+    assert len(asked) == len(LIKE_OTHERS) - 3  # three have the form of another one
+    for number, one in enumerate(found):
+        start = chunks[number].offset - chunks[number % len(LIKE_OTHERS)].offset
+        first = expected[number % len(LIKE_OTHERS)]
+        assert one == first._replace(start=first.start + start, stop=first.stop + start)
+
+
+def test_damaged_chunks_are_found_beside_others(tmp_path):
+    """Whatever a chunk alone is refused for, it is refused for after a chunk that it was a copy of."""
+    rng, original, expected = random.Random(1), saved(MATRIX), 0
+    for number in range(60):
+        files, chunks = archives([original, damaged(original, rng)], tmp_path / f"{number}.distcp")
+        if not chunks[1].size:
+            continue
+        lone = alone(files, chunks[1])
+        if isinstance(lone, str):
+            expected += 1
+            with pytest.raises(SourceError, match=re.escape(lone)):
+                list(read_torch_chunks(files, chunks))
+        else:
+            assert list(read_torch_chunks(files, chunks))[1] == lone
+    assert expected > 15
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def _chunks(files: Sequence[TensorFile], named: Mapping[str, ListedTensor]) -> C
 
     wanted = [(name, tensor, chunk) for name, tensor in named.items() for chunk in tensor.chunks]
     wanted.sort(key=position)
-    found = read_torch_chunks(files, (one for one, _ in groupby(wanted, position)))
+    found = read_torch_chunks(files, [one for one, _ in groupby(wanted, position)])
     tensors: dict[str, tuple[TensorSpec, list[StoredChunk]]] = {}
     listed = ((*one, info) for (_, same), info in zip(groupby(wanted, position), found, strict=True) for one in same)
     for name, tensor, chunk, info in listed:

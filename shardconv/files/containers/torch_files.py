@@ -8,6 +8,7 @@ the sizes of the files.
 import io
 import json
 import pickle
+import re
 import signal
 import struct
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cached_property
-from itertools import accumulate, islice, tee
+from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -35,6 +36,7 @@ from shardconv.support.errors import PlanError, SourceError, option
 #: The script of the child process.
 SCRIPT = Path(__file__).with_name("unpickle.py")
 _DAMAGED = "download or save it again"
+_TRUNCATED = f"is truncated or damaged: {_DAMAGED}"
 #: The first bytes of a zip archive, which torch.save writes since version 1.6, and bytes near the start of older files.
 _ZIP, _LEGACY = b"PK\x03\x04", 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 
@@ -63,20 +65,31 @@ def read_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile]:
     return [_file_of(path, listed) for path, listed in zip(paths, list_torch_files(paths), strict=True)]
 
 
-def read_torch_chunks(files: Sequence[TensorFile], chunks: Iterable[TorchChunk]) -> Iterator[TensorInfo]:
+def read_torch_chunks(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator[TensorInfo]:
     """Yield the tensor in each range of bytes of these files.
+
+    Of archives that are equal but for the values of their tensor, only the first is unpickled.
 
     Raises:
         SourceError: if a range does not hold a tensor.
     """
-    asked, chunks = tee(chunks)
-    requests = (Request("chunk", file, offset, offset + size) for file, offset, size in asked)
-    for (number, offset, size), answer in zip(chunks, _ask(requests, [file.path for file in files]), strict=True):
-        file = files[number]
-        (tensor,) = _file_of(file.path, _checked(file.path, file.size, answer)).tensors.values()
-        if not offset <= tensor.start <= tensor.stop <= offset + size:
-            raise SourceError(f"{file.path}: the tensor at byte {offset} is damaged: copy the checkpoint again")
-        yield tensor
+    forms = _forms(files, chunks)
+    asked = {number: chunks[number] for number in sorted(set(forms))}
+    requests = (Request("chunk", file, start, start + size) for file, start, size in asked.values())
+    answers = zip(asked.items(), _ask(requests, [file.path for file in files]), strict=True)
+    found = {number: _in_chunk(files[chunk.file], chunk, answer) for (number, chunk), answer in answers}
+    for (_, start, _), form in zip(chunks, forms, strict=True):
+        tensor = found[form]
+        yield tensor._replace(start=start + tensor.start, stop=start + tensor.stop)
+
+
+def _in_chunk(file: TensorFile, chunk: TorchChunk, answer: Mapping[str, Any]) -> TensorInfo:
+    """The tensor in a chunk, with its position in the chunk."""
+    (tensor,) = _file_of(file.path, _checked(file.path, file.size, answer)).tensors.values()
+    start, stop = tensor.start - chunk.offset, tensor.stop - chunk.offset
+    if not 0 <= start <= stop <= chunk.size:
+        raise SourceError(f"{file.path}: the tensor at byte {chunk.offset} is damaged: copy the checkpoint again")
+    return tensor._replace(start=start, stop=stop)
 
 
 def list_metadata(path: AnyPath) -> Iterator[Mapping[str, Any]]:  # Any: see unpickle.list_metadata
@@ -176,6 +189,84 @@ def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
     return TensorInfo(dtype, tuple(shape), start, stop, None if is_contiguous else tuple(strides))
 
 
+# --- chunks whose archives are equal but for values -------------------------------------------------------------------
+
+#: Bytes at each end of a chunk that are compared, and the number of chunks whose ends are read together.
+_END_BYTES, _NUM_TOGETHER = 2**11, 64
+#: The checksums that depend on the values of a tensor, in the directory of an archive and in the header of its data.
+_CHECKSUM = re.compile(
+    rb"(?<=PK\x01\x02.{12}).{4}(?=.{26}[^/]*/(?:data/0|\.data/serialization_id))|"
+    rb"(?<=PK\x03\x04.{10}).{4}(?=.{12}[^/]*/data/0)",
+    re.DOTALL,
+)
+#: The end of a zip archive without a comment: a mark, and the position of its directory.
+_END = struct.Struct("<4s12xI2x")
+#: An entry of the directory up to its name: sizes of name, extra field and comment, and the position of its header.
+_ENTRY = struct.Struct("<28x3H8xI")
+#: A header: sizes of name and extra field.
+_HEADER = struct.Struct("<26x2H")
+#: Entries that are not read.
+_OTHERS = (b"/version", b"/.data/serialization_id")
+
+
+def _forms(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> list[int]:
+    """For each chunk the number of the first one whose archive has the same bytes around the data of its tensor."""
+    data_starts: dict[tuple[int, bytes], int] = {}
+    numbers: dict[tuple[int, bytes, bytes], int] = {}
+    forms = []
+    for number, (chunk, (start, end)) in enumerate(zip(chunks, _ends(files, chunks), strict=True)):
+        kind = chunk.size, _without_checksums(_directory(end, chunk.size))
+        if kind not in data_starts:
+            data_starts[kind] = _data_start(kind[1], start)
+        before = _without_checksums(start[: data_starts[kind]])
+        forms.append(numbers.setdefault((*kind, before), number) if before else number)
+    return forms
+
+
+def _ends(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the first and the last bytes of each chunk."""
+    for file, start, size in chunks:
+        if not 0 <= start < start + size <= files[file].size:
+            raise SourceError(f"{files[file].path}: {_TRUNCATED}")
+    with InputFiles([file.path for file in files], [b""] * len(files), [file.size for file in files]) as opened:
+        for first in range(0, len(chunks), _NUM_TOGETHER):
+            ranges = [
+                (file, at, min(at + _END_BYTES, start + size))
+                for file, start, size in chunks[first : first + _NUM_TOGETHER]
+                for at in (start, max(start, start + size - _END_BYTES))
+            ]
+            blocks = map(bytes, _blocks(opened, ranges))
+            yield from zip(blocks, blocks, strict=True)
+
+
+def _without_checksums(data: bytes) -> bytes:
+    return _CHECKSUM.sub(bytes(4), data)
+
+
+def _directory(end: bytes, num_bytes: int) -> bytes:
+    """The bytes of an archive from its directory on; empty if they are not among its last bytes."""
+    mark, position = _END.unpack(end[-_END.size :].rjust(_END.size))
+    size = num_bytes - position
+    return end[-size:] if mark == b"PK\x05\x06" and 0 < size <= len(end) else b""
+
+
+def _data_start(directory: bytes, start: bytes) -> int:
+    """The start of the data of the only tensor of an archive; 0 if it or the pickle is not among the first bytes."""
+    offsets: dict[bytes, int] = {}
+    at = 0
+    while directory[at : at + 4] == b"PK\x01\x02" and at + _ENTRY.size <= len(directory):
+        *sizes, offset = _ENTRY.unpack_from(directory, at)
+        name = directory[at + _ENTRY.size : at + _ENTRY.size + sizes[0]]
+        if not name.endswith(_OTHERS):
+            offsets[name] = offset
+        at += _ENTRY.size + sum(sizes)
+    data = [offset for name, offset in offsets.items() if name.endswith(b"/data/0")]
+    if len(data) != 1 or data[0] != max(offsets.values()) or data[0] + _HEADER.size > len(start):
+        return 0
+    found = data[0] + _HEADER.size + sum(_HEADER.unpack_from(start, data[0]))
+    return found if found <= len(start) else 0
+
+
 # --- the child process ----------------------------------------------------------------------------------------------
 
 
@@ -204,7 +295,7 @@ def _ask(requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict
     with InputFiles(paths, [b""] * len(paths), sizes) as files:
         while some := [one._replace(stop=one.stop or sizes[one.file]) for one in islice(requests, _NUM_REQUESTS)]:
             if wrong := next((one for one in some if not 0 <= one.start < one.stop <= sizes[one.file]), None):
-                raise SourceError(f"{paths[wrong.file]}: is truncated or damaged: {_DAMAGED}")
+                raise SourceError(f"{paths[wrong.file]}: {_TRUNCATED}")
             while some:
                 for answer in run_script(some, files):
                     yield answer
