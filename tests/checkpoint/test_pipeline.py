@@ -11,6 +11,8 @@ import pytest
 
 import shardconv
 from shardconv.checkpoint.engine.layout import PIPELINE_NAME
+from shardconv.checkpoint.sources import planning
+from shardconv.checkpoint.sources.opening import open_source
 from shardconv.support.errors import OutputError, PlanError, SourceError, SplitCheckpointError, UsageError
 from tests.support.checkpoints import contents, llama_config, llama_specs, write_checkpoint, write_weights
 from tests.support.command import call
@@ -226,6 +228,18 @@ def test_remedies_for_an_unsupported_size_work(uneven, tmp_path, tp, remedy):
     assert error.endswith(f"All components support --tp 1, 2{remedy}\n")
     if remedy:
         assert call(*command, *remedy.split()[-2:]).code == 0
+
+
+@pytest.mark.parametrize("tp", [3, 4])
+def test_components_are_opened_once_for_remedies(uneven, tmp_path, monkeypatch, tp):
+    """Before the component with the error and after it."""
+    opened: list[str] = []
+    monkeypatch.setattr(
+        planning, "open_source", lambda path, **options: opened.append(path.name) or open_source(path, **options)
+    )
+    with pytest.raises(PlanError, match=f"component {'text_encoder' if tp == 3 else 'transformer'} "):
+        shardconv.split(uneven, tmp_path / "split", tp=tp)
+    assert opened == ["text_encoder", "transformer"]
 
 
 @needs_torch

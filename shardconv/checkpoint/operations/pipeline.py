@@ -19,7 +19,7 @@ from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
-from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options, plan_source
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options, plan_source, record_planners
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
@@ -339,7 +339,8 @@ def call_on(operation: Callable[..., R], pipeline: Pipeline, name: str, options:
 def component_errors(pipeline: Pipeline, name: str, options: Options) -> Iterator[None]:
     """Make errors in the block name a component; errors about plans also have remedies for the pipeline."""
     try:
-        yield
+        with record_planners() as pipeline.planners[name]:
+            yield
     except ShardconvError as error:
         problem, *remedy = error.args
         error.args = (f"component {name} ({pipeline.components[name]}): {problem}", *remedy)
@@ -367,7 +368,9 @@ def _remedies(pipeline: Pipeline, failed: str, options: Options) -> Iterator[str
 
 
 def _planner(pipeline: Pipeline, name: str, options: Options) -> Planner | None:
-    """The planner of a component; None if its rules are not known."""
+    """The planner of a component, which is planned unless an operation was called for it; None if that failed."""
+    if name in pipeline.planners:
+        return next(iter(pipeline.planners[name]), None)
     given = {**options, **pipeline.own.get(name, {})}
     try:
         return plan_source(pipeline.first / name, **{key: given[key] for key in PLAN_DEFAULTS if key in given}).planner

@@ -24,6 +24,7 @@ from shardconv.files.weight_formats import (
     is_weights,
     variants,
 )
+from shardconv.plan.planner import Planner
 from shardconv.support.errors import SourceError, UsageError, option
 
 #: The most weight files in a message.
@@ -43,6 +44,7 @@ class Pipeline(Struct, frozen=True):
         left_out: name to reason of files that are left out.
         ignore: patterns of files that the user left out.
         own: name to arguments of an operation on each of ``components`` that the pipeline does not share.
+        planners: name to the planners of each of ``components`` that an operation was called for, its own first.
     """
 
     paths: tuple[AnyPath, ...]
@@ -54,6 +56,7 @@ class Pipeline(Struct, frozen=True):
     left_out: Mapping[str, str] = {}
     ignore: tuple[str, ...] = ()
     own: Mapping[str, Mapping[str, object]] = {}
+    planners: dict[str, Sequence[Planner]] = {}
 
     @property
     def first(self) -> AnyPath:

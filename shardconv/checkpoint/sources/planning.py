@@ -1,6 +1,8 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
@@ -65,6 +67,9 @@ PLAN_DEFAULTS: PlanOptions = {
     "pad": False, "config": None, "follow_links": False, "ignore": (), "source_layout": None, "components": (),
 }  # fmt: skip
 
+
+#: See :func:`record_planners`.
+_recorded: ContextVar[list[Planner] | None] = ContextVar("planners", default=None)
 
 #: The options to open a source.
 _OPENING = frozenset({"config", "follow_links", "ignore", "source_layout"})
@@ -139,6 +144,17 @@ class PlannedSource(NamedTuple):
         return self.planner.plan(tp, stages)
 
 
+@contextmanager
+def record_planners() -> Iterator[list[Planner]]:
+    """Return the planners of the sources that are planned in the block, in their order."""
+    planners = list[Planner]()
+    token = _recorded.set(planners)
+    try:
+        yield planners
+    finally:
+        _recorded.reset(token)
+
+
 def plan_source(
     src: SourcePath | Source,
     *,
@@ -182,7 +198,7 @@ def plan_source(
     )  # fmt: skip
     if isinstance(rules, Plan):
         request, planner = _planner_of(rules, tensors, request)
-        return PlannedSource(source, tensors, request_for(request, layout), planner, paths)
+        return _record(PlannedSource(source, tensors, request_for(request, layout), planner, paths))
     if (plan_file := plan_file_of(rules)) is not None:
         check_exists(local_path(str(rules)), PlanError)
         paths = (*paths, plan_file)
@@ -190,7 +206,14 @@ def plan_source(
     request = request_for(replace(request, family=named.family, plan_file=named.plan_file), layout)
     planner = planner_for(tensors, settings, request)
     assumed = (*source.assumed, *planner.assumed, *_without_class(source.config or {}))
-    return PlannedSource(source, tensors, request, planner.assuming(*assumed), paths)
+    return _record(PlannedSource(source, tensors, request, planner.assuming(*assumed), paths))
+
+
+def _record(planned: PlannedSource) -> PlannedSource:
+    """Record the planner of a source, in a block of :func:`record_planners`."""
+    if (planners := _recorded.get()) is not None:
+        planners.append(planned.planner)
+    return planned
 
 
 def _open(src: SourcePath, options: PlanOptions) -> Source:
