@@ -363,22 +363,36 @@ def startup(_: Place) -> Iterator[Row]:
 
 
 def planning(place: Place) -> Iterator[Row]:
-    """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16."""
+    """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16.
+
+    Then a model of as many tensors with few bytes, which is written as a checkpoint of Megatron-Core, and back.
+    """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
-    for name in ("fp8", "bf16"):
-        source, out = folder / name, folder / "out"
+    out, megatron = folder / "out", folder / "megatron"
+    for name in models.DEEPSEEK:
+        source = folder / name
         run((sys.executable, "-m", "benchmarks.models", source, "--deepseek", name))  # see write_llama
         gigabytes = sum(file.stat().st_size for file in source.iterdir()) / 1e9
         count = (source / "model.safetensors.index.json").read_text().count(': "model-')
-        what = f"{count:,} tensors in 163 files ({gigabytes:.0f} GB, sparse)"
+        what = f"{count:,} tensors in 163 files ({gigabytes:.1f} GB, sparse)"
         dry = ("--dry-run", "-o", out)
+        to_megatron = shardconv("split", source, "--layout", "megatron")
         commands = {
             "plan": (shardconv("plan", source, "--tp", "8"), "3 or less", "400 or less"),
             "split --tp 8": (shardconv("split", source, "--tp", "8", *dry), "(none)", "(none)"),
         }
         if name == "bf16":
-            command = shardconv("split", source, "--layout", "megatron", *dry)
-            commands["split --layout megatron"] = command, "(none)", "64 or less"
+            commands["split --layout megatron --dry-run"] = (*to_megatron, *dry), "(none)", "64 or less"
+        if name == "small":
+            run((*to_megatron, "-o", megatron))
+            split, back = (*to_megatron, "-o", out, "--overwrite"), folder / "back"
+            commands = {
+                "split --layout megatron": (split, "(none)", "64 or less"),
+                "plan of Megatron-Core's checkpoint": (shardconv("plan", megatron, "--tp", "2"), "(none)", "(none)"),
+                "merge of Megatron-Core's checkpoint": (
+                    shardconv("merge", megatron, "-o", back, "--overwrite"), "(none)", "(none)",
+                ),
+            }  # fmt: skip
         for operation, (command, seconds_goal, peak_goal) in commands.items():
             usages = [run(command) for _ in range(ROUNDS)]
             seconds = sorted(usage.seconds for usage in usages)[ROUNDS // 2]

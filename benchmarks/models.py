@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "I32": 32, "F8_E4M3": 8}
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -26,7 +27,16 @@ DEEPSEEK_CONFIG = {
     "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "vocab_size": 129280,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
-
+#: Kinds of DeepSeek-V3: as it is published, in bf16, and with as many tensors of few bytes.
+DEEPSEEK: Mapping[str, Mapping[str, Any]] = {
+    "fp8": DEEPSEEK_CONFIG,
+    "bf16": DEEPSEEK_CONFIG | {"quantization_config": None},
+    "small": DEEPSEEK_CONFIG | {
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "vocab_size": 256, "quantization_config": None,
+    },
+}  # fmt: skip
 
 #: Quantization settings and number of layers by format, for 3.0 GB each, of which layers have the largest part.
 QUANTIZED: Mapping[str, tuple[Mapping[str, object] | None, int]] = {
@@ -131,9 +141,15 @@ def llama_tensors(layers: int = 10, *, vocab: int = 128256) -> dict[str, tuple[s
     return {name: ("BF16", shape) for name, shape in tensors.items()}
 
 
-def deepseek_tensors(*, is_quantized: bool = True) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """DeepSeek-V3's tensors: 61 layers and an MTP layer, 256 experts, fp8 blocks, or else bf16."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": ("BF16", (129280, 7168))}
+def deepseek_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of DeepSeek-V3 with the sizes of a config: 61 layers and an MTP layer, 256 experts, fp8 or bf16."""
+    is_quantized = config["quantization_config"] is not None
+    hidden, heads, vocab = (config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size"))
+    q_rank, kv_rank, nope, rope = (
+        config[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    )
+    embedding = ("BF16", (vocab, hidden))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": embedding}
 
     def linear(name: str, out_features: int, in_features: int) -> None:
         tensors[f"{name}.weight"] = ("F8_E4M3" if is_quantized else "BF16", (out_features, in_features))
@@ -141,40 +157,40 @@ def deepseek_tensors(*, is_quantized: bool = True) -> dict[str, tuple[str, tuple
             tensors[f"{name}.weight_scale_inv"] = ("F32", (-(-out_features // 128), -(-in_features // 128)))
 
     def mlp(name: str, inner: int) -> None:
-        linear(f"{name}.gate_proj", inner, 7168)
-        linear(f"{name}.up_proj", inner, 7168)
-        linear(f"{name}.down_proj", 7168, inner)
+        linear(f"{name}.gate_proj", inner, hidden)
+        linear(f"{name}.up_proj", inner, hidden)
+        linear(f"{name}.down_proj", hidden, inner)
 
     for layer in range(62):
         at = f"model.layers.{layer}"
         attention = f"{at}.self_attn"
-        linear(f"{attention}.q_a_proj", 1536, 7168)
-        linear(f"{attention}.q_b_proj", 128 * 192, 1536)
-        linear(f"{attention}.kv_a_proj_with_mqa", 576, 7168)
-        linear(f"{attention}.kv_b_proj", 128 * 256, 512)
-        linear(f"{attention}.o_proj", 7168, 128 * 128)
-        for norm, size in (("q_a_layernorm", 1536), ("kv_a_layernorm", 512)):
+        linear(f"{attention}.q_a_proj", q_rank, hidden)
+        linear(f"{attention}.q_b_proj", heads * (nope + rope), q_rank)
+        linear(f"{attention}.kv_a_proj_with_mqa", kv_rank + rope, hidden)
+        linear(f"{attention}.kv_b_proj", heads * (nope + config["v_head_dim"]), kv_rank)
+        linear(f"{attention}.o_proj", hidden, heads * config["v_head_dim"])
+        for norm, size in (("q_a_layernorm", q_rank), ("kv_a_layernorm", kv_rank)):
             tensors[f"{attention}.{norm}.weight"] = ("BF16", (size,))
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = ("BF16", (7168,))
+            tensors[f"{at}.{norm}.weight"] = ("BF16", (hidden,))
         if layer < 3:
-            mlp(f"{at}.mlp", 18432)
+            mlp(f"{at}.mlp", config["intermediate_size"])
             continue
-        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (256, 7168))
+        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (256, hidden))
         tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (256,))
-        mlp(f"{at}.mlp.shared_experts", 2048)
+        mlp(f"{at}.mlp.shared_experts", config["moe_intermediate_size"])
         for expert in range(256):
-            mlp(f"{at}.mlp.experts.{expert}", 2048)
+            mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
     last = "model.layers.61"
     tensors |= {
-        f"{last}.eh_proj.weight": ("BF16", (7168, 14336)),
-        f"{last}.enorm.weight": ("BF16", (7168,)),
-        f"{last}.hnorm.weight": ("BF16", (7168,)),
-        f"{last}.shared_head.norm.weight": ("BF16", (7168,)),
-        f"{last}.shared_head.head.weight": ("BF16", (129280, 7168)),
-        f"{last}.embed_tokens.weight": ("BF16", (129280, 7168)),
-        "model.norm.weight": ("BF16", (7168,)),
-        "lm_head.weight": ("BF16", (129280, 7168)),
+        f"{last}.eh_proj.weight": ("BF16", (hidden, 2 * hidden)),
+        f"{last}.enorm.weight": ("BF16", (hidden,)),
+        f"{last}.hnorm.weight": ("BF16", (hidden,)),
+        f"{last}.shared_head.norm.weight": ("BF16", (hidden,)),
+        f"{last}.shared_head.head.weight": embedding,
+        f"{last}.embed_tokens.weight": embedding,
+        "model.norm.weight": ("BF16", (hidden,)),
+        "lm_head.weight": embedding,
     }
     return tensors
 
@@ -245,14 +261,11 @@ def main() -> None:
     parser.add_argument("--sparse", action="store_true", help="no data on disk")
     parser.add_argument("--format", choices=QUANTIZED, help="write a folder in this format")
     parser.add_argument("--adapter", action="store_true", help="write a folder with an adapter of 1 GB")
-    parser.add_argument(
-        "--deepseek", choices=("fp8", "bf16"), help="write a sparse folder with the shapes of DeepSeek-V3"
-    )
+    parser.add_argument("--deepseek", choices=DEEPSEEK, help="write a sparse folder with the tensors of DeepSeek-V3")
     arguments = parser.parse_args()
     if arguments.deepseek:
-        is_quantized = arguments.deepseek == "fp8"
-        config = DEEPSEEK_CONFIG if is_quantized else DEEPSEEK_CONFIG | {"quantization_config": None}
-        write_parts(arguments.path, deepseek_tensors(is_quantized=is_quantized), config, 163)
+        config = DEEPSEEK[arguments.deepseek]
+        write_parts(arguments.path, deepseek_tensors(config), config, 163)
         return
     if arguments.format:
         write_quantized(arguments.path, arguments.format)
