@@ -4,9 +4,7 @@ Reads headers and config of the source only. The small model is randomly initial
 possible. The report lists the tensors of the source that the small model does not have, which the proof does not cover.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Unpack
 
 from msgspec import Struct
@@ -17,26 +15,19 @@ from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_p
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.convert.model import config_fields
-from shardconv.convert.protocols import PretrainedModel
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import SourcePath, open_path
-from shardconv.hf.build import head_sizes, small_model
-from shardconv.hf.classes import model_class
-from shardconv.hf.package import isolated
-from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import starred
 from shardconv.plan.padding import Heads
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.planner import Planner, tp_sizes
 from shardconv.plan.request import PlanRequest, planner_for
-from shardconv.proof.compare import write_reference
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
-from shardconv.proof.ranks import REFERENCE, SMALL, Proof, prove_all
-from shardconv.support.errors import OutputError, PlanError, RunError, UsageError, option
-from shardconv.support.temporary import temporary_folder, writing
+from shardconv.proof.ranks import SMALL, Proof, heads_for, prove_all, write_small_model
+from shardconv.support.errors import PlanError, RunError, UsageError, option
+from shardconv.support.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)
@@ -235,77 +226,6 @@ def skipped_sizes(
     numbers = " If the plan file has numbers of the large model, write fields of its config instead." * has_plan_file
     for tp, reason in not_small.items():
         yield f"tp {tp}: the small model cannot be sharded for it, though {source} may be: {reason}{numbers}"
-
-
-# --- small models -----------------------------------------------------------------------------------------------------
-
-#: The largest number of heads of a small model; a proof starts one process per rank.
-MAX_HEADS = 64
-
-
-def heads_for(tps: Sequence[int]) -> int:
-    """The number of heads with which a small model supports tensor parallel sizes; the usual number if it does."""
-    needed = math.lcm(*tps) if tps else HEADS
-    if HEADS % needed == 0 or needed > MAX_HEADS:
-        return HEADS
-    return needed if needed % 2 == 0 else 2 * needed  # half as many KV heads
-
-
-def write_small_model(
-    config: Mapping[str, object], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
-) -> tuple[PretrainedModel, str]:
-    """Build a small model, save it, run it, and save the results.
-
-    Its heads have the size of the source's, unless such a model cannot be built or run.
-
-    Args:
-        config: of the source.
-        folder: where the model and its results are written.
-        heads: its number of heads, if a model with that number can be built.
-        has_real_counts: whether it has as many heads as the source instead, if such a model can be built.
-
-    Returns:
-        The model, and which of its heads are smaller than the source's; "" if there are none.
-
-    Raises:
-        RunError: if no small model can be built and run.
-        OutputError: if it cannot be written.
-    """
-    counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
-    attempts = [(count, is_real) for count in counts for is_real in (True, False)]
-    with isolated():
-        for count, has_real_heads in attempts[:-1]:
-            try:
-                model = _saved(small_model(config, has_real_heads=has_real_heads, heads=count), folder)
-            except RunError:
-                continue
-            break
-        else:
-            model = _saved(small_model(config), folder)
-    return model, _smaller_heads(config, model)
-
-
-def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
-    """The model, after it and its results were saved."""
-    with writing(folder / SMALL):
-        model.save_pretrained(folder / SMALL)
-    try:
-        write_reference(type(model), folder / SMALL, folder / REFERENCE)
-    except (OSError, OutputError):
-        raise
-    except Exception as error:
-        raise RunError(f"a small {type(model).__name__} failed to run: {type(error).__name__}: {error}") from error
-    return model
-
-
-def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
-    found, real = head_sizes(config_fields(model)), head_sizes(model_class(config).config.to_dict())
-    smaller = [
-        f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
-        for place, size in real.items()
-        if found.get(place, size) != size
-    ]
-    return f"the small model has heads of {', '.join(smaller)}" if smaller else ""
 
 
 def padding_mismatch(source: Planner, small: Planner, tp: int) -> str:

@@ -1,7 +1,4 @@
-"""Proofs at several tensor parallel sizes: comparisons in one process per rank, and the limits of rounding.
-
-Owns the folder through which the ranks of a proof get their task and return their results.
-"""
+"""The folder of a proof: the small model, and at several tensor parallel sizes the results of one process per rank."""
 
 import json
 import math
@@ -16,16 +13,22 @@ from msgspec import Struct
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import Source
+from shardconv.convert.model import config_fields
+from shardconv.convert.protocols import PretrainedModel
 from shardconv.distributed import Axis, as_axis
 from shardconv.files.folder import read_json
 from shardconv.files.weight_formats import CONFIG_NAME
+from shardconv.hf.build import head_sizes, small_model
 from shardconv.hf.classes import model_class
+from shardconv.hf.package import isolated
+from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import OutputDifferences, compare
+from shardconv.proof.compare import OutputDifferences, compare, write_reference
 from shardconv.runtime.launch import launch
-from shardconv.support.errors import RunError, ShardconvError, is_connection_error
+from shardconv.support.errors import OutputError, RunError, ShardconvError, is_connection_error
+from shardconv.support.temporary import writing
 
 #: The largest relative differences that are rounding. Sums are taken rank by rank in float32. Gradients have more
 #: sums: in mobilebert, which does not normalize, they differ by 1.01e-3 in float32, and by 2e-12 in float64.
@@ -171,3 +174,74 @@ def _compare(folder: Path, axis: Axis, request: PlanRequest) -> OutputDifference
             raise
         problem = f"the sharded small model fails to run: {type(error).__name__}: {error}"
         return OutputDifferences(math.inf, None, None, "", problem=problem)
+
+
+# --- small models -----------------------------------------------------------------------------------------------------
+
+#: The largest number of heads of a small model; a proof starts one process per rank.
+MAX_HEADS = 64
+
+
+def heads_for(tps: Sequence[int]) -> int:
+    """The number of heads with which a small model supports tensor parallel sizes; the usual number if it does."""
+    needed = math.lcm(*tps) if tps else HEADS
+    if HEADS % needed == 0 or needed > MAX_HEADS:
+        return HEADS
+    return needed if needed % 2 == 0 else 2 * needed  # half as many KV heads
+
+
+def write_small_model(
+    config: Mapping[str, object], folder: Path, *, heads: int | None = None, has_real_counts: bool = False
+) -> tuple[PretrainedModel, str]:
+    """Build a small model, save it, run it, and save the results.
+
+    Its heads have the size of the source's, unless such a model cannot be built or run.
+
+    Args:
+        config: of the source.
+        folder: where the model and its results are written.
+        heads: its number of heads, if a model with that number can be built.
+        has_real_counts: whether it has as many heads as the source instead, if such a model can be built.
+
+    Returns:
+        The model, and which of its heads are smaller than the source's; "" if there are none.
+
+    Raises:
+        RunError: if no small model can be built and run.
+        OutputError: if it cannot be written.
+    """
+    counts = dict.fromkeys([*([SAME] if has_real_counts else [heads or HEADS]), HEADS])
+    attempts = [(count, is_real) for count in counts for is_real in (True, False)]
+    with isolated():
+        for count, has_real_heads in attempts[:-1]:
+            try:
+                model = _saved(small_model(config, has_real_heads=has_real_heads, heads=count), folder)
+            except RunError:
+                continue
+            break
+        else:
+            model = _saved(small_model(config), folder)
+    return model, _smaller_heads(config, model)
+
+
+def _saved(model: PretrainedModel, folder: Path) -> PretrainedModel:
+    """The model, after it and its results were saved."""
+    with writing(folder / SMALL):
+        model.save_pretrained(folder / SMALL)
+    try:
+        write_reference(type(model), folder / SMALL, folder / REFERENCE)
+    except (OSError, OutputError):
+        raise
+    except Exception as error:
+        raise RunError(f"a small {type(model).__name__} failed to run: {type(error).__name__}: {error}") from error
+    return model
+
+
+def _smaller_heads(config: Mapping[str, object], model: PretrainedModel) -> str:
+    found, real = head_sizes(config_fields(model)), head_sizes(model_class(config).config.to_dict())
+    smaller = [
+        f"{found[place]} features instead of {size}" + (f" in {place}" if place else "")
+        for place, size in real.items()
+        if found.get(place, size) != size
+    ]
+    return f"the small model has heads of {', '.join(smaller)}" if smaller else ""

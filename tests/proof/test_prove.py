@@ -22,8 +22,8 @@ from shardconv.plan.families.library_plans import library_family
 from shardconv.plan.families.loading import expand_family, parse_plan_file
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import Reference, largest_difference
-from shardconv.proof.prove import heads_for, skipped_sizes, write_small_model
-from shardconv.proof.ranks import REFERENCE
+from shardconv.proof.prove import skipped_sizes
+from shardconv.proof.ranks import REFERENCE, heads_for, write_small_model
 from shardconv.support.errors import OutputError, RunError, UsageError
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
@@ -303,7 +303,7 @@ def test_padding_is_not_proven_with_other_head_counts(tmp_path, monkeypatch):
             raise RunError("it cannot be built")
         return small_model(config, heads=heads, **options)
 
-    monkeypatch.setattr("shardconv.proof.prove.small_model", without_counts)
+    monkeypatch.setattr("shardconv.proof.ranks.small_model", without_counts)
     report = shardconv.prove(source, tps=(4, 2), pad=True, check_model=False)
     assert [proof.tp for proof in report.proofs] == [2]
     assert report.skipped == (
