@@ -18,7 +18,6 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.planning import StrPath, check_shapes
-from shardconv.checkpoint.split.chosen_ranks import size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.split_folders import SplitFolders, open_folders
 from shardconv.files.containers.safetensors import Header, build_header
@@ -90,7 +89,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
     split = open_folders(src, source_layout, config=config)
     notes = () if split.source is None else (*split.source.assumed, *check_shapes(split.source))
     manifest, adapters = split.manifest, split.adapters()
-    destination = given or Destination(_default_target(split.first, manifest))
+    destination = given or Destination(Path(f"{split.name}-merged{'' if manifest.is_folder else '.safetensors'}"))
     is_folder = _is_folder(destination)
     if adapters and not is_folder:
         raise UsageError(
@@ -129,11 +128,6 @@ def _auxiliary(split: SplitFolders) -> AuxiliaryFiles:
     if split.source is not None:
         return AuxiliaryFiles.of_source(split.source)
     return AuxiliaryFiles.of_split(split.manifest, split.first)
-
-
-def _default_target(folder: AnyPath, manifest: Manifest) -> Path:
-    name = folder.resolve().name.removesuffix(size_suffix(manifest.tp, manifest.plan.ep, manifest.plan.pp)) + "-merged"
-    return Path(name if manifest.is_folder else f"{name}.safetensors")
 
 
 def _is_folder(destination: Destination) -> bool:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from msgspec.structs import fields, replace
+from msgspec.structs import asdict, fields, replace
 
 from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
@@ -139,8 +139,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
         engine = engine or (None if layout == DCP.name else saved_for)
         report = split(
             source, given, tp=tp, pp=pp, stages=stages, ep=ep, layout=layout, max_file_size=max_file_size,
-            engine=engine, pad=pad, overwrite=overwrite, checksums=checksums, dry_run=dry_run, resume=resume,
-            threads=threads, progress=progress,
+            engine=engine, pad=pad, **asdict(how),
         )  # fmt: skip
         return _of_split(report, source)
     old, multiple = found.manifest, padding_multiple(pad)
@@ -154,9 +153,8 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     tp = chosen_tp(tp)
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     chosen = chosen_stages(pp, stages, default=old.plan.stages)
-    name = found.first.resolve().name.removesuffix(size_suffix(old.tp, old.plan.ep, old.plan.pp))
     ep = old.plan.ep if ep is None else ep
-    destination = given or Destination(Path(f"{name}{size_suffix(tp, ep, chosen.count)}"))
+    destination = given or Destination(Path(f"{found.name}{size_suffix(tp, ep, chosen.count)}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(
         old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=multiple,

@@ -212,11 +212,11 @@ def verify(
     for name in manifest.adapters:
         damages += _adapter_differences(name, split, threads)
     is_compared = data.is_readable and source is not None and source.specs == manifest.source_tensors
-    return VerifyReport(
+    report = VerifyReport(
         paths=tuple(map(str, split.paths)),
         against=None if other is None else str(other),
-        tp=external.num_ranks if external else manifest.tp,
-        layout=str(external.layout) if external else manifest.layout.name,
+        tp=manifest.tp,
+        layout=manifest.layout.name,
         num_tensors=len(manifest.tensors),
         num_bytes=_num_bytes(manifest),
         other_weights=tuple(name for folder in own for name in _other_weights(folder, len(own))),
@@ -226,12 +226,18 @@ def verify(
         differences=(*damages, *differences, *data.found),
         left_out={} if source is None else {**source.left_out, **_replaced(manifest)},
         seconds=time.perf_counter() - began,
-        files_of=layout_file(str(external.layout)).title if external else None,
-        ranks=tuple(range(external.num_ranks)) if external else _held(manifest),
+        ranks=_held(manifest),
         is_damaged=bool(damages) or data.is_damaged,
         pp=manifest.plan.pp,
         ep=manifest.plan.ep,
     )
+    return report if external is None else _of_external(report, external)
+
+
+def _of_external(report: VerifyReport, source: Source) -> VerifyReport:
+    """The report on rank files of another tool, whose manifest has the full tensors."""
+    key, ranks = str(source.layout), tuple(range(source.num_ranks))
+    return replace(report, tp=len(ranks), ranks=ranks, layout=key, files_of=layout_file(key).title)
 
 
 def is_right(made_of: Sequence[AnyPath], folder: AnyPath) -> bool:

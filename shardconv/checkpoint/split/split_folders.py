@@ -16,7 +16,7 @@ from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.opening import open_if_external
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
-from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks
+from shardconv.checkpoint.split.chosen_ranks import as_option, name_ranks, size_suffix
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import encode, read_manifest
 from shardconv.files.checksums import checksum_file
@@ -195,6 +195,12 @@ class SplitFolders(NamedTuple):
     def first(self) -> AnyPath:
         """The first folder, whose auxiliary files stand for all."""
         return self.folders[0].path
+
+    @property
+    def name(self) -> str:
+        """The name of the first folder, without its parallel sizes."""
+        plan = self.manifest.plan
+        return self.first.resolve().name.removesuffix(size_suffix(plan.tp, plan.ep, plan.pp))
 
     @property
     def paths(self) -> list[AnyPath]:
