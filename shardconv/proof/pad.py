@@ -43,7 +43,6 @@ from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import MAX_TP, PaddingReport, Planner, padding_report
-from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import MAX_MULTIPLE
 from shardconv.support.errors import PlanError, SourceError, UsageError, check_count, option
@@ -172,7 +171,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, *, check_model: 
         raise SourceError(f"{source.path}: holds rank files of another tool: merge them first")
     if PADDING_NAME in source.auxiliary_files:
         raise UsageError(f"{source.path}: is already padded ({PADDING_NAME}): shardconv unpad {source.path} first")
-    if (source.config_with_quantization() or {}).get(SETTINGS_KEY) is not None:
+    if source.has_quantization:
         raise PlanError(
             f"{source.path}: is quantized, and shardconv pad only supports unquantized checkpoints: pad the "
             f"unquantized checkpoint and quantize the result, or pad the shards (shardconv split --tp {tp} --pad)"

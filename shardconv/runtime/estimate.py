@@ -367,9 +367,9 @@ def _without_weights(path: AnyPath, config: dict[str, object]) -> tuple[Source, 
     if fields := [name for name in _MTP_LAYERS if config.get(name)]:
         notes.append(f"MTP layers ({fields[0]}) are not counted: {model.name} does not have them")
     source = _source(path, config, specs)
-    settings = source.config_with_quantization() or {}
-    if settings.get(SETTINGS_KEY) is None:
+    if not source.has_quantization:
         return source, (f"{written}, {dtype}", *notes)
+    settings = source.config_with_quantization() or {}
     kind = describe_settings(settings)
     try:
         quantized = stored_tensors(specs, settings, disk.matrices)
@@ -430,7 +430,7 @@ def _model_of(source: Source, stored: torch.dtype) -> MetaModel:
 
 def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
     dtype = _name(model.dtype)
-    if has_weights and (source.config_with_quantization() or {}).get(SETTINGS_KEY) is not None:
+    if has_weights and source.has_quantization:
         yield f"the weights are quantized; activations and cache are counted in {dtype}"
     elif has_weights and stored != model.dtype:
         yield (

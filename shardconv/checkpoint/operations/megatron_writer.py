@@ -90,7 +90,26 @@ class MegatronLayout(NamedTuple):
 
     def lay_out(self, planned: PlannedSource, _plan: Plan) -> ForeignFiles:
         """Lay out the files; ``_plan`` has full tensors."""
-        return _lay_out(planned, self)
+        source = planned.source
+        _check_unquantized(planned)
+        rules = layout_file(MEGATRON).rules_for(source.config or {})
+        check_unquantized(rules.config)
+        config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
+        specs, transforms = _as_rows(rules, source.specs, config)
+        tensors = row_tensors_of_sources(rules.rules, specs, config)
+        _check_complete(source, rules, tensors, copies)
+        _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
+        if self.stacks_layers:
+            _check_stacked(tensors, config["num_hidden_layers"])
+        new = _NewFiles(self, config["num_hidden_layers"], specs)
+        for tensor in tensors:
+            new.add(tensor)
+        return ForeignFiles.of_contents(
+            new.chunks,
+            {f"{FOLDER}/{name}": contents for name, contents in new.others(rules).items()},
+            [transforms, _checked_copies(copies, specs)],
+            {LATEST_NAME: FOLDER},
+        )
 
 
 class _Box(NamedTuple):
@@ -99,29 +118,6 @@ class _Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     pieces: Sequence[Piece]
-
-
-def _lay_out(planned: PlannedSource, options: MegatronLayout) -> ForeignFiles:
-    source = planned.source
-    _check_unquantized(planned)
-    rules = layout_file(MEGATRON).rules_for(source.config or {})
-    check_unquantized(rules.config)
-    config, copies = known_sizes(rules.config), find_copies(rules, source.specs)
-    specs, transforms = _as_rows(rules, source.specs, config)
-    tensors = row_tensors_of_sources(rules.rules, specs, config)
-    _check_complete(source, rules, tensors, copies)
-    _check_layers(rules, {tensor.name for tensor in tensors}, config["num_hidden_layers"])
-    if options.stacks_layers:
-        _check_stacked(tensors, config["num_hidden_layers"])
-    new = _NewFiles(options, config["num_hidden_layers"], specs)
-    for tensor in tensors:
-        new.add(tensor)
-    return ForeignFiles.of_contents(
-        new.chunks,
-        {f"{FOLDER}/{name}": contents for name, contents in new.others(rules).items()},
-        [transforms, _checked_copies(copies, specs)],
-        {LATEST_NAME: FOLDER},
-    )
 
 
 def _as_rows(

@@ -13,7 +13,6 @@ from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.transforms import JoinedRows, Transform, rotary_rows
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import META
@@ -40,29 +39,57 @@ class MetaLayout:
 
     def check(self, planned: PlannedSource, tp: int) -> None:
         """Check that the files can hold a model of this type, and its sizes on ``tp`` ranks."""
-        _check(planned.source, tp)
+        source, types = planned.source, layout_file(META).types
+        config = source.config or {}
+        if config.get("model_type") not in types:
+            raise PlanError(
+                f"layout meta does not support model type {config.get('model_type')!r:.60} (expected one of "
+                f"{', '.join(types)}): {_REMEDY}"
+            )
+        units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
+        if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
+            parts, rest = divmod(wrong.number, tp)
+            sizes = [str(size) for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
+            raise PlanError(
+                f"{wrong.tensor}: {wrong.number} {wrong.name} do not divide over {tp} ranks ({wrong.number} = {tp} * "
+                f"{parts} + {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): "
+                f"pass one of them, or {_REMEDY}"
+            )
 
     def lay_out(self, planned: PlannedSource, plan: Plan) -> ForeignFiles:
         """Lay out the files."""
-        return _lay_out(planned.source, plan)
-
-
-def _check(source: Source, tp: int) -> None:
-    types, config = layout_file(META).types, source.config or {}
-    if config.get("model_type") not in types:
-        raise PlanError(
-            f"layout meta does not support model type {config.get('model_type')!r:.60} (expected one of "
-            f"{', '.join(types)}): {_REMEDY}"
+        source, rules = planned.source, layout_file(META).all_rules.rules
+        config = source.config or {}
+        tensors, transforms = dict(source.specs), dict[str, Transform]()
+        placements = {name: plan.placement(name) for name in tensors}
+        if HEAD not in tensors:
+            if config.get("tie_word_embeddings") is not True:
+                raise PlanError(
+                    f"{HEAD} is missing (expected by tie_word_embeddings of the config, which is not true): add the "
+                    f"tensor, or correct the config"
+                )
+            spec = tensors[HEAD] = tensors[EMBEDDING]
+            placements[HEAD] = placements[EMBEDDING]
+            transforms[HEAD] = JoinedRows.of(EMBEDDING, spec)
+        names = {}
+        for name, spec in tensors.items():
+            if (known := find_source(rules, name)) is None:
+                raise PlanError(f"{name}: layout meta does not have this tensor: {_REMEDY}")
+            options, names[name] = known.rule.options, known.target
+            _check_placement(name, placements[name], options.dims)
+            if options.rotary:
+                transforms[name] = _rotary_rows(name, spec, config, is_query=options.gives_tp)
+        archives = tuple(_archive(rank, tensors, placements, names) for rank in range(plan.tp))
+        offsets = [archive.offsets for archive in archives]
+        shards = tuple(
+            Shards(geometry(placements[name], *spec[:2]), range(plan.tp), [each[names[name]] for each in offsets])
+            for name, spec in tensors.items()
         )
-    units = [one for name, spec in source.specs.items() if (one := _units(name, spec, config)) is not None]
-    if (wrong := next((one for one in units if not one.divides(tp)), None)) is not None:
-        parts, rest = divmod(wrong.number, tp)
-        sizes = [str(size) for size in CANDIDATE_TPS if all(one.divides(size) for one in units)]
-        raise PlanError(
-            f"{wrong.tensor}: {wrong.number} {wrong.name} do not divide over {tp} ranks ({wrong.number} = {tp} * "
-            f"{parts} + {rest}), and layout meta does not have padding (tp sizes that divide: {', '.join(sizes)}): "
-            f"pass one of them, or {_REMEDY}"
-        )
+        intermediate = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
+        params = params_of_config(config, intermediate, tp=plan.tp)
+        files = [NewFile(f"{archive.root}.pth", archive.file_bytes, archive.pieces) for archive in archives]
+        texts = {PARAMS_NAME: json.dumps(params, indent=2) + "\n"}
+        return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, [transforms], texts)
 
 
 class _Units(NamedTuple):
@@ -93,40 +120,6 @@ def _units(name: str, spec: TensorSpec, config: Mapping[str, object]) -> _Units 
 def _heads(config: Mapping[str, object], *, is_query: bool) -> int:
     sizes = head_sizes(config)
     return sizes.heads if is_query else sizes.kv_heads
-
-
-def _lay_out(source: Source, plan: Plan) -> ForeignFiles:
-    rules, config = layout_file(META).all_rules.rules, source.config or {}
-    tensors, transforms = dict(source.specs), dict[str, Transform]()
-    placements = {name: plan.placement(name) for name in tensors}
-    if HEAD not in tensors:
-        if config.get("tie_word_embeddings") is not True:
-            raise PlanError(
-                f"{HEAD} is missing (expected by tie_word_embeddings of the config, which is not true): add the "
-                f"tensor, or correct the config"
-            )
-        spec = tensors[HEAD] = tensors[EMBEDDING]
-        placements[HEAD] = placements[EMBEDDING]
-        transforms[HEAD] = JoinedRows.of(EMBEDDING, spec)
-    names = {}
-    for name, spec in tensors.items():
-        if (known := find_source(rules, name)) is None:
-            raise PlanError(f"{name}: layout meta does not have this tensor: {_REMEDY}")
-        options, names[name] = known.rule.options, known.target
-        _check_placement(name, placements[name], options.dims)
-        if options.rotary:
-            transforms[name] = _rotary_rows(name, spec, config, is_query=options.gives_tp)
-    archives = tuple(_archive(rank, tensors, placements, names) for rank in range(plan.tp))
-    offsets = [archive.offsets for archive in archives]
-    shards = tuple(
-        Shards(geometry(placements[name], *spec[:2]), range(plan.tp), [each[names[name]] for each in offsets])
-        for name, spec in tensors.items()
-    )
-    intermediate = tensors["model.layers.0.mlp.gate_proj.weight"].shape[0]
-    params = params_of_config(config, intermediate, tp=plan.tp)
-    files = [NewFile(f"{archive.root}.pth", archive.file_bytes, archive.pieces) for archive in archives]
-    texts = {PARAMS_NAME: json.dumps(params, indent=2) + "\n"}
-    return ForeignFiles(files, dict(zip(tensors, shards, strict=True)), tensors, [transforms], texts)
 
 
 def _rotary_rows(name: str, spec: TensorSpec, config: Mapping[str, object], *, is_query: bool) -> Transform:

@@ -30,7 +30,6 @@ from shardconv.files.fileio import Bytes
 from shardconv.files.folder import Compressed
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import TensorSpec
-from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import PlanError, SourceError, option
 
 #: The keys of dtypes in configs.
@@ -68,18 +67,14 @@ def with_dtype(source: Source, dtype: str) -> Source:
         for name in sorted(converted)
     }
     files = tuple(_with_header(file, converted, target) for file in source.files)
-    total = sum(file.header.data_bytes for file in files)
+    index, total = source.index, sum(file.header.data_bytes for file in files)
     return replace(
         source,
         files=files,
-        index=None if source.index is None else _with_total_size(*source.index, total),
+        index=index and (index[0], Compressed(with_total_size(index[1].raw(), total).encode())),
         converted_from=source.stored.with_layer(transforms),
         derived=(*source.derived, _describe(source.specs, dtype, kept)),
     )
-
-
-def _with_total_size(name: str, text: Compressed, total: int) -> tuple[str, Compressed]:
-    return name, Compressed(with_total_size(text.raw(), total).encode())
 
 
 def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
@@ -91,7 +86,7 @@ def _unit(source: Source, name: str, stored_dtype: str, dtype: str) -> int:
 
 def _refuse_quantized(source: Source, dtype: str) -> None:
     name = next((name for name, spec in source.specs.items() if spec.dtype.startswith(_QUANTIZED)), None)
-    if name is None and (source.config_with_quantization() or {}).get(SETTINGS_KEY) is None:
+    if name is None and not source.has_quantization:
         return
     raise PlanError(
         f"{name or source.path}: is quantized, and scales and packed values cannot be converted to {dtype}: split the "

@@ -18,6 +18,7 @@ from shardconv.files.paths import absolute_path, folder_name
 from shardconv.files.weight_formats import PYTORCH, SAFETENSORS
 from shardconv.formats.settings import with_quantization
 from shardconv.plan.plan import TensorSpec
+from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import SourceError
 
 
@@ -198,3 +199,8 @@ class Source(Struct, frozen=True, dict=True):
     def config_with_quantization(self) -> Mapping[str, object] | None:
         """The config, with quantization settings of the files: see :func:`with_quantization`."""
         return with_quantization(self.config, self.auxiliary_files, self.metadata)
+
+    @property
+    def has_quantization(self) -> bool:
+        """Whether there are quantization settings."""
+        return (self.config_with_quantization() or {}).get(SETTINGS_KEY) is not None
