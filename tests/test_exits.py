@@ -9,8 +9,8 @@ import pytest
 from shardconv.checkpoint.output import staging
 from shardconv.checkpoint.output.existing import NewCheckpoint
 from shardconv.cli import describe
+from shardconv.files.folder import temporary_folder
 from shardconv.support.exits import Terminated
-from shardconv.support.temporary import temporary_folder
 
 
 def noted(error: BaseException, note: str) -> BaseException:

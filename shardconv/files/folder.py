@@ -8,7 +8,9 @@ import errno
 import json
 import os
 import re
+import shutil
 import stat
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from msgspec import Struct
 
 from shardconv.support.console import Progress
 from shardconv.support.errors import SourceError
-from shardconv.support.temporary import temporary_folder
+from shardconv.support.exits import Removal
 
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_file import RemoteFile
@@ -258,6 +260,17 @@ def remote_versions(paths: Iterable[AnyPath]) -> dict[str, str]:
         SourceError: if a file cannot be read.
     """
     return {path.name: path.file.state for path in paths if isinstance(path, RemotePath)}
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a temporary folder, removed at the end; a signal that interrupts this says that files may be left."""
+    folder = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
+    try:
+        yield folder
+    finally:
+        with Removal():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

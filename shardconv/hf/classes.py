@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardconv.files.folder import AnyPath, local_copy
+from shardconv.files.folder import AnyPath, local_copy, temporary_folder
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.hf.diffusion import DiffusersConfig
 from shardconv.hf.package import diffusers_name, import_diffusers, import_transformers, quiet
 from shardconv.support.errors import RunError, one_line, option
-from shardconv.support.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from shardconv.convert.protocols import ModelConfig, PretrainedModel

@@ -6,6 +6,7 @@ tensor parallel sizes; each rank loads its shards.
 
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from shardconv.layers.sharding import take_shard
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.device import move
 from shardconv.runtime.load import load
-from shardconv.support.temporary import writing
+from shardconv.support.errors import OutputError
 
 #: Number of tokens that are generated to compare them.
 NEW_TOKENS = 5
@@ -172,6 +173,19 @@ class Reference(NamedTuple):
     gradients: dict[str, Tensor | None] | None
     note: str
     cache: int
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise any error of a library that writes to a path in a temporary folder as one that names the path.
+
+    Raises:
+        OutputError: if anything is raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise OutputError(f"{path}: cannot be written: {error}: free space, or set TMPDIR to another folder") from error
 
 
 @isolated()

@@ -15,7 +15,7 @@ from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_p
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, temporary_folder
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.families.matcher import starred
@@ -27,7 +27,6 @@ from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import SMALL, Proof, heads_for, prove_all, write_small_model
 from shardconv.support.errors import PlanError, RunError, UsageError, option
-from shardconv.support.temporary import temporary_folder
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
 PROOF_TPS = (2, 4)

@@ -25,10 +25,9 @@ from shardconv.hf.small import HEADS, SAME
 from shardconv.plan.placement import Placement
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
-from shardconv.proof.compare import OutputDifferences, compare, write_reference
+from shardconv.proof.compare import OutputDifferences, compare, write_reference, writing
 from shardconv.runtime.launch import launch
 from shardconv.support.errors import OutputError, RunError, ShardconvError, is_connection_error
-from shardconv.support.temporary import writing
 
 #: The largest relative differences that are rounding. Sums are taken rank by rank in float32. Gradients have more
 #: sums: in mobilebert, which does not normalize, they differ by 1.01e-3 in float32, and by 2e-12 in float64.

@@ -20,7 +20,7 @@ from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
 from shardconv.distributed.agreement import run_on_first
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, temporary_folder
 from shardconv.files.paths import missing_hint
 from shardconv.files.weight_formats import CONFIG_NAME, PYTORCH, SAFETENSORS, SOURCE_FORMATS
 from shardconv.formats.detect import with_grids
@@ -30,7 +30,6 @@ from shardconv.hf.weights import load_unsharded
 from shardconv.runtime.outputs import Inputs, ModelRun, Outputs, RunOptions, output_values, refuse_nan, without_padding
 from shardconv.runtime.rank_tensors import Dequantizer, as_tensor
 from shardconv.support.errors import RunError, SourceError, UsageError, one_line
-from shardconv.support.temporary import temporary_folder
 
 #: The largest relative error of float32 logits; ranks add up sums in another order.
 _TOLERANCE = 1e-4

@@ -19,9 +19,9 @@ import torch.distributed.nn  # noqa: F401 - before init_process_group: it keeps 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, RunProcsResult, SignalException, start_processes
 
 from shardconv.distributed.devices import backends_for
+from shardconv.files.folder import temporary_folder
 from shardconv.support.errors import RunError, UsageError
 from shardconv.support.launched import PARENT, RENDEZVOUS, read_failures
-from shardconv.support.temporary import temporary_folder
 
 _TERMINATE_SECONDS = 10
 #: Seconds between two calls of a function while ranks run.

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
-from shardconv.files.folder import RemotePath, remote_folder
+from shardconv.files.folder import RemotePath, remote_folder, temporary_folder
 from shardconv.files.storage.clients import Key, Requests, create, exists, finish, obstore, read, submit
 from shardconv.files.storage.errors import explain_write
 from shardconv.files.storage.remote_file import RemoteFile
@@ -25,7 +25,6 @@ from shardconv.files.storage.stores import list_files, open_store
 from shardconv.files.storage.upload import UploadFiles
 from shardconv.files.storage.url import Location, lock_name
 from shardconv.support.errors import OutputError, ShardconvError, SourceError, option
-from shardconv.support.temporary import temporary_folder
 
 #: Bytes of the largest file that is sent in one request.
 _MAX_REQUEST_BYTES = 32 * 2**20
