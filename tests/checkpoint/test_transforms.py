@@ -13,7 +13,7 @@ from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
-from shardconv.checkpoint.sources.transforms import JoinedRows, Rows, rotary_rows
+from shardconv.checkpoint.sources.transforms import Concatenation, Rows, rotary_rows
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import TensorSpec
 
@@ -54,7 +54,7 @@ def test_rows_of_heads_are_reordered_in_any_range(to_halves, block_bytes):
 
 def test_rows_of_several_tensors_are_joined_in_any_range():
     stored = {name: random.Random(name).randbytes(size) for name, size in (("a", 30), ("b", 12), ("c", 6))}
-    transform = JoinedRows((Rows("a", 0, 30), Rows("b", 30, 42), Rows("c", 42, 48)), 6)
+    transform = Concatenation.of_rows((Rows("a", 0, 30), Rows("b", 30, 42), Rows("c", 42, 48)), 6)
     for seed in range(20):
         assert filled(transform, stored, 48, cuts(48, 9, seed)) == b"".join(stored.values())
 

@@ -24,7 +24,7 @@ from shardconv.checkpoint.sources.diffusers_classes import LOAD_IP_ADAPTER
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source, SourceFile
 from shardconv.checkpoint.sources.stored_tensors import read_values
-from shardconv.checkpoint.sources.transforms import JoinedRows, Rows
+from shardconv.checkpoint.sources.transforms import Concatenation, Rows
 from shardconv.files.containers.safetensors import build_header, num_bytes
 from shardconv.files.folder import AnyPath
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA
@@ -127,7 +127,7 @@ class LoraFile(Struct, frozen=True):
             raise PlanError(f"{path}: has layers of {named}, and this is one model: pass the pipeline")
         ((component, layers),) = self.components.items()
         names = _BaseNames(base, rules, class_name)
-        specs, transforms, alphas = dict[str, TensorSpec](), dict[str, JoinedRows](), dict[str, str]()
+        specs, transforms, alphas = dict[str, TensorSpec](), dict[str, Concatenation](), dict[str, str]()
         for layer, tensors in layers.items():
             modules = names.modules(layer)
             if not modules:
@@ -159,7 +159,7 @@ class LoraFile(Struct, frozen=True):
 
     def _pieces(
         self, use: str, stored: str, rows_of: Mapping[str, int], swapped: Collection[str]
-    ) -> Iterator[tuple[str, TensorSpec, JoinedRows]]:
+    ) -> Iterator[tuple[str, TensorSpec, Concatenation]]:
         """Yield the tensors of the modules that a layer consists of, which have rows of its tensor, or A as a whole.
 
         The two halves of the rows of ``swapped`` modules are in the other order.
@@ -177,7 +177,7 @@ class LoraFile(Struct, frozen=True):
             size = num_bytes(dtype, own)
             half = size // 2 if module in swapped and use != A else 0
             parts = (Rows(stored, 0, size - half, offset * unit + half), Rows(stored, size - half, size, offset * unit))
-            yield module, TensorSpec(dtype, own), JoinedRows(parts[: 1 + bool(half)], unit)
+            yield module, TensorSpec(dtype, own), Concatenation.of_rows(parts[: 1 + bool(half)], unit)
 
     def _settings(
         self, component: str, specs: Mapping[str, TensorSpec], alphas: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Write a source as files of another tool, without a manifest.
 
 Everything in the files is copied as a tensor: tensors of the other tool, stored in the source or computed from it, and
-the literal bytes between them, such as headers; or each file is one tensor with ranges of others (``FileContents``). So
+the literal bytes between them, such as headers; or each file is one tensor, a ``Concatenation`` of ranges of others. So
 journal, resume and uploads work as for rank files.
 """
 
@@ -18,7 +18,7 @@ from shardconv.checkpoint.output.writer import CheckpointWriter, Weights
 from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
-from shardconv.checkpoint.sources.transforms import FileContents, Literal, Transforms
+from shardconv.checkpoint.sources.transforms import Concatenation, Transforms
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.plan import Plan, TensorSpec
@@ -54,8 +54,8 @@ class ForeignFiles(Struct, frozen=True):
     @classmethod
     def of_contents(
         cls,
-        files: Mapping[str, FileContents],
-        others: Mapping[str, FileContents],
+        files: Mapping[str, Concatenation],
+        others: Mapping[str, Concatenation],
         layers: Sequence[Transforms],
         texts: Mapping[str, str],
     ) -> Self:
@@ -170,8 +170,9 @@ def write_foreign(
     return staged.resumed_bytes
 
 
-def _literals(files: ForeignFiles) -> Iterator[tuple[str, Literal]]:
-    return ((_name(file, at), Literal(data)) for file in files.all_files for at, data in file.literals.items())
+def _literals(files: ForeignFiles) -> Iterator[tuple[str, Concatenation]]:
+    for file in files.all_files:
+        yield from ((_name(file, at), Concatenation.of_parts([data])) for at, data in file.literals.items())
 
 
 def _name(file: NewFile, offset: int) -> str:
@@ -179,11 +180,11 @@ def _name(file: NewFile, offset: int) -> str:
     return f"{file.name}@{offset}"
 
 
-def _copied(files: ForeignFiles, literals: Mapping[str, Literal]) -> Iterator[_Copied]:
+def _copied(files: ForeignFiles, literals: Mapping[str, Concatenation]) -> Iterator[_Copied]:
     """Yield all tensors, and the literal bytes as tensors."""
     for name, shards in files.shards.items():
         yield _Copied(name, files.tensors[name], shards)
     for number, file in enumerate(files.all_files):
         for at in file.literals:
-            size = len(literals[_name(file, at)].data)
+            size = literals[_name(file, at)].size
             yield _Copied(_name(file, at), TensorSpec("U8", (size,)), Shards(unsharded(size), (number,), (at,)))

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING
 from shardconv.checkpoint.sources.megatron_source import COMMON_NAME, SIZES, check_unquantized, known_sizes
 from shardconv.checkpoint.sources.planning import PlannedSource, changed_options
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.transforms import FileContents, JoinedRows, Literal, Transform, WithCopies
+from shardconv.checkpoint.sources.transforms import Concatenation, Transform, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME, ChunkPosition, MetadataPickle, frame
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import TorchArchive
@@ -140,7 +140,7 @@ def _as_rows(
             raise PlanError(f"{name}: a {config['model_type']!r:.40} model does not have this tensor")
         constant = Constant(name, dtype, (config["hidden_size"],), value)
         specs[name] = TensorSpec(dtype, constant.shape)
-        transforms[name] = Literal(constant.data)
+        transforms[name] = Concatenation.of_parts([constant.data])
     return {**tensors, **specs} if specs else tensors, transforms
 
 
@@ -149,7 +149,7 @@ def _checked_copies(copies: Mapping[str, str], specs: Mapping[str, TensorSpec]) 
     found: dict[str, WithCopies] = {}
     for original in dict.fromkeys(one for one in copies.values() if one in specs):
         spec, equal = specs[original], tuple(copy for copy, one in copies.items() if one == original)
-        found[original] = WithCopies(JoinedRows.of(original, spec), original, equal)
+        found[original] = WithCopies(Concatenation.of_tensor(original, spec), original, equal)
     return found
 
 
@@ -170,7 +170,7 @@ class _NewFiles:
         self._total, self._done = sum(num_bytes(*spec[:2]) for spec in sources.values()), 0
         self._sources = {name: name for name in sources}  # names in pieces are further objects
         self._names = [f"__{number}_0.distcp" for number in range(options.num_files)]
-        self.chunks = {f"{FOLDER}/{name}": FileContents() for name in self._names}
+        self.chunks = {f"{FOLDER}/{name}": Concatenation() for name in self._names}
         self._metadata = MetadataPickle()
         self._specs: dict[str, TensorSpec] = {}
 
@@ -205,7 +205,7 @@ class _NewFiles:
         contents.add(around.tail, len(around.tail))
         return position
 
-    def others(self, rules: ChosenRules) -> dict[str, FileContents]:
+    def others(self, rules: ChosenRules) -> dict[str, Concatenation]:
         """Name to contents of the other files, after all tensors."""
         name, states = self._names[0], TorchArchive.of_object([None]).data
         contents = self.chunks[f"{FOLDER}/{name}"]
@@ -216,9 +216,9 @@ class _NewFiles:
         is_padded = self._options.vocabulary_multiple is not None
         common = _common_state(rules, self._specs, stacks_layers=self._options.stacks_layers, is_padded=is_padded)
         return {
-            METADATA_NAME: FileContents.of_parts(self._metadata.parts()),
-            COMMON_NAME: FileContents.of_parts([TorchArchive.of_object(common).data]),
-            "metadata.json": FileContents.of_parts([json.dumps(_METADATA).encode()]),
+            METADATA_NAME: Concatenation.of_parts(self._metadata.parts()),
+            COMMON_NAME: Concatenation.of_parts([TorchArchive.of_object(common).data]),
+            "metadata.json": Concatenation.of_parts([json.dumps(_METADATA).encode()]),
         }
 
 

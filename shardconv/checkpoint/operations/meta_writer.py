@@ -13,7 +13,7 @@ from shardconv.checkpoint.operations.foreign_writer import ForeignFiles, NewFile
 from shardconv.checkpoint.output.job import Job
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, head_sizes, params_of_config
 from shardconv.checkpoint.sources.planning import PlannedSource
-from shardconv.checkpoint.sources.transforms import JoinedRows, Transform, rotary_rows
+from shardconv.checkpoint.sources.transforms import Concatenation, Transform, rotary_rows
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import META
 from shardconv.layouts.layout_file import layout_file
@@ -70,7 +70,7 @@ class MetaLayout:
                 )
             spec = tensors[HEAD] = tensors[EMBEDDING]
             placements[HEAD] = placements[EMBEDDING]
-            transforms[HEAD] = JoinedRows.of(EMBEDDING, spec)
+            transforms[HEAD] = Concatenation.of_tensor(EMBEDDING, spec)
         names = {}
         for name, spec in tensors.items():
             if (known := find_source(rules, name)) is None:

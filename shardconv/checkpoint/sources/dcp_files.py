@@ -15,7 +15,7 @@ from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.checkpoint.sources.transforms import FileContents, JoinedRows, Rows, Transform
+from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import TorchChunk, list_metadata, read_torch_chunks
@@ -153,7 +153,7 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
         except ValueError as error:
             raise SourceError(f"{folder}: the chunks of {name} cannot be merged: {error}: save it again") from error
         if name not in shards:
-            transforms[name] = JoinedRows(bands.rows, num_bytes(spec.dtype, spec.shape[1:]))
+            transforms[name] = Concatenation.of_rows(bands.rows, num_bytes(spec.dtype, spec.shape[1:]))
     return StoredTensors(listed.files, shards).with_layer(transforms)
 
 
@@ -163,9 +163,9 @@ def _file_name(number: int) -> str:
     return f"\0{number}"
 
 
-def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> FileContents | None:
+def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> Concatenation | None:
     """A tensor whose chunks follow one another in its bytes, as ranges of files; None for other tensors."""
-    contents = FileContents()
+    contents = Concatenation()
     for start, chunk in sorted((_start(spec, chunk), chunk) for chunk in chunks if 0 not in chunk.sizes):
         if start != contents.size:
             return None

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.stored_tensors import read_values
-from shardconv.checkpoint.sources.transforms import JoinedRows, Rows, Transform, WithCopies
+from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments
@@ -132,7 +132,7 @@ class _Found(NamedTuple):
         if not self.has_head:
             return {}
         ((name, spec),) = self.held.tensors[EMBEDDING].sources().items()
-        return {name: WithCopies(JoinedRows.of(name, spec), EMBEDDING, (HEAD,))}
+        return {name: WithCopies(Concatenation.of_tensor(name, spec), EMBEDDING, (HEAD,))}
 
 
 def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
@@ -174,7 +174,7 @@ class _SourceRows(Mapping[str, Transform]):
             self.target_of |= dict.fromkeys(sources, name)
         self._rows = lru_cache(64)(lambda name: dict(_source_rows(held[name], views[name])))
 
-    def __getitem__(self, name: str) -> JoinedRows:
+    def __getitem__(self, name: str) -> Concatenation:
         return self._rows(self.target_of[name])[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -202,7 +202,7 @@ def _copies(found: _Found, specs: dict[str, TensorSpec]) -> dict[str, Transform]
     copies = copies_of_layers(found.rules, mtp_layers(found.views, found.sizes["num_hidden_layers"]))
     held = {copy: original for copy, original in copies if original in specs}  # no head where embeddings are tied
     specs |= {copy: specs[original] for copy, original in held.items()}
-    return {copy: JoinedRows.of(original, specs[original]) for copy, original in held.items()}
+    return {copy: Concatenation.of_tensor(original, specs[original]) for copy, original in held.items()}
 
 
 def check_unquantized(config: Mapping[str, object]) -> None:
@@ -341,11 +341,11 @@ def _views_of(stored: str, spec: TensorSpec, num_layers: int) -> Iterator[tuple[
         yield str(name_of_layer(stored, layer)), _View(one, stored, layer * num_bytes(*one[:2]))
 
 
-def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, JoinedRows]]:
+def _source_rows(tensor: RowTensor, view: _View) -> Iterator[tuple[str, Concatenation]]:
     """Yield the source tensors in a tensor, as rows of it."""
     unit, at = num_bytes(tensor.spec.dtype, tensor.row_shape), view.start
     parts: dict[str, list[Rows]] = {}
     for piece in chain.from_iterable(tensor.pieces()):
         parts.setdefault(piece.source, []).append(Rows(view.stored, piece.start * unit, piece.stop * unit, at))
         at += piece.size * unit
-    return ((name, JoinedRows(tuple(sorted(rows, key=lambda one: one.start)), unit)) for name, rows in parts.items())
+    return ((name, Concatenation.of_rows(sorted(rows), unit)) for name, rows in parts.items())

@@ -53,52 +53,6 @@ class Rows(NamedTuple):
     at: int = 0
 
 
-class JoinedRows(Struct, frozen=True):
-    """A tensor with the rows of several stored tensors, one after the other.
-
-    Attributes:
-        parts: the stored tensors, in order.
-        unit: bytes of a row.
-    """
-
-    parts: tuple[Rows, ...]
-    unit: int
-
-    @classmethod
-    def of(cls, stored: str, spec: TensorSpec) -> Self:
-        """All rows of a stored tensor."""
-        return cls((Rows(stored, 0, num_bytes(*spec[:2])),), num_bytes(spec.dtype, spec.shape[1:]))
-
-    def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on."""
-        for name, low, high in self.reads(start, start + len(block)):
-            read(name, low, block[: high - low])
-            block = block[high - low :]
-
-    def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
-        """Yield the ranges that are read to fill these bytes."""
-        for part in self.parts:
-            low, high = max(start, part.start), min(stop, part.stop)
-            if low < high:
-                yield part.stored, part.at + low - part.start, part.at + high - part.start
-
-
-class Literal(Struct, frozen=True):
-    """A tensor that is not stored: its first bytes are here, and all others are zero."""
-
-    data: bytes = b""
-    unit: int = 0
-
-    def fill(self, block: Bytes, start: int, _read: ReadTensor, _scratch: Scratch) -> None:
-        """Fill a block with the bytes of the tensor from ``start`` on."""
-        held = self.data[start : start + len(block)]
-        block[:] = held + bytes(len(block) - len(held))
-
-    def reads(self, _start: int, _stop: int) -> tuple[()]:
-        """Nothing is read."""
-        return ()
-
-
 class WithCopies(Struct, frozen=True):
     """A tensor, and its copies in the source, which must be equal.
 
@@ -139,38 +93,53 @@ class WithCopies(Struct, frozen=True):
         yield from ((copy, start, stop) for copy in self.copies)
 
 
-class FileContents:
-    """A file, or a tensor, of up to hundreds of thousands of ranges of tensors and literal bytes.
+class Concatenation:
+    """A tensor, or a file, of up to hundreds of thousands of ranges of tensors and literal bytes.
+
+    Args:
+        unit: bytes of a row, of which the ranges consist; 0 without rows.
 
     Attributes:
-        size: bytes of the file.
+        size: bytes of all ranges.
         unit: see :class:`Transform`.
     """
 
-    unit = 0
-
-    def __init__(self) -> None:
-        self.size = 0
+    def __init__(self, unit: int = 0) -> None:
+        self.size, self.unit = 0, unit
         self._parts: list[str | bytes | bytearray] = []
         self._starts, self._offsets = array("Q"), array("Q")
 
     @classmethod
     def of_parts(cls, parts: Iterable[bytes | bytearray]) -> Self:
-        """A file of these bytes."""
-        contents = cls()
+        """These bytes."""
+        found = cls()
         for part in parts:
-            contents.add(part, len(part))
-        return contents
+            found.add(part, len(part))
+        return found
+
+    @classmethod
+    def of_rows(cls, parts: Iterable[Rows], unit: int) -> Self:
+        """Rows of ``unit`` bytes, in order."""
+        found = cls(unit)
+        for stored, start, stop, at in parts:
+            found.add(stored, stop - start, at)
+        return found
+
+    @classmethod
+    def of_tensor(cls, stored: str, spec: TensorSpec) -> Self:
+        """All rows of a stored tensor."""
+        return cls.of_rows([Rows(stored, 0, num_bytes(*spec[:2]))], num_bytes(spec.dtype, spec.shape[1:]))
 
     def add(self, part: str | bytes | bytearray, size: int, offset: int = 0) -> None:
         """Add bytes at the end: of the tensor of this name from ``offset`` on, or these, followed by zeros."""
-        self._parts.append(part)
-        self._starts.append(self.size)
-        self._offsets.append(offset)
-        self.size += size
+        if size:
+            self._parts.append(part)
+            self._starts.append(self.size)
+            self._offsets.append(offset)
+            self.size += size
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
-        """Fill a block with the bytes of the file from ``start`` on."""
+        """Fill a block with the bytes from ``start`` on."""
         for part, low, high in self._within(start, start + len(block)):
             piece, block = block[: high - low], block[high - low :]
             if isinstance(part, str):
@@ -184,7 +153,7 @@ class FileContents:
         return ((part, low, high) for part, low, high in self._within(start, stop) if isinstance(part, str))
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[str | bytes | bytearray, int, int]]:
-        """Yield the parts that have these bytes of the file, and the range of each."""
+        """Yield the parts that have these bytes, and the range of each."""
         at = bisect_right(self._starts, start) - 1
         while start < stop:
             end = min(self._starts[at + 1] if at + 1 < len(self._starts) else self.size, stop)
