@@ -92,7 +92,7 @@ def _manifest(folder: Path) -> Manifest:
         return read_manifest(folder)
     planned = plan_source(source, layout=_LAYOUT)
     return Manifest.of_source(
-        source, planned.plan(source.num_ranks), planned.request, checksums=False,
+        source, planned.planner.plan(source.num_ranks), planned.request, checksums=False,
         layout=choose_layout(_LAYOUT, planned.tensors, source.config_with_quantization()),
     )  # fmt: skip
 

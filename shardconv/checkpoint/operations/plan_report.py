@@ -172,12 +172,10 @@ def report_plan(
             raise UsageError(f"{path}: is a split checkpoint, which stores its plan: remove {option('base')}")
         return _report_stored(path, tp, pp, stages, options)
     planned = plan_sources(path, base, (), NATIVE.name, options, merge_adapter=False, dtype=dtype).source
-    source, plan = (
-        planned.source,
-        None if tp is None else planned.plan(tp, planned.planner.stages(chosen_stages(pp, stages))),
-    )
+    source, planner = planned.source, planned.planner
+    plan = None if tp is None else planner.plan(tp, planner.stages(chosen_stages(pp, stages)))
     settings = source.config_with_quantization()
-    report = _report(path, planned.planner, planned.tensors, plan, settings, is_adapter=base is not None)
+    report = _report(path, planner, planned.tensors, plan, settings, is_adapter=base is not None)
     return replace(report, left_out=source.left_out, engine=options.get("engine"))
 
 

@@ -29,7 +29,7 @@ from shardconv.layouts import MEGATRON, META
 from shardconv.layouts.choice import check_stages, choose_layout, with_max_file_size
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
-from shardconv.plan.planner import MAX_TP, NO_PADDING, PaddingReport, padding_report
+from shardconv.plan.planner import MAX_TP, NO_PADDING, PaddingReport, Planner, padding_report
 from shardconv.plan.stages import Stages, chosen_stages
 from shardconv.support.errors import UsageError, check_count, option
 
@@ -170,7 +170,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         foreign.check(planned, tp)
     is_identified = checksums and not destination.is_remote
     plan_tp = tp if foreign is None else foreign.plan_tp(tp)
-    plan_of = partial(PlannedSource.plan, tp=plan_tp, stages=planned.planner.stages(chosen_pp))
+    plan_of = partial(Planner.plan, tp=plan_tp, stages=planned.planner.stages(chosen_pp))
     manifest, nested = _manifests(
         planned, of_adapters, plan_of, None if foreign else layout, max_file_size, checksums=is_identified,
         ranks=chosen if plan_tp == tp else (0,),
@@ -261,7 +261,7 @@ def _check_foreign_options(
 def _manifests(
     planned: PlannedSource,
     adapters: Mapping[str, PlannedSource],
-    plan_of: Callable[[PlannedSource], Plan],
+    plan_of: Callable[[Planner], Plan],
     layout: str | None,
     max_file_size: int | str | None,
     *,
@@ -274,10 +274,12 @@ def _manifests(
     if layout is not None:
         chosen = choose_layout(layout, planned.tensors, planned.source.config_with_quantization())
         file_layout = with_max_file_size(chosen, max_file_size)
-    plan, names = plan_of(planned), tuple(adapters)
+    plan, names = plan_of(planned.planner), tuple(adapters)
     check_stages(file_layout, plan.pp)
     manifest = of_source(planned.source, plan, planned.request, layout=file_layout, adapters=names)
-    nested = {name: (one.source, of_source(one.source, plan_of(one), one.request)) for name, one in adapters.items()}
+    nested = {
+        name: (one.source, of_source(one.source, plan_of(one.planner), one.request)) for name, one in adapters.items()
+    }
     return manifest, nested
 
 

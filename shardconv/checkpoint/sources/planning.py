@@ -21,7 +21,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.request import AUTO, PlanRequest, Rules, padding_multiple, plan_file_of, planner_for, request_of
-from shardconv.plan.stages import Stages, chosen_stages
+from shardconv.plan.stages import chosen_stages
 from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
 #: A path that a user passes.
@@ -134,14 +134,6 @@ class PlannedSource(NamedTuple):
     request: PlanRequest
     planner: Planner
     paths: tuple[AnyPath, ...]
-
-    def plan(self, tp: int, stages: Stages | None = None) -> Plan:
-        """The plan for ``tp`` ranks, in each of ``stages``.
-
-        Raises:
-            PlanError: if no plan is known to be correct.
-        """
-        return self.planner.plan(tp, stages)
 
 
 @contextmanager
@@ -365,5 +357,5 @@ def make_plan(
         PlanError: if no plan is known to be correct.
         UsageError: if the family or ``tp`` is not valid, or an option does not apply to the checkpoint.
     """
-    chosen, planned = chosen_stages(pp, stages), plan_source(src, **options)
-    return planned.plan(tp, planned.planner.stages(chosen))
+    chosen, planner = chosen_stages(pp, stages), plan_source(src, **options).planner
+    return planner.plan(tp, planner.stages(chosen))
