@@ -200,6 +200,15 @@ class Plan(Data, frozen=True, dict=True):
         """The placement of a tensor."""
         return self.distinct[self.index_of[name]].placement
 
+    def shards(self, tensors: Mapping[str, TensorSpec], rank: int) -> dict[str, TensorSpec]:
+        """Name to dtype and shape of a rank's shards of the tensors that its stage holds."""
+        in_stage = rank % self.ranks_per_stage
+        return {
+            name: spec._replace(shape=self.placement(name).shard_shape(spec.shape, in_stage))
+            for name, spec in tensors.items()
+            if self.holds(rank, name)
+        }
+
     def first_difference(self, other: "Plan") -> str | None:
         """The name of the first tensor whose placement or style differs in another plan; None if all are equal."""
         for name, planned in self.tensors.items():

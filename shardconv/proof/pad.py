@@ -41,7 +41,6 @@ from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME
 from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
-from shardconv.plan.plan import TensorSpec
 from shardconv.plan.planner import MAX_TP, PaddingReport, Planner, padding_report
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import MAX_MULTIPLE
@@ -183,10 +182,7 @@ def _plan_padding(source: Source, tp: int, vocab_multiple: int, *, check_model: 
     if not padding.units:
         raise UsageError(f"{source.path}: does not need padding for tp {tp}: use it unchanged")
     changes = change_config(planner, source.specs, may_add=check_model)
-    padded = {
-        name: TensorSpec(spec.dtype, plan.placement(name).shard_shape(spec.shape, 0))
-        for name, spec in source.specs.items()
-    }
+    padded = plan.shards(source.specs, 0)
     planner_for(padded, config, PlanRequest()).plan(tp)  # raises PlanError if they do not match the new config
     if check_model:
         from shardconv.proof.model_check import require_padded  # noqa: PLC0415 - imports torch

@@ -36,7 +36,7 @@ from shardconv.hf.weights import known_tensors, load_shards
 from shardconv.layers import ParallelModule
 from shardconv.layers.sharding import take_shard
 from shardconv.plan.experts import local_experts
-from shardconv.plan.plan import Plan, TensorSpec
+from shardconv.plan.plan import Plan
 from shardconv.runtime.device import as_torch_dtype, check_room, move, num_bytes
 from shardconv.runtime.model_stage import check_runs, connect_stage, keep_stage, needed_tensors, refuse_parts
 from shardconv.runtime.pipeline import load_pipeline
@@ -277,19 +277,12 @@ class _Loading:
         pipeline = self.ranks.pipeline
         return frozenset(names) if pipeline is None else needed_tensors(names, self.plan, pipeline.rank)
 
-    def _shards(self, names: Collection[str]) -> list[TensorSpec]:
-        """Dtypes and shapes of the shards of stored tensors, of those that the rank has."""
-        manifest, plan, rank = self.checkpoint.manifest, self.checkpoint.manifest.plan, self.ranks.all.rank
-        return [
-            spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank % plan.ranks_per_stage))
-            for name, spec in manifest.tensors.items()
-            if name in names and plan.holds(rank, name)
-        ]
-
     def _check_room(self, names: Collection[str]) -> None:
         """Check that the values of stored tensors fit, before they are read."""
         manifest, rank = self.checkpoint.manifest, self.ranks.all.rank
-        values, dtype, copied = self._shards(names), self.dtype, self.checkpoint.copied_bytes(rank, names)
+        stored = {name: spec for name, spec in manifest.tensors.items() if name in names}
+        values, dtype = [*manifest.plan.shards(stored, rank).values()], self.dtype
+        copied = self.checkpoint.copied_bytes(rank, names)
         if self.dequantizer is not None:
             weights = self.dequantizer.weights
             values, dtype = [weights[name] for name in self._needed(weights)], self.dequantizer.dtype

@@ -295,12 +295,7 @@ class Dequantizer:
         """
         specs = require_quantized(manifest, folder)
         full = cls.of_source(specs, dtype or _weight_dtype(manifest.config, specs))
-        weights = {
-            name: spec._replace(shape=plan.placement(name).shard_shape(spec.shape, rank % plan.ranks_per_stage))
-            for name, spec in full.weights.items()
-            if plan.holds(rank, name)
-        }
-        return cls(specs, weights, full.dtype)
+        return cls(specs, plan.shards(full.weights, rank), full.dtype)
 
     def dequantize(self, tensors: Mapping[str, Tensor], progress: Progress | None = None) -> dict[str, Tensor]:
         """Dequantize tensors.

@@ -384,10 +384,8 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
     """
 
     def padded(header: Header) -> Header:
-        shapes = (
-            (name, spec.dtype, plan.placement(name).shard_shape(spec.shape, 0)) for name, spec in header.specs.items()
-        )
-        return build_header(shapes, header.metadata)
+        shards = plan.shards(header.specs, 0)
+        return build_header(((name, spec.dtype, spec.shape) for name, spec in shards.items()), header.metadata)
 
     return _lay_out_files_of(
         [padded(header) for header in headers],
