@@ -19,6 +19,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save_file
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, build_header, num_bytes, read_header
+from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import SourceError
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.matrix import cases
@@ -143,7 +144,7 @@ def test_every_dtype_of_the_reference_library_is_known(file):
 @given(tensors=st.dictionaries(names, st.tuples(st.sampled_from(sorted(DTYPE_BITS)), shapes)), metadata=metadata)
 def test_built_headers_are_read_by_the_reference_library(file, tensors, metadata):
     expected = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
-    header = build_header(((name, dtype, shape) for name, (dtype, shape) in expected.items()), metadata)
+    header = build_header(((name, TensorSpec(*one)) for name, one in expected.items()), metadata)
     put(file, header.prefix() + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
     assert reference(file) == expected

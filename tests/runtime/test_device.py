@@ -9,6 +9,7 @@ from torch import nn
 from shardconv.distributed import devices
 from shardconv.distributed.devices import backends_for
 from shardconv.files.containers.safetensors import build_header
+from shardconv.plan.plan import TensorSpec
 from shardconv.runtime import device
 from shardconv.support.errors import RunError, UsageError
 
@@ -155,7 +156,7 @@ def test_backends_of_two_ranks(found, kind, count, expected):
 )
 def test_room_on_a_device(monkeypatch, found, dtype, ranks, free, fits):
     """100 values of two bytes and 9 of four, which keep their dtype; ranks that share a device share its room."""
-    header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
+    header = build_header([("a", TensorSpec("BF16", (10, 10))), ("b", TensorSpec("I32", (9,)))], None)
     found("cuda", 2, free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     if fits:
@@ -182,7 +183,7 @@ ROOM = {
 def test_room_in_memory(monkeypatch, found, what):
     """Of all ranks of the host: files that are fetched, and values that are copied or converted."""
     device_type, dtype, ranks, copied, fetched, needed = ROOM[what]
-    header = build_header([("a", "BF16", (10, 10)), ("b", "I32", (9,))], None)
+    header = build_header([("a", TensorSpec("BF16", (10, 10))), ("b", TensorSpec("I32", (9,)))], None)
     found("cuda", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     arguments = (torch.device(device_type, 0), header.specs.values(), dtype, 4)

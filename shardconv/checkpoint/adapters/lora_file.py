@@ -147,7 +147,7 @@ class LoraFile(Struct, frozen=True):
                         specs[name], transforms[name] = spec, rows
         settings = json.dumps(self._settings(component, specs, alphas), indent=2) + "\n"
         ordered = in_file_order(dict(sorted(specs.items())))
-        header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), {"format": "pt"})
+        header = build_header(ordered.items(), {"format": "pt"})
         source = replace(
             self.source,
             files=(SourceFile(ADAPTER_WEIGHTS[0], path, header),),

@@ -282,14 +282,14 @@ def _lay_out_rank(
 ) -> _RankFile:
     """Lay out one file of a rank, with some of its tensors."""
     tensors, plan, metadata, layout = inputs
-    first = ((constant.name, constant.dtype, constant.shape) for constant in constants)
+    first = ((constant.name, TensorSpec(constant.dtype, constant.shape)) for constant in constants)
     members = [name for tensor in file_tensors for name in tensor.members]
     placements = {name: plan.placement(name) for name in members}
     in_stage = rank % plan.ranks_per_stage
     shapes = {name: placements[name].shard_shape(tensors[name].shape, in_stage) for name in members}
     fused = (
-        (tensor.name, tensors[tensor.members[0]].dtype, tensor.shape([shapes[name] for name in tensor.members]))
-        for tensor in file_tensors
+        (one.name, TensorSpec(tensors[one.members[0]].dtype, one.shape([shapes[name] for name in one.members])))
+        for one in file_tensors
     )
     of_rank = (
         {_OFFSETS_KEYS[0]: _offsets_metadata({name: tensors[name].shape for name in members}, placements, in_stage)}
@@ -384,8 +384,7 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
     """
 
     def padded(header: Header) -> Header:
-        shards = plan.shards(header.specs, 0)
-        return build_header(((name, spec.dtype, spec.shape) for name, spec in shards.items()), header.metadata)
+        return build_header(plan.shards(header.specs, 0).items(), header.metadata)
 
     return _lay_out_files_of(
         [padded(header) for header in headers],

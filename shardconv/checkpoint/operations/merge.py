@@ -146,8 +146,7 @@ def _is_folder(destination: Destination) -> bool:
 def _headers(manifest: Manifest, *, one_file: bool) -> dict[str, Header]:
     """Name to header of the files to write: the source files, or one file with all tensors."""
     if one_file and len(manifest.source_files) > 1:
-        tensors = ((name, spec.dtype, spec.shape) for name, spec in manifest.tensors.items())
-        return {"model.safetensors": build_header(tensors, manifest.metadata or None)}
+        return {"model.safetensors": build_header(manifest.tensors.items(), manifest.metadata or None)}
     return dict(manifest.source_files)
 
 

@@ -118,8 +118,7 @@ def _with_header(file: SourceFile, converted: set[str], dtype: str) -> SourceFil
     specs = {
         name: TensorSpec(dtype if name in converted else spec.dtype, spec.shape) for name, spec in header.specs.items()
     }
-    tensors = ((name, spec.dtype, spec.shape) for name, spec in in_file_order(specs).items())
-    return replace(file, header=build_header(tensors, header.metadata))
+    return replace(file, header=build_header(in_file_order(specs).items(), header.metadata))
 
 
 def _config_texts(source: Source, dtype: str) -> tuple[dict[str, object] | None, dict[str, str]]:

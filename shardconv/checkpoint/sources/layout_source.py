@@ -85,7 +85,7 @@ def open_layout(
         left_out[beside] = "its values are in config.json" if is_params else f"describes the files of {layout.title}"
     without = f", without {', '.join(read.missing)}" if read.missing else ""
     ordered = in_file_order(dict(sorted(read.specs.items())))
-    header = build_header(((name, spec.dtype, spec.shape) for name, spec in ordered.items()), _METADATA)
+    header = build_header(ordered.items(), _METADATA)
     return Source(
         folder.path,
         is_folder=True,

@@ -309,7 +309,7 @@ def header_of(file: TensorFile) -> Header:
     by_offset = sorted(file.tensors.items(), key=lambda item: item[1].start)
     specs = in_file_order({name: info.spec for name, info in by_offset})
     try:
-        return build_header(((name, spec.dtype, spec.shape) for name, spec in specs.items()), _METADATA)
+        return build_header(specs.items(), _METADATA)
     except ValueError as error:
         raise SourceError(
             f"{file.path}: its tensors cannot be stored in safetensors: {error}: save them again"

@@ -357,11 +357,11 @@ def _check_coverage(ordered: dict[str, TensorInfo]) -> None:
         end = info.stop
 
 
-def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> Header:
+def build_header(tensors: Iterable[tuple[str, TensorSpec]], metadata: dict[str, str] | None) -> Header:
     """Build the header of a file with contiguous tensors.
 
     Args:
-        tensors: name, dtype and shape of each, in the order of the data.
+        tensors: the name of each with its dtype and shape, in the order of the data.
         metadata: the ``__metadata__`` strings of the file, or None.
 
     Raises:
@@ -370,7 +370,7 @@ def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: 
     specs: dict[str, TensorSpec] = {}
     end = 0
     raw = bytearray() if metadata is None else bytearray(encode({"__metadata__": metadata})[:-1])
-    for name, dtype, shape in tensors:  # one by one, as all entries would take much memory
+    for name, (dtype, shape, _) in tensors:  # one by one, as all entries would take much memory
         start, end = end, end + num_bytes(dtype, shape)
         specs[name] = plain_spec(dtype, shape)
         raw += (b"," if raw else b"{") + encode({name: _Entry(dtype, shape, (start, end))})[1:-1]
