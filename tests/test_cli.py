@@ -183,7 +183,7 @@ def test_errors_go_to_stderr(commands, arguments, code, message):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("split tiny --tp 5000", "--tp is wrong (got 5000"),
+        ("split tiny --tp 5000", "--tp is 5000 (expected"),
         ("split tiny --tp 2 --replicate lm_haed", "--replicate lm_haed matches no tensor"),
         ("split tiny --tp 2 --replicate [", "--replicate '['"),
         ("split tiny --tp 2 -o tiny", "tiny: is the source"),

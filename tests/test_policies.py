@@ -23,6 +23,7 @@ import shardconv
 from shardconv import ColumnParallelLinear, Layer, ParallelLinear, PlanError, Policy, RowParallelLinear
 from shardconv.convert import gather_state_dict
 from shardconv.layers.sharding import description
+from shardconv.support.errors import UsageError
 from tests.support.comparison import SCALE, check_gradients, check_refused, inputs_of, numbers
 from tests.support.gpt import GPT, Block, batch
 from tests.support.matrix import cases
@@ -240,7 +241,7 @@ WRONG = {
     "fused sizes": ("gpt2", changed(GPT2Policy, attn_qkv=[both("attn.c_attn", n_fused=6, reversed=True)]), None),
     "gate and up not fused": (
         "phi3", changed(Phi3Policy, mlp_in=[Layer("mlp.gate_up_proj.weight")]),
-        r"gate_up_proj by 2, a number in its code, which is right for all 192 features and not for the 96 of one rank",
+        r"gate_up_proj by 2, a number in its code, which is correct for all 192 features and not for the 96 of one",
     ),
     "no rows": ("bert", changed(BertPolicy, attn_out=[]), r"output.dense .* has 32 features \(expected 64\)"),
     "no columns": ("bert", changed(BertPolicy, attn_qkv=BertPolicy.attn_qkv()[1:]), "must match"),
@@ -381,11 +382,19 @@ def test_layer_that_describes_no_parameter_is_refused(arguments, message):
 
 @pytest.mark.parametrize(
     "policy",
-    [BertLayer, BertPolicy(None), [BertPolicy, "auto"], [], None],
-    ids=["module class", "instance", "list with a name", "empty list", "None"],
+    [BertLayer, [BertPolicy, BertLayer], []],
+    ids=["module class", "list with a module class", "empty list"],
 )
 def test_only_classes_of_policies_are_accepted(policy):
     with pytest.raises(TypeError, match=r"is not a class derived from shardconv.Policy"):
+        shardconv.convert_model(nn.Linear(2, 2), policy)
+
+
+@pytest.mark.parametrize(
+    "policy", [BertPolicy(None), [BertPolicy, "auto"], None], ids=["instance", "list with a name", "None"]
+)
+def test_other_rules_than_classes_and_names_are_refused(policy):
+    with pytest.raises(UsageError, match=r"rules is .* \(expected .* a class or a sequence of classes\): correct it"):
         shardconv.convert_model(nn.Linear(2, 2), policy)
 
 

@@ -20,6 +20,7 @@ from shardconv.layers.dropout import SeedCheck, share_seeds
 from shardconv.layers.lora import LoRALayer
 from shardconv.layers.parallel_module import ParallelModule
 from shardconv.layers.runtime_classes import converted_class
+from shardconv.support.arguments import checked
 
 #: Names of config fields that make a forward pass random in training.
 RANDOM_FIELDS = re.compile(r"drop|noise|jitter|mask_(time|feature)_prob|pos_embed_(shift|rescale)")
@@ -164,6 +165,7 @@ def _random_fields(config: Mapping[str, object]) -> list[str]:
     return found
 
 
+@checked
 def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Gather the state dict of the unsharded model on every rank. All ranks have to call it.
 
@@ -194,6 +196,7 @@ def gather_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+@checked
 def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:

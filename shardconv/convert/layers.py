@@ -38,6 +38,7 @@ from shardconv.layers import (
 )
 from shardconv.layers.parallel_module import ParallelModule, own_parameters
 from shardconv.plan.placement import IndivisibleError
+from shardconv.support.arguments import checked
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -47,6 +48,7 @@ def _torch_class(kind: type[ParallelModule]) -> type[nn.Module]:
     return nn.Linear if issubclass(kind, ParallelLinear) else nn.Embedding
 
 
+@checked
 def convert_parallel_linear(
     module: ModuleT,
     dim: int | None = None,
@@ -95,6 +97,7 @@ def convert_parallel_linear(
     return _convert_layers(module, spec, as_axis(group), counts)
 
 
+@checked
 def convert_parallel_embedding(module: ModuleT, dim: int | None = None, *, group: GroupLike = None) -> ModuleT:
     """Convert every nn.Embedding in a module, or the module itself if it is one, to a parallel layer, in place.
 

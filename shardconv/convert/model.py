@@ -32,10 +32,11 @@ from shardconv.plan.families.family import NAMES_FAMILY
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import check_quantization
-from shardconv.plan.request import AUTO, PlanRequest, Rules, padding_multiple, planner_for, request_of
+from shardconv.plan.request import AUTO, PlanRequest, Rules, planner_for, request_of
 from shardconv.plan.rule_set import rules_for
 from shardconv.plan.tensor_groups import SCALAR
 from shardconv.policies import CompiledPolicies, Policy, as_policies, check_first_gradients, compile_policies
+from shardconv.support.arguments import checked
 from shardconv.support.errors import ConfigError, PlanError, RunError, UsageError, option
 
 #: torch's dtypes under the names of safetensors.
@@ -52,6 +53,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Request = Plan | PlanRequest | tuple[type[Policy], ...]
 
 
+@checked
 def convert_model(
     model: ModuleT,
     rules: Rules = AUTO,
@@ -176,7 +178,7 @@ def _request(rules: Rules, tp: int, *, ep: int, pad: bool) -> Request:
         ValueError: if other arguments change a plan or policies.
     """
     if isinstance(rules, str | Path):
-        return replace(request_of(rules), ep=ep, pad=padding_multiple(pad))
+        return replace(request_of(rules), ep=ep, pad=int(pad))
     if ep != 1:
         raise ValueError(f"ep is {ep!r} with a plan or a policy: make the plan with ep={ep!r}; policies shard experts")
     if pad:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _world
 
 from shardconv.distributed.devices import device_module, device_types, local_device, message_device
 from shardconv.distributed.shared_memory import SharedMemoryChannel
+from shardconv.support.arguments import checked
 
 _NAMES = ("pipeline", "data", "tensor")
 
@@ -114,6 +115,7 @@ class _State:
 _current = _State()
 
 
+@checked
 def init_parallel(
     *,
     tensor: int = 1,

@@ -27,6 +27,7 @@ from shardconv.engines.weights import EngineStages, open_for_engine, rank_weight
 from shardconv.files.paths import local_path
 from shardconv.layouts.choice import choose_layout
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.arguments import checked
 from shardconv.support.errors import NotHeldError, RunError, UsageError, one_line
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class EngineReport(NamedTuple):
     differences: tuple[str, ...]
 
 
+@checked
 def check_engine(path: StrPath) -> EngineReport:
     """Compare a split checkpoint with the model that the installed vLLM constructs on each rank.
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardconv.distributed import Axis, gather_from_tp, reduce_from_tp, scatter_to_tp
 from shardconv.distributed.operations import identity, with_gradient
 from shardconv.plan.placement import IndivisibleError, Interval, Placement, Unit, intervals, own_intervals, shard_dim
+from shardconv.support.arguments import checked
 
 #: Placement and ranks of parameters that are shards. Not attributes, so that torch.save stores ordinary tensors.
 _described: MutableMapping[Tensor, tuple[Placement, Axis]] = WeakTensorKeyDictionary()
@@ -204,6 +205,7 @@ def _runs(placement: Placement) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
+@checked
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

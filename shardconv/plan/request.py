@@ -26,7 +26,7 @@ from shardconv.plan.quantization import check_quantization
 from shardconv.plan.rule_set import Multiple, RuleSet, rules_for
 from shardconv.plan.tensor_groups import matcher_of
 from shardconv.plan.tensor_placement import HEAD_FIELDS
-from shardconv.support.errors import PlanError, UsageError, check_count, check_flag, option
+from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import counted
 from shardconv.support.structs import Data
 
@@ -66,15 +66,6 @@ class PlanRequest(Data, frozen=True):
                 f"{option(pad=True)} is not supported with the boundaries of {self.engine}, which reads sizes from "
                 "config.json: pad the checkpoint, shardconv pad SRC --multiple-of tp=N -o DIR"
             )
-
-
-def padding_multiple(pad: object) -> int:
-    """The ``pad`` of a request for the option of the same name.
-
-    Raises:
-        UsageError: if the option is not True or False.
-    """
-    return int(check_flag(pad, "pad"))
 
 
 #: Values of ``rules``:

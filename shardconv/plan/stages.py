@@ -148,11 +148,6 @@ def chosen_stages(
         return StageChoice.of(stages)
     if pp is None and not stages:
         return StageChoice.of(default)
-    if not isinstance(stages, Iterable):
-        raise UsageError(
-            f"{as_option([stages])} is wrong (expected the number of layers of each stage, such as "
-            f"{as_option('20,20')}): correct it"
-        )
     numbers = [int(one) if one.isdecimal() else one for one in stages.split(",")] if isinstance(stages, str) else stages
     counts = tuple(one for one in numbers if type(one) is int and one > 0) if stages else ()
     if stages and len(counts) != len(numbers):

@@ -17,9 +17,11 @@ from shardconv.hf.names import ModelCheck, match_names
 from shardconv.hf.package import isolated
 from shardconv.hf.small import SAME
 from shardconv.plan.plan import TensorSpec, logical_tensors
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, RunError, SourceError, option
 
 
+@checked
 def check_source(
     src: SourcePath,
     *,
@@ -50,7 +52,7 @@ def check_source(
     """
     path, beside = open_path(src), config_path(config)
     source = open_source(
-        path, config=beside, follow_links=follow_links, ignore=as_names(ignore, "ignore"), source_layout=source_layout
+        path, config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
     )
     tensors = logical_tensors(with_grids(source.specs, source.config_with_quantization()))
     return require_model(source.config or {}, tensors, str(path))

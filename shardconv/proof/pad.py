@@ -44,6 +44,7 @@ from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.planner import MAX_TP, PaddingReport, Planner, padding_report
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import MAX_MULTIPLE
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, SourceError, UsageError, check_count, option
 
 
@@ -85,6 +86,7 @@ class _Planned(Struct, frozen=True):
         return sum(header.data_bytes for header in self.manifest.rank_layout.headers)
 
 
+@checked
 @on_pipelines(Written("pad", open_source_pipeline, "{name}-pad{tp}"))
 def pad(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath,
@@ -133,9 +135,9 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     given = find_destination(dst, resume=resume)
     check_count(tp, "tp", MAX_TP)
     check_count(vocab_multiple, "vocab_multiple", MAX_MULTIPLE)
-    if components := as_names(components, "components"):
+    if components := as_names(components):
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
-    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore, "ignore"))
+    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
     planned = _plan_padding(source, tp, vocab_multiple, check_model=check_model)
     destination = given or Destination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)
@@ -242,6 +244,7 @@ class UnpadReport(WriteReport, frozen=True, kw_only=True):
     derived: Annotated[tuple[str, ...], texts] = ()
 
 
+@checked
 @on_pipelines(Written("unpad", open_padded_pipeline, "{name}-unpadded"))
 def unpad(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath,

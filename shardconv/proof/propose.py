@@ -27,6 +27,7 @@ from shardconv.plan.request import family_of
 from shardconv.plan.rule_set import RuleSet, rules_for
 from shardconv.proof.propose_rules import propose_rules
 from shardconv.proof.prove import require_config
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError
 
 #: The tensor parallel size of the plans that are compared.
@@ -141,6 +142,7 @@ def _overrides(rules: RuleSet, model: PretrainedModel) -> Iterator[tuple[str, di
         yield name, {key: value for key, value in values.items() if getattr(module, key) != value}
 
 
+@checked
 def propose_plan(
     src: SourcePath,
     *,
@@ -176,7 +178,7 @@ def propose_plan(
         open_path(src),
         config=beside,
         follow_links=follow_links,
-        ignore=as_names(ignore, "ignore"),
+        ignore=as_names(ignore),
         source_layout=source_layout,
     )
     model = small_model(require_config(source))

@@ -26,6 +26,7 @@ from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import SMALL, Proof, heads_for, prove_all, write_small_model
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, RunError, UsageError, option
 
 #: The tensor parallel sizes to try: small models have four heads and two KV heads.
@@ -87,6 +88,7 @@ def prove_each(operation: Callable[..., ProofReport], paths: list[AnyPath], opti
     return PipelineProof(str(paths[0]), reports, all(one.is_proven for one in reports.values()))
 
 
+@checked
 @on_pipelines(prove_each)
 def prove(
     src: SourcePath,

@@ -34,6 +34,7 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.stages import chosen_stages
 from shardconv.runtime.dry_run import SEQ, Call, MetaModel, Usage, denoise, dry_run
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, option
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
@@ -208,6 +209,7 @@ def _is_diffuser(component: AnyPath) -> bool:
     return (component / CONFIG_NAME).exists() and diffusers_name(read_json(component / CONFIG_NAME)) is not None
 
 
+@checked
 @on_pipelines(cost_of_each)
 def estimate_cost(
     src: SourcePath,
@@ -255,15 +257,12 @@ def estimate_cost(
         RunError: if there is a config alone, and transformers does not have the model.
         PlanError: if no rules exist for the model, or a tp size is unsupported.
         UsageError: if the family or a tp size is not valid, or an option does not apply to the model.
-        ValueError: if ``batch`` or ``seq`` is less than 1.
 
     Example:
         >>> report = shardconv.estimate_cost("llama", tps=[2, 4])  # doctest: +SKIP
         >>> [cost.memory_bytes for cost in report.costs]  # doctest: +SKIP
     """
     given = {"batch": batch, "seq": seq, "height": height, "width": width, "frames": frames}
-    if wrong := [f"{name} = {size}" for name, size in given.items() if size is not None and size < 1]:
-        raise ValueError(f"{', '.join(wrong)}: has to be at least 1")
     chosen, path = chosen_stages(pp, stages), open_path(src)
     config, for_plan = read_config_alone(path, options)
     opened, made = (path, ()) if config is None else _without_weights(path, config)

@@ -43,9 +43,11 @@ from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
 from shardconv.runtime.ranks import Ranks, connect_ranks, find_model_class
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanWarning, RunError, UsageError, option
 
 
+@checked
 @on_pipelines(load_pipeline)
 def load(
     path: SourcePath,
@@ -125,7 +127,7 @@ def load(
     """
     if component is not None:
         raise UsageError(f"{path}: {option(component=component)} only applies to pipelines: remove it")
-    dtype, unused = as_torch_dtype(dtype), as_names(unused, "unused")
+    dtype, unused = as_torch_dtype(dtype), as_names(unused)
     if model is not None:
         check_builder(model)
     find = partial(_open, path, tp, pp, stages, options)

@@ -1,7 +1,7 @@
 """The exceptions of shardconv and their exit codes.
 
     ShardconvError                1   base class: an error that the user can act on
-    ├── UsageError                2   contradicting, unknown or unusable options or arguments
+    ├── UsageError                2   options or arguments of another type, contradicting, unknown or unusable
     ├── SourceError               1   the source cannot be read: a header, a source file, an index, a config
     ├── PlanError                 1   no plan: no family, no rule, or a size that does not divide
     │   ├── ConfigError           1   a field of the config is missing or unusable
@@ -144,18 +144,7 @@ def check_count(value: object, name: str, maximum: int | None = None) -> int:
     if type(value) is int and 1 <= value <= (maximum or value):
         return value
     expected = f"an integer from 1 to {maximum}" if maximum else "a positive integer"
-    raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected {expected}): correct it")
-
-
-def check_flag(value: object, name: str) -> bool:
-    """Return the value of an argument that is True or False.
-
-    Raises:
-        UsageError: if it is neither.
-    """
-    if isinstance(value, bool):
-        return value
-    raise UsageError(f"{option(name)} is wrong (got {value!r:.40}, expected True or False): correct it")
+    raise UsageError(f"{option(name)} is {value!r:.40} (expected {expected}): correct it")
 
 
 class SourceError(ShardconvError):

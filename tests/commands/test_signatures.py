@@ -1,11 +1,14 @@
 """Options of a command are passed on by their names: the functions that get them have arguments of these names."""
 
-import inspect
-from typing import get_args
+import re
+from inspect import isfunction, signature
+from typing import get_args, get_type_hints
 
 import pytest
+import torch.nn as nn
 from msgspec.structs import fields
 
+import shardconv
 from shardconv.checkpoint.operations.merge import merge
 from shardconv.checkpoint.operations.plan_report import report_plan
 from shardconv.checkpoint.operations.reshard import reshard
@@ -39,7 +42,7 @@ def remaining(name):
 def accepted(function):
     """The names of the arguments of a function, with the keys of the TypedDict in ``**options: Unpack[...]``."""
     names = set()
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in signature(function).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             names.add(parameter.name)
         elif get_args(parameter.annotation):
@@ -68,75 +71,90 @@ def test_functions_that_plan_refuse_unknown_options(function, name, tmp_path, mo
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"tp": "2"}, "tp is wrong (got '2', expected an integer from 1 to 4096): correct it"),
-        ({"tp": 0}, "tp is wrong (got 0, expected an integer from 1 to 4096): correct it"),
-        ({"tp": 2.0}, "tp is wrong (got 2.0, "),
-        ({"threads": "2"}, "threads is wrong (got '2', expected a positive integer): correct it"),
-        ({"head_dim": "32"}, "head_dim is wrong (got '32', "),
-        ({"max_file_size": 2.5}, "max_file_size is wrong (got 2.5, "),
-        ({"stages": 3}, 'stages=3 is wrong (expected the number of layers of each stage, such as stages="20,20"): '),
-        ({"threads": 0}, "threads is wrong (got 0, "),
-        ({"threads": True, "dry_run": True}, "threads is wrong (got True, "),
-        ({"pad": -1}, "pad is wrong (got -1, expected True or False): correct it"),
-        ({"pad": 1.5}, "pad is wrong (got 1.5, "),
-        ({"pad": "x"}, "pad is wrong (got 'x', "),
-        ({"dry_run": "x"}, "dry_run is wrong (got 'x', expected True or False): correct it"),
-        ({"checksums": "no"}, "checksums is wrong (got 'no', "),
-        ({"follow_links": "no"}, "follow_links is wrong (got 'no', "),
-        ({"overwrite": 3}, "overwrite is wrong (got 3, "),
-        ({"ignore": 5}, "ignore is wrong (got 5, expected a name or a list of names): correct it"),
-        ({"replicate": [5]}, "replicate is wrong (got [5], "),
-        ({"components": 5}, "components is wrong (got 5, "),
-        ({"dtype": ["a"]}, "dtype ['a'] is unknown (expected one of "),
-        ({"engine": ["a"]}, "engine ['a'] is not supported (expected "),
-        ({"adapters": 5}, "adapters is wrong (got 5, expected a path or a list of paths): correct it"),
-        ({"adapters": [5]}, "5 is not a path"),
-        ({"config": 5}, "5 is not a path (expected a str or a Path): correct it"),
-        ({"dst": 5}, "5 is not a path"),
-        ({"src": None}, "None is not a path"),
-    ],
-)
-def test_values_of_another_type_are_usage_errors(wrong, message, tmp_path, monkeypatch):
+def hints(function):
+    """Argument to its annotation, with the keys of the TypedDict in ``**options: Unpack[...]``."""
+    found = get_type_hints(function)
+    for packed in get_args(found.pop("options", None)):
+        found |= get_type_hints(packed)
+    return {name: hint for name, hint in found.items() if name != "return"}
+
+
+def text(hint):
+    """An annotation with its aliases, as text."""
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+#: Values, and what an annotation contains if it allows them.
+VALUES = {
+    "object": (object(), r"\bAny\b"),
+    "integer": (2, r"\b(int|float|SupportsIndex)\b|torch.device"),
+    "number": (2.5, r"\bfloat\b"),
+    "decimal": ("2", r"\bstr\b|tuple\[str|torch.device"),
+    "flag": (True, r"\bbool\b"),
+    "list": ([2], r"(Sequence|Iterable|Collection|tuple)\[.*(int|SupportsIndex)"),
+    "mapping": ({"tp": 2}, r"Mapping|\bdict\b"),
+    "None": (None, "None"),
+}
+FUNCTIONS = {name: found for name in shardconv.__all__ if isfunction(found := getattr(shardconv, name))}
+#: Valid values of arguments without a default.
+REQUIRED = {"src": DEMO, "path": DEMO, "tp": 2, "model": nn.Identity(), "module": nn.Identity(), "state": {},
+            "parameters": [], "max_norm": 1.0}  # fmt: skip
+WRONG = [
+    pytest.param(function, name, value, id=f"{function.__name__}-{name}-{kind}")
+    for function in FUNCTIONS.values()
+    for name, hint in hints(function).items()
+    for kind, (value, allowed) in VALUES.items()
+    if not re.search(allowed, text(hint))
+]
+
+
+@pytest.mark.parametrize(("function", "name", "value"), WRONG)
+def test_values_of_another_type_are_usage_errors(function, name, value, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    parameters = signature(function).parameters.values()
+    required = {
+        one.name: REQUIRED[one.name] for one in parameters if one.default is one.empty and one.name != "options"
+    }
     with pytest.raises(UsageError) as caught:
-        split(**{"src": DEMO, "tp": 2, **wrong})
-    assert str(caught.value).startswith(message)
+        function(**{**required, name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r:.40} (expected ")
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("wrong", [{"pad": 2}, {"threads": 0}])
-def test_wrong_values_of_reshard_are_usage_errors(wrong, tmp_path):
-    split(DEMO, tmp_path / "two", tp=2)
-    with pytest.raises(UsageError, match=rf"^{next(iter(wrong))} is wrong"):
-        reshard(tmp_path / "two", tmp_path / "four", tp=4, **wrong)
-    assert [one.name for one in tmp_path.iterdir()] == ["two"]
+def test_every_public_function_with_arguments_is_tried():
+    assert FUNCTIONS.keys() - {one.values[0].__name__ for one in WRONG} == {"destroy_parallel"}
 
 
-@pytest.mark.parametrize("threads", [0, True, "x"])
-def test_wrong_threads_of_verify_are_usage_errors(threads, tmp_path):
-    split(DEMO, tmp_path / "two", tp=2)
-    with pytest.raises(UsageError, match=r"^threads is wrong"):
-        verify(tmp_path / "two", threads=threads)
+@pytest.mark.parametrize(
+    ("function", "wrong", "message"),
+    [
+        (prove, {"tps": 2}, "tps is 2 (expected a sequence of integers): pass tps=[2]"),
+        (estimate_cost, {"tps": 2}, "tps is 2 (expected a sequence of integers): pass tps=[2]"),
+        (estimate_cost, {"tps": "2"}, "tps is '2' (expected a sequence of integers): correct it"),
+        (split, {"tp": "2"}, "tp is '2' (expected an integer): pass tp=2"),
+        (split, {"tp": 0}, "tp is 0 (expected a positive integer): correct it"),
+        (split, {"tp": 5000}, "tp is 5000 (expected an integer from 1 to 4096): correct it"),
+        (split, {"threads": 0}, "threads is 0 (expected a positive integer): correct it"),
+        (split, {"make_vocab_size_divisible_by": "7"},
+         "make_vocab_size_divisible_by is '7' (expected an integer): pass make_vocab_size_divisible_by=7"),
+        (split, {"stages": 2}, "stages is 2 (expected a string, a sequence of integers or a Stages): correct it"),
+        (split, {"pad": "x"}, "pad is 'x' (expected True or False): correct it"),
+        (split, {"ignore": 5}, "ignore is 5 (expected a sequence of strings): correct it"),
+        (split, {"adapters": [5]}, "adapters is [5] (expected a sequence of strings, Paths, Adapters or LoraFiles): "),
+        (split, {"config": 5}, "config is 5 (expected a string or a Path): correct it"),
+        (make_plan, {"head_dim": 0}, "head_dim is 0 (expected a positive integer): correct it"),
+        (shardconv.pad, {"vocab_multiple": 0}, "vocab_multiple is 0 (expected a positive integer): correct it"),
+        (load, {"dtype": ["a"]}, "dtype is ['a'] (expected a dtype or a string): correct it"),
+    ],
+)  # fmt: skip
+def test_message_names_the_argument_and_the_remedy(function, wrong, message):
+    with pytest.raises(UsageError) as caught:
+        function(DEMO, **{"tp": 2, **wrong} if "tp" in accepted(function) else wrong)
+    assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("wrong", [{"tp": "2"}, {"tp": 3, "vocab_multiple": "x"}])
-def test_wrong_multiples_of_pad_are_usage_errors(wrong):
-    with pytest.raises(UsageError, match=r"is wrong \(got '.', expected an integer from 1 to \d+\): correct it"):
-        pad(DEMO, **wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"dtype": ["a"]}, {"unused": 3}])
-def test_wrong_values_of_load_are_usage_errors(wrong):
-    with pytest.raises(UsageError, match=rf"^{next(iter(wrong))} (.* is unknown|is wrong)"):
-        load(DEMO, tp=1, **wrong)
-
-
-def test_wrong_components_of_pad_are_usage_errors():
-    with pytest.raises(UsageError, match=r"^components is wrong \(got 3, "):
-        pad(DEMO, tp=3, components=3)
+def test_single_names_and_iterators_are_accepted():
+    assert split(DEMO, tp=2, ignore="generation_config.json", ranks=iter([0]), dry_run=True).ranks == (0,)
 
 
 def test_too_many_positional_arguments_name_the_function():

@@ -158,8 +158,8 @@ def test_a_proof_has_one_data_group(mixtral):
         ("mixtral", {"tp": 4}, UsageError, "ep=2 is not a multiple of tp=4: pass ep=1, or a multiple such as ep=4"),
         ("mixtral", {"tp": 8}, UsageError, "ep=2 is not a multiple of tp=8: pass ep=1$"),
         ("mixtral", {"ep": 3}, UsageError, "ep=3 is not a multiple of tp=2: pass ep=1, or a multiple such as ep=2"),
-        ("mixtral", {"ep": 0}, UsageError, r"ep is wrong \(got 0, expected a positive integer\)"),
-        ("mixtral", {"ep": "2"}, UsageError, "ep is wrong"),
+        ("mixtral", {"ep": 0}, UsageError, r"ep is 0 \(expected a positive integer\)"),
+        ("mixtral", {"ep": "2"}, UsageError, "ep is '2'"),
         (
             "mixtral",
             {"replicate": ("**.experts.*.w2",)},

@@ -94,9 +94,9 @@ CHOSEN = {
 }
 WRONG = {
     (1, "2,2"): r'stages="2,2" has 2 of them \(expected at least 2\)',
-    (0, ""): r"pp is wrong \(got 0, expected an integer from 1 to 4096\)",
-    (True, ""): r"pp is wrong \(got True",
-    (4097, ""): r"pp is wrong \(got 4097",
+    (0, ""): r"pp is 0 \(expected an integer from 1 to 4096\)",
+    (True, ""): r"pp is True",
+    (4097, ""): r"pp is 4097",
     (1, "2,a"): 'stages="2,a" is wrong',
     (1, "2,,3"): 'stages="2,,3" is wrong',
     (1, (2, 0)): 'stages="2,0" is wrong',

@@ -15,7 +15,7 @@ import shardconv
 from shardconv.plan.request import PlanRequest
 from shardconv.runtime.dry_run import LiveBytes, MetaModel, Usage, dry_run
 from shardconv.runtime.estimate import Collective, CostReport, TpCost, Traffic, estimate_cost
-from shardconv.support.errors import PlanError, RunError, SourceError
+from shardconv.support.errors import PlanError, RunError, SourceError, UsageError
 from shardconv.support.formatting import duration, size
 from shardconv.tensor.cost import Link
 from tests.support.checkpoints import llama_config, write_checkpoint
@@ -392,7 +392,7 @@ def test_config_that_is_a_link(tiny, tmp_path):
 
 @pytest.mark.parametrize("options", [{"batch": 0}, {"seq": 0}], ids=str)
 def test_wrong_arguments_are_refused(tiny, options):
-    with pytest.raises(ValueError, match="has to be at least 1"):
+    with pytest.raises(UsageError, match=r"is (0|-1) \(expected a positive integer\): correct it"):
         estimate_cost(tiny, **options)
 
 

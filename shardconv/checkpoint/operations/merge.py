@@ -24,6 +24,7 @@ from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.folder import AnyPath, permissions, relative_name
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import is_weights
+from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, option
 
 
@@ -48,6 +49,7 @@ class MergeReport(WriteReport, frozen=True, kw_only=True):
     adapters: Annotated[tuple[str, ...], paths] = ()
 
 
+@checked
 @on_pipelines(Written("merge", open_split_folders, "{name}-merged", is_split=False, is_finished=is_source_of))
 def merge(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Sequence[SourcePath],

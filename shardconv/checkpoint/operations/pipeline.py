@@ -37,15 +37,13 @@ from shardconv.files.paths import SourcePath, open_path, open_paths
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.engines import SHARDCONV
-from shardconv.plan.planner import CANDIDATE_TPS, MAX_TP, Planner
+from shardconv.plan.planner import CANDIDATE_TPS, Planner
 from shardconv.support.errors import (
     PlanError,
     ShardconvError,
     SourceError,
     SplitCheckpointError,
     UsageError,
-    check_count,
-    check_flag,
     option,
 )
 from shardconv.support.formatting import ranges
@@ -62,8 +60,6 @@ Apply = Callable[[Callable[..., R], list[AnyPath], Options], R]
 _OF_ONE_MODEL = (
     "rules", "replicate", "head_dim", "config", "source_layout", "base",
 )  # fmt: skip
-#: Arguments that are positive integers, and their largest values.
-_COUNTS = {"tp": MAX_TP, "ep": None, "threads": None}
 
 
 def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -79,7 +75,6 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return operation(*args, **kwargs)  # raises an error that names the operation
-            _check_types(bound)
             src = bound.arguments[first]
             if isinstance(src, Source):
                 return operation(*args, **kwargs)
@@ -97,16 +92,6 @@ def on_pipelines(apply: Apply[R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return dispatch
 
     return decorate
-
-
-def _check_types(bound: inspect.BoundArguments) -> None:
-    """Refuse arguments that are not True or False where their defaults are, and numbers that are not positive."""
-    defaults = PLAN_DEFAULTS | {name: one.default for name, one in bound.signature.parameters.items()}
-    for name, value in {**bound.arguments, **bound.arguments.get("options", {})}.items():
-        if isinstance(defaults.get(name), bool):
-            check_flag(value, name)
-        elif name in _COUNTS and value is not None:
-            check_count(value, name, _COUNTS[name])
 
 
 def _refuse_stages(path: AnyPath, arguments: Options) -> None:
@@ -138,8 +123,8 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
     options |= {"adapters": adapters} if adapters else {}
     pipeline = open_pipeline(
         path,
-        components=as_names(options.pop("components", ()), "components"),
-        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"], "ignore"),
+        components=as_names(options.pop("components", ())),
+        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"]),
         follow_links=options.get("follow_links", False),
     )
     if len(pipeline.components) > 1 and (given := given_options(options, _OF_ONE_MODEL)):
@@ -304,7 +289,7 @@ def _open_against(pipeline: Pipeline, path: AnyPath, options: Options) -> Pipeli
         path,
         components=[*pipeline.components],
         follow_links=options["follow_links"],
-        ignore=as_names(options["ignore"], "ignore"),
+        ignore=as_names(options["ignore"]),
         optional_ignore=pipeline.ignore,
     )
 

@@ -38,6 +38,7 @@ from shardconv.plan.placement import IntervalOrPadding
 from shardconv.plan.plan import Plan, TensorPlan, TensorSpec, num_quantized, quantized_blocks
 from shardconv.plan.planner import NO_PADDING, BlockedTp, PaddedTp, PaddingReport, Planner, padding_report, tp_sizes
 from shardconv.plan.stages import StageFinder, chosen_stages, even_stages
+from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, option
 
 
@@ -144,6 +145,7 @@ class PlanReport(Struct, frozen=True):
     copied: Mapping[str, str] = {}
 
 
+@checked
 @on_pipelines(report_each)
 def report_plan(
     src: SourcePath,

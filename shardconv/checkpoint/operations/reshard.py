@@ -34,8 +34,8 @@ from shardconv.layouts import FOREIGN, LAYOUTS
 from shardconv.layouts.choice import check_stages, choose_layout, engine_of, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
-from shardconv.plan.request import padding_multiple
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
+from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, option
 
 
@@ -73,6 +73,7 @@ class ReshardReport(WriteReport, frozen=True, kw_only=True):
     ep: int = 1
 
 
+@checked
 @on_pipelines(Written("reshard", open_split_folders, "{name}-tp{tp}", is_split=True, is_finished=is_right))
 def reshard(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Sequence[SourcePath],
@@ -142,7 +143,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
             engine=engine, pad=pad, **asdict(how),
         )  # fmt: skip
         return _of_split(report, source)
-    old, multiple = found.manifest, padding_multiple(pad)
+    old, multiple = found.manifest, int(pad)
     if layout in FOREIGN:
         merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
         size = "" if tp is None else f" --tp {tp}"

@@ -31,6 +31,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.planner import MAX_TP, NO_PADDING, PaddingReport, Planner, padding_report
 from shardconv.plan.stages import Stages, chosen_stages
+from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, check_count, option
 
 
@@ -70,6 +71,7 @@ class SplitReport(WriteReport, frozen=True, kw_only=True):
     stages: tuple[int, ...] = ()
 
 
+@checked
 @on_pipelines(Written("split", open_source_pipeline, "{name}-tp{tp}", is_split=True, is_finished=is_right))
 def split(  # noqa: D417 - WriteOptions has the descriptions
     src: SourcePath | Source,

@@ -45,7 +45,7 @@ def plan_sources(
         SourceError: if a source cannot be read.
         PlanError: if no plan is known to be correct, or an adapter does not fit.
     """
-    adapters = _as_list(adapters)
+    adapters = [adapters] if isinstance(adapters, StrPath) else adapters
     if merge_adapter and len(adapters) != 1:
         raise UsageError(
             f"{option(merge_adapter=True)} merges one adapter (got {len(adapters)}): pass "
@@ -78,23 +78,13 @@ def open_adapters(adapters: StrPath | Sequence[StrPath | AnyAdapter], *, follow_
     """Open the adapters that are not open yet. A path alone is one adapter."""
     return [
         one if isinstance(one, AnyAdapter) else open_adapter(local_path(one), follow_links=follow_links)
-        for one in _as_list(adapters)
+        for one in ([adapters] if isinstance(adapters, StrPath) else adapters)
     ]
-
-
-def _as_list(adapters: StrPath | Sequence[StrPath | AnyAdapter]) -> list[StrPath | AnyAdapter]:
-    if isinstance(adapters, StrPath):
-        return [adapters]
-    if not isinstance(adapters, Sequence):
-        raise UsageError(
-            f"{option('adapters')} is wrong (got {adapters!r:.40}, expected a path or a list of paths): correct it"
-        )
-    return [*adapters]
 
 
 def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
     """Plan an adapter; ``ignore`` has patterns of its files, and other options apply to its base model."""
-    follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()), "ignore")
+    follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()))
     adapter = open_adapter(src, follow_links=follow_links, ignore=ignore)
     of_base: PlanOptions = {**options, "ignore": ()}
     return plan_adapter(adapter, base, layout=layout, **of_base)
@@ -112,7 +102,7 @@ def without_adapters(src: AnyPath | Source, adapters: Sequence[AnyAdapter], opti
             found += [name for name in (*ADAPTER_FILES, DIFFUSERS_LORA) if (folder / name).exists()]
         elif path.is_relative_to(folder):
             found.append(escape(path.relative_to(folder).as_posix()))
-    return {**options, "ignore": (*as_names(options.get("ignore", ()), "ignore"), *found)} if found else options
+    return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)} if found else options
 
 
 def _named(adapters: Sequence[tuple[AnyAdapter, PlannedSource]]) -> dict[str, PlannedSource]:

@@ -36,6 +36,7 @@ from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.arguments import checked
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 
 #: The most differences that are listed if they are most tensors; more are another model.
@@ -154,6 +155,7 @@ class VerifyReport(Struct, frozen=True):
     ep: int = 1
 
 
+@checked
 @on_pipelines(verify_each)
 def verify(
     src: SourcePath | Sequence[SourcePath],
@@ -199,7 +201,7 @@ def verify(
     if other is not None:
         _check_not_merged(split)
         source = open_source(
-            other, follow_links=follow_links, ignore=as_names(ignore, "ignore"), optional_ignore=manifest.ignore,
+            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
             source_layout=None if external else source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)

@@ -20,8 +20,9 @@ from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import Planner
-from shardconv.plan.request import AUTO, PlanRequest, Rules, padding_multiple, plan_file_of, planner_for, request_of
+from shardconv.plan.request import AUTO, PlanRequest, Rules, plan_file_of, planner_for, request_of
 from shardconv.plan.stages import chosen_stages
+from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, ShapeError, SourceError, UsageError, option
 
 #: A path that a user passes.
@@ -172,7 +173,7 @@ def plan_source(
         raise UsageError(
             f"{late}: only applies when a source is opened (got {src.path}, which is open): remove it, or pass the path"
         )
-    if components := as_names(given["components"], "components"):
+    if components := as_names(given["components"]):
         raise UsageError(
             f"{option(components=[*components])}: only applies to pipelines (got "
             f"{src.path if isinstance(src, Source) else src}): remove it"
@@ -184,9 +185,9 @@ def plan_source(
     settings = source.config_with_quantization()
     tensors, rules = with_grids(source.specs, settings), given["rules"]
     request = PlanRequest(
-        None, None, as_names(given["replicate"], "replicate"), given["head_dim"],
+        None, None, as_names(given["replicate"]), given["head_dim"],
         1 if given["ep"] is None else given["ep"],
-        given["engine"], allow_unmatched_rules, padding_multiple(given["pad"]),
+        given["engine"], allow_unmatched_rules, int(given["pad"]),
     )  # fmt: skip
     if isinstance(rules, Plan):
         request, planner = _planner_of(rules, tensors, request)
@@ -212,7 +213,7 @@ def _open(src: SourcePath, options: PlanOptions) -> Source:
     config = options["config"]
     return open_source(
         open_path(src), config=config_path(config), follow_links=options["follow_links"],
-        ignore=as_names(options["ignore"], "ignore"), source_layout=options["source_layout"],
+        ignore=as_names(options["ignore"]), source_layout=options["source_layout"],
     )  # fmt: skip
 
 
@@ -326,20 +327,12 @@ def _changed(request: PlanRequest) -> list[str]:
     return [name for name in fields if getattr(request, name) != getattr(PlanRequest(), name)]
 
 
-def as_names(names: str | Iterable[str], argument: str) -> tuple[str, ...]:
-    """Convert a single name or several names, the value of an argument, to a tuple.
-
-    Raises:
-        UsageError: if it is neither.
-    """
-    found = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
-    if not all(isinstance(name, str) for name in found):
-        raise UsageError(
-            f"{option(argument)} is wrong (got {names!r:.40}, expected a name or a list of names): correct it"
-        )
-    return found
+def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Convert a single name or several names to a tuple."""
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
+@checked
 def make_plan(
     src: SourcePath, *, tp: int, pp: int | None = None, stages: str | Sequence[int] = (), **options: Unpack[PlanOptions]
 ) -> Plan:

@@ -84,13 +84,7 @@ def is_lock(name: str) -> bool:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, of any scheme.
-
-    Raises:
-        UsageError: if it is not a path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"{path!r:.40} is not a path (expected a str or a Path): correct it")
+    """Whether a path is a URL, of any scheme."""
     return _URL.fullmatch(os.fspath(path)) is not None
 
 
