@@ -140,8 +140,8 @@ def plan(
     if src is None or (is_measured and link is None):
         return
     if is_cost:
-        of_stages = {"pp": pp, "stages": stages}
-        show_cost(src, console, flags, options, link=link, page=page, listed=listed, stages=of_stages)
+        stage_options = {"pp": pp, "stages": stages}
+        show_cost(src, console, flags, options, link=link, page=page, listed=listed, stages=stage_options)
         return
     checked = check_source(src, options) if check_model and not prove else None
     if propose:

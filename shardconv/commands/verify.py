@@ -102,9 +102,9 @@ def _check_engine(src: tuple[SourcePath, ...]) -> "EngineReport":
 
 def _remedy(report: "VerifyReport") -> str:
     """The remedy for differences, in the files themselves or from the source alone."""
-    again = "use the source" if report.files_of else "split the source again"
+    again = "use the source" if report.external_layout else "split the source again"
     if report.is_damaged:
-        return again if report.files_of else f"copy the damaged files again, or {again}"
+        return again if report.external_layout else f"copy the damaged files again, or {again}"
     return f"pass the source that was split to --against; if you did, {again}"
 
 
@@ -125,7 +125,7 @@ def _head(report: "VerifyReport") -> list[str]:
 
 
 def _warnings(report: "VerifyReport", remedies: list[str]) -> list[str]:
-    origin = f"has files of {report.files_of}" if report.files_of else "was split with --no-checksums"
+    origin = f"has files of {report.external_layout}" if report.external_layout else "was split with --no-checksums"
     more = len(report.differences) - _MAX_LINES
     warnings = [
         *(f"{name}: is in the folder, but not part of this split checkpoint" for name in report.other_weights),

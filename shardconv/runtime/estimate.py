@@ -268,9 +268,9 @@ def estimate_cost(
     opened, made = (path, ()) if config is None else _without_weights(path, config)
     source, _, request, planner, _ = plan_source(opened, **for_plan)
     sizes = _default_sizes(planner) if tps is None else tps
-    of_stages = planner.stages(chosen)
-    plans = [planner.plan(size, of_stages) for size in sizes]
-    num_layers = () if of_stages is None else of_stages.num_layers
+    pipeline_stages = planner.stages(chosen)
+    plans = [planner.plan(size, pipeline_stages) for size in sizes]
+    num_layers = () if pipeline_stages is None else pipeline_stages.num_layers
     _check_size(source, {name: size for name, size in given.items() if name in _OF_RESULT and size is not None})
     link = Link() if link is None else link
     stored = _stored_dtype(source)

@@ -77,14 +77,14 @@ class Layout(Struct, frozen=True):
         """The rank of each file."""
         return [rank for rank, count in enumerate(self.files_per_rank) for _ in range(count)]
 
-    def files_of(self, rank: int) -> slice:
+    def file_range(self, rank: int) -> slice:
         """The files of a rank."""
         start = sum(self.files_per_rank[:rank])
         return slice(start, start + self.files_per_rank[rank])
 
     def tensors_of(self, rank: int) -> dict[str, TensorSpec]:
         """Name to dtype and shape of each tensor in the files of a rank."""
-        return {name: spec for header in self.headers[self.files_of(rank)] for name, spec in header.specs.items()}
+        return {name: spec for header in self.headers[self.file_range(rank)] for name, spec in header.specs.items()}
 
 
 def in_file_order(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -127,14 +127,14 @@ def lay_out_ranks(
         files |= _lay_out_stage(inputs, stage, first_equal)
     _check_number(sum(len(files[first]) for first in first_equal), layout)
     chosen = tuple(range(plan.num_ranks)) if ranks is None else ranks
-    of_chosen = [files[first_equal[rank]] for rank in chosen]
-    of_stages = [files[stage * plan.ranks_per_stage] for stage in range(plan.pp)]
-    finder = _ShardFinder(inputs, chosen, of_chosen, of_stages)
+    rank_files = [files[first_equal[rank]] for rank in chosen]
+    stage_files = [files[stage * plan.ranks_per_stage] for stage in range(plan.pp)]
+    finder = _ShardFinder(inputs, chosen, rank_files, stage_files)
     return Layout(
-        headers=tuple(file.header for one in of_chosen for file in one),
+        headers=tuple(file.header for one in rank_files for file in one),
         shards=tuple(finder.shards_of(name, spec) for name, spec in tensors.items()),
-        files_per_rank=tuple(map(len, of_chosen)),
-        constants=tuple(b"".join(constant.data for constant in one[0].constants) for one in of_chosen),
+        files_per_rank=tuple(map(len, rank_files)),
+        constants=tuple(b"".join(constant.data for constant in one[0].constants) for one in rank_files),
     )
 
 
@@ -169,7 +169,7 @@ class _ShardFinder:
         inputs: the inputs of the files.
         ranks: the ranks.
         files: the files of each of these ranks.
-        of_stages: the files of a rank of each stage; all ranks of a stage have a tensor in the same file.
+        stage_files: the files of a rank of each stage; all ranks of a stage have a tensor in the same file.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _ShardFinder:
         inputs: _Inputs,
         ranks: Sequence[int],
         files: Sequence[list[_RankFile]],
-        of_stages: Sequence[list[_RankFile]],
+        stage_files: Sequence[list[_RankFile]],
     ) -> None:
         plan, layout = inputs.plan, inputs.layout
         self._plan, self._implied, self._files = plan, layout.implied, files
@@ -186,7 +186,7 @@ class _ShardFinder:
         self._stages = [rank // plan.ranks_per_stage for rank in ranks]
         self._held = {one.stages: _held(one.stages, ranks, plan.ranks_per_stage) for one in plan.distinct}
         self._starts = [*accumulate(map(len, files), initial=0)]
-        self._file_of = [{name: at for at, file in enumerate(one) for name in file.positions} for one in of_stages]
+        self._file_of = [{name: at for at, file in enumerate(one) for name in file.positions} for one in stage_files]
         self._numbers: dict[object, list[int]] = {}  # one object where they are equal
 
     def shards_of(self, name: str, spec: TensorSpec) -> Shards:
@@ -371,7 +371,7 @@ def lay_out_source(headers: Sequence[Header], tensors: Mapping[str, TensorSpec])
         tensors: name to dtype and shape of the tensors, in order.
     """
     full = {name: unsharded(num_bytes(*spec[:2])) for name, spec in tensors.items()}
-    return _lay_out_files_of(headers, full, files_per_rank=(1,) * len(headers))
+    return _lay_out_files(headers, full, files_per_rank=(1,) * len(headers))
 
 
 def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec], plan: Plan) -> Layout:
@@ -386,14 +386,14 @@ def lay_out_padded(headers: Sequence[Header], tensors: Mapping[str, TensorSpec],
     def padded(header: Header) -> Header:
         return build_header(plan.shards(header.specs, 0).items(), header.metadata)
 
-    return _lay_out_files_of(
+    return _lay_out_files(
         [padded(header) for header in headers],
         {name: geometry(plan.placement(name), spec.dtype, spec.shape) for name, spec in tensors.items()},
         files_per_rank=(len(headers),),
     )
 
 
-def _lay_out_files_of(
+def _lay_out_files(
     headers: Sequence[Header], tensors: Mapping[str, Geometry], *, files_per_rank: tuple[int, ...]
 ) -> Layout:
     """The layout of files with one shard of each tensor."""

@@ -123,7 +123,7 @@ class VerifyReport(Struct, frozen=True):
         differences: descriptions of all differences; empty if there are none.
         left_out: name to reason of files of ``against`` that were left out.
         seconds: wall time in seconds.
-        files_of: the tool or layout that the files are of; None for a split checkpoint of shardconv.
+        external_layout: the layout of files of another tool; None for a split checkpoint of shardconv.
         ranks: the ranks that the folders have, which were checked.
         is_damaged: whether some differences are within the split checkpoint: files differ from their checksums, or
             from each other, and not only from ``against``.
@@ -146,7 +146,7 @@ class VerifyReport(Struct, frozen=True):
     differences: Annotated[tuple[str, ...], texts]
     left_out: Annotated[Mapping[str, str], path_keys]
     seconds: float
-    files_of: str | None = None
+    external_layout: str | None = None
     ranks: tuple[int, ...] = ()
     is_damaged: Annotated[bool, some] = False
     components: Mapping[str, str] = {}
@@ -239,7 +239,7 @@ def verify(
 def _of_external(report: VerifyReport, source: Source) -> VerifyReport:
     """The report on rank files of another tool, whose manifest has the full tensors."""
     key, ranks = str(source.layout), tuple(range(source.num_ranks))
-    return replace(report, tp=len(ranks), ranks=ranks, layout=key, files_of=layout_file(key).title)
+    return replace(report, tp=len(ranks), ranks=ranks, layout=key, external_layout=layout_file(key).title)
 
 
 def is_right(made_of: Sequence[AnyPath], folder: AnyPath) -> bool:

@@ -166,9 +166,9 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
     def size_options(self) -> str:
         """The options of ``split`` for as many ranks, for messages."""
         stages = self.plan.stages
-        of_stages = "" if stages is None else f" {stages_option(stages.num_layers)}"
+        stages_text = "" if stages is None else f" {stages_option(stages.num_layers)}"
         ep = f" {option(ep=self.plan.ep)}" if self.plan.ep > 1 else ""
-        return f"{option(tp=self.tp)}{ep}{of_stages}"
+        return f"{option(tp=self.tp)}{ep}{stages_text}"
 
     @property
     def is_complete(self) -> bool:
@@ -242,7 +242,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         layout, names, indexes = self.rank_layout, self.rank_files, {}
         several = [(at, rank) for at, rank in enumerate(self.ranks) if layout.files_per_rank[at] > 1]
         for at, rank in several:
-            files = zip(names[layout.files_of(at)], layout.headers[layout.files_of(at)], strict=True)
+            files = zip(names[layout.file_range(at)], layout.headers[layout.file_range(at)], strict=True)
             weight_map = {tensor: name for name, header in files for tensor in header.specs}
             total = total_bytes(layout.tensors_of(at).values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}

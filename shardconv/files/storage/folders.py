@@ -49,7 +49,7 @@ def open_remote(location: Location) -> RemotePath:
         SourceError: if it does not exist or cannot be listed, or a package is not installed.
         UsageError: if it does not name a model on the Hub, or is the folder of a web server, which cannot be listed.
     """
-    files = _files_of(location)
+    files = _remote_files(location)
     if not files or (location.file and location.file not in files):
         raise _missing(location)
     name = _model_folder(location) if location.scheme == "hf" else PurePosixPath(location.folder).name
@@ -86,7 +86,7 @@ def _prefetch_header(file: RemoteFile) -> None:
         file.keep(header_bytes(file))
 
 
-def _files_of(location: Location) -> dict[str, RemoteFile]:
+def _remote_files(location: Location) -> dict[str, RemoteFile]:
     """Name to file of all files in the folder of a URL, or of the file of a URL and the config next to it."""
     if location.is_web:
         return _web_files(location)

@@ -65,10 +65,10 @@ function resultMark({ result, note }) {
   return [element('span', { class: result }, RESULTS[result]), note ? `: ${note}` : null];
 }
 
-function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, files_of: filesOf, against }) {
+function missingChecks({ has_checksums: hasChecksums, is_compared: isCompared, external_layout: externalLayout, against }) {
   const missing = [];
   if (!hasChecksums) {
-    const origin = filesOf ? `files of ${filesOf}` : 'split with --no-checksums';
+    const origin = externalLayout ? `files of ${externalLayout}` : 'split with --no-checksums';
     missing.push({ check: 'checksums', result: 'missing', note: `there are none: ${origin}` });
   }
   if (!isCompared) {

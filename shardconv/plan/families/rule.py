@@ -350,7 +350,7 @@ class ModuleRule(Named, frozen=True):
                 _check_slice(place, rule)
 
     def is_empty(self) -> bool:
-        """Whether nothing is overridden, as the code of the modules is right on each rank."""
+        """Whether nothing is overridden, as the code of the modules is correct on each rank."""
         return self.joined([self]) == type(self)("")
 
     @classmethod
