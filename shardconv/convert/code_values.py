@@ -42,7 +42,7 @@ class LocalFeatures(NamedTuple):
         layer: the name of the layer.
         full: the number of features of all ranks.
         local: the number of features of this rank.
-        is_fused: whether they consist of several intervals, as for several segments.
+        is_fused: whether they consist of several segments, such as q, k and v.
     """
 
     layer: str
@@ -66,8 +66,8 @@ class Value:
         is_split: whether the tensor was divided already.
         is_moved: whether the features are in another dim than the last.
         items: the items of a tuple or list.
-        is_many: whether it is a sequence of unknown length among items.
-        function: the code of a function inside the function, with the names that it sees.
+        is_many: whether it stands for an unknown number of items of a tuple or list.
+        function: the code of a nested function, with the names in its scope.
     """
 
     object: Any = UNKNOWN
@@ -114,7 +114,7 @@ class Value:
 
     @property
     def item(self) -> "Value":
-        """Any item of a sequence; of tensors, the tensors in it have the same features."""
+        """A value for any item of a sequence; in a sequence of tensors, all have the same features."""
         return joined(self.items or (self,))
 
     @property
@@ -123,7 +123,7 @@ class Value:
         return [self.item] if self.items is None else self.items
 
     def unpacked(self, number: int) -> "list[Value]":
-        """The items where it is assigned to this number of targets."""
+        """The values of this number of targets that it is assigned to."""
         if self.items is not None and len(self.items) == number:
             return list(self.items)
         if self.kind == "shape":

@@ -111,7 +111,7 @@ def extend_model_class(model: nn.Module, axis: Axis, everyone: Axis) -> None:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Replace methods of libraries that would silently be wrong for modules with shards."""
+    """Make methods of libraries raise if their result would be wrong for modules with shards."""
     for name, module in [*model.named_modules()]:
         has_shards = any(isinstance(one, ParallelModule) and one.axis.size > 1 for one in module.modules())
         if has_shards and not isinstance(module, ConvertedModel):
@@ -244,7 +244,7 @@ def _ties(module: nn.Module) -> list[list[_Owner]]:
 
 
 def _tie(owners: list[_Owner], state: Mapping[str, Tensor]) -> None:
-    """Tie parameters again that torch replaced one by one, also parameters that are not in ``state``."""
+    """Restore a tie after torch replaced its parameters one by one, also of parameters that are not in ``state``."""
     loaded = [owner for owner in owners if owner.key in state]
     if loaded and all(_is_same_tensor(state[loaded[0].key], state[owner.key]) for owner in loaded):
         parameter = loaded[0].module.get_parameter(loaded[0].name)

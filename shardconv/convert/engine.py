@@ -120,7 +120,7 @@ def convert(
         axis: the ranks.
         tensors: the tensors whose values have to be the same on all ranks; by default the parameters of the modules
             that become parallel.
-        everyone: the ranks of all data groups, if these share experts: the checks are on all of them.
+        everyone: the ranks of all data groups, if these share experts; the checks include all of them.
     """
     prepared, problem = Preparation(()), None
     try:
@@ -145,7 +145,7 @@ def check_same_on_all_ranks(
 
     Args:
         named: the tensors.
-        problem: the error for which this rank cannot convert; it is raised when all ranks know of it.
+        problem: the error that prevents this rank from converting; raised after all ranks have reported theirs.
         axis: the ranks.
         description: text that has to be the same, too.
 

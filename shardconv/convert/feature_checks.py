@@ -37,7 +37,7 @@ _NOT_KNOWN = "is not known to compute each feature by itself"
 def check_chains(
     module: nn.Module, replacements: Mapping[nn.Module, ParallelModule], tp: int, *, is_planned: bool
 ) -> None:
-    """Check that modules which call their layers in a known order pass no shard of features to a layer that needs all.
+    """Check that no layer that needs all features gets a shard of them, in modules with a known order of calls.
 
     These are nn.Sequential, torch's transformer layers and nn.AdaptiveLogSoftmaxWithLoss. A Sequential in which the
     sizes of neighbors do not fit is not called as a chain, and is not checked.
@@ -50,7 +50,7 @@ def check_chains(
             assumed to compute with shards. Otherwise it is refused, because its computation is unknown.
 
     Raises:
-        ValueError: with the names of both layers, if one does.
+        ValueError: if one does; names both layers.
     """
     for layers in _chains(module) if tp > 1 else ():
         found = _find_mismatch([(label, replacements.get(layer, layer)) for label, layer in layers], is_planned)
@@ -141,7 +141,7 @@ def is_elementwise(layer: nn.Module) -> bool:
 
 
 def _is_elementwise_function(function: Callable[[Tensor], Tensor]) -> bool:
-    """Whether a function of two halves of an example's features gives the halves of its result for all of them.
+    """Whether a function of half of the features returns half of its result for all features, tried on an example.
 
     False for a function that raises, such as one for another device.
     """

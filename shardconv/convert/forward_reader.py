@@ -1,4 +1,4 @@
-"""Reading of the forward of a module, and of its divisions of the local features of column parallel layers.
+"""The reader of a module's forward: finds divisions of the local features of column parallel layers.
 
 Owns the rules for divisions that are correct on each rank. Follows outputs of column parallel layers through methods,
 functions, and objects that get the module.
@@ -70,7 +70,7 @@ class ForwardReader(CodeReader):
 
     Attributes:
         problems: divisions of local features by numbers of the unsharded model, in the module that was read last.
-        is_understood: whether it divides local features in a way that is right on each rank.
+        is_understood: whether it divides local features in a way that is correct on each rank.
     """
 
     def __init__(
@@ -256,8 +256,8 @@ class ForwardReader(CodeReader):
     def _divide(self, base: Value, shard: LocalFeatures, sizes: Sequence[Value], *, is_exact: bool) -> Value:
         """Read a reshape of local features to sizes, of which only the outermost may differ between ranks.
 
-        A reshape to (..., 4, 16) of 64 features, of which this rank has 32, is right if the 4 is an attribute with the
-        local value 2: the pairs are (4, 2) and (16, 16), whose local product is 32, and only the outermost differs. A
+        A reshape to (..., 4, 16) of 64 features, of which this rank has 32, is correct if the 4 is an attribute with
+        the local value 2: the pairs are (4, 2) and (16, 16), whose local product is 32. Only the outermost differs. A
         reshape to (..., 4, -1) gives the pairs (4, 4) and (16, 8): the inner size differs, so the 4 is reported.
         """
         last = sizes[-1] if sizes else None
@@ -277,11 +277,11 @@ class ForwardReader(CodeReader):
         innermost = differing[-1] if differing else None
         is_whole = math.prod(local for _, local in pairs) == shard.local
         is_segment = shard.is_fused and differing == [1] and (not found[0].counts or found[1].is_local)
-        is_right = is_whole and (differing in ([], [0]) or is_segment)
+        is_correct = is_whole and (differing in ([], [0]) or is_segment)
         is_set = any(one.is_local for one in found)
         if is_whole and innermost is not None:
             is_set = found[innermost - 1].is_local
-        if is_right or is_set:  # by the user, whatever the number is
+        if is_correct or is_set:  # by the user, whatever the number is
             self.is_understood = True
         elif known or is_exact or len(sizes) > 3 or any(one.is_many for one in sizes) or _is_literal(found[0]):
             self._found_sizes(shard, found, innermost if is_whole else None)
@@ -326,7 +326,7 @@ class ForwardReader(CodeReader):
         return replace(base, is_split=True)
 
     def _segment(self, base: Value, shard: LocalFeatures, size: tuple[int, int], bounds: Sequence[Value] = ()) -> Value:
-        """Read a part of the features, with its size in the unsharded model and on one rank."""
+        """Read a slice of the features, with its size in the unsharded model and on one rank."""
         full, local = size
         if shard.is_fused and all(one.is_local or one.full for one in bounds) and 0 < local <= shard.local:
             self.is_understood = True

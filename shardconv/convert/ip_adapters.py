@@ -1,4 +1,4 @@
-"""IP adapters of diffusers, which a transformer loads after its conversion: its attention processors get tensors."""
+"""IP adapters of diffusers, which a converted transformer loads: they replace its attention processors."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def shard_ip_adapters(model: nn.Module, prepare: Callable[[tuple[str, ...]], Pre
 
     Args:
         model: the model.
-        prepare: prepares the conversion of the modules whose names start with one of these texts.
+        prepare: takes prefixes of names, and prepares the conversion of the modules with these prefixes.
         axis: the ranks.
     """
     if axis.size > 1 and hasattr(model, _LOAD):
@@ -87,7 +87,7 @@ def _restored_on_error(model: Any) -> Iterator[None]:
 
 
 class GatheredProcessor(ParallelModule):
-    """An attention processor of diffusers that returns heads of an IP adapter beside projected heads."""
+    """An attention processor that also returns the heads of an IP adapter, without their projection."""
 
     to_k_ip: Sequence[ParallelModule]
 

@@ -71,14 +71,14 @@ def _conversion(
     conversion = Conversion.prepare(name, module, spec, axis)
     placements = conversion.replacement.placements
     if any(placements.get(own) != placement for own, placement in _placements(plans).items()):
-        raise ValueError(f"{name}: the plan does not shard it as a {spec.kind.__name__} is sharded")
+        raise ValueError(f"{name}: the plan does not shard it as a {spec.kind.__name__} requires")
     return conversion
 
 
 def _readers(
     model: nn.Module, replacements: Mapping[nn.Module, ParallelModule], plan: Plan, axis: Axis
 ) -> list[Conversion]:
-    """Modules that may read the weight of a convolution in them without calling it, if ranks hold the same groups."""
+    """Modules that may read the weight of a convolution in them, if several ranks hold the same groups of it."""
     found = []
     for name, module in model.named_modules():
         layers = [replacements.get(child) for child in module.children()]
@@ -100,7 +100,7 @@ def _own_plans(name: str, module: nn.Module, plan: Plan) -> dict[str, TensorPlan
 
 
 def _in_group(planned: TensorPlan, tp: int) -> TensorPlan:
-    """The plan of a tensor in its data group, which has the first of equal shards."""
+    """The plan of a tensor in one data group; all data groups have equal shards."""
     return replace(planned, placement=planned.placement.first(tp))
 
 
@@ -155,7 +155,7 @@ def _num_dims(parameter: Tensor) -> int:
 
 
 def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -> type[Sharded]:
-    """The class that extends a module's own, by that and by the number of dims of its sharded parameters."""
+    """The parallel class that extends a module's class, by that class and by the dims of the sharded parameters."""
     kind = type(module).__name__
     dims = {_num_dims(module.get_parameter(own)) for own in sharded}
     if type(module).forward is nn.MultiheadAttention.forward:
@@ -181,10 +181,10 @@ def _own_kind(name: str, module: nn.Module, sharded: Mapping[str, TensorPlan]) -
 
 
 def check_partial_products(conversions: Sequence[Conversion], overrides: Sequence[Overrides]) -> None:
-    """Check that products with own row parallel matrices of 3 dims are all-reduced.
+    """Check that products with row parallel parameters of 3 dims are all-reduced.
 
     Raises:
-        PlanError: if a module is not one of experts, and no override says that its output is right.
+        PlanError: if a module is not of experts, and no override changes its code or states that it is correct.
     """
     known = {one.module for one in overrides if one.is_checked or one.changes_code()}
     for name, module, replacement in conversions:

@@ -26,7 +26,7 @@ from shardconv.convert.unchanged_counts import (
     holders_of,
     named_layers,
     owners_outside,
-    right_counts,
+    unaffected_counts,
 )
 from shardconv.distributed import Axis, GroupLike, as_axis
 from shardconv.layers import (
@@ -72,8 +72,8 @@ def convert_parallel_linear(
         layer_class: the class of the converted layers: :class:`~shardconv.layers.ParallelLinear` for the class that
             ``dim`` selects, or a class derived from it.
         counts: the names of attributes of the modules that contain the layers, such as "num_heads", which count units
-            of the features that are sharded. Each is divided by the tensor parallel size, once. ``()`` if none has to
-            be changed for the features of these layers; without it, the code of these modules is examined.
+            of the features that are sharded. Each is divided by the tensor parallel size, once. ``()`` changes none;
+            by default, the code of these modules is examined.
         group: see :func:`~shardconv.distributed.as_axis`.
 
     Returns:
@@ -157,7 +157,7 @@ def _overrides(
     if axis.size == 1 or all(one.dim is None for one in layers):
         return []
     if counts is not None and not counts:
-        return right_counts(replacements)
+        return unaffected_counts(replacements)
     outside = owners_outside(module, replacements)
     inside = (one for one in module.modules() if any(layer in replacements for _, layer in named_layers(one)))
     overrides = count_overrides([*outside, *inside], counts or (), axis.size)
@@ -170,7 +170,7 @@ def _remedy(tp: int, examined: Examined, problem: Problem | None) -> str:
         return "pass the names of attributes with numbers of heads as counts=, or counts=() if none has to be changed"
     count = problem.divisor
     if count is None:
-        return f"pass gather_output=True; {IN_CODE}; or, if it is right on each rank, counts=()"
+        return f"pass gather_output=True; {IN_CODE}; or, if it is correct on each rank, counts=()"
     if count.owner is not examined.module:
         return f"set it to {count.value // tp} where only this module reads it, and pass counts=()"
     if is_read_only(type(count.owner), count.attribute):
@@ -210,8 +210,8 @@ def _tied_spec(spec: LayerSpec, layer: nn.Module, name: str) -> LayerSpec:
             return LayerSpec(VocabParallelClassifier, {"gather_output": True})
         return LayerSpec(ParallelLinear if dim is None else RowParallelLinear, {"gather_output": False})
     raise ValueError(
-        f"{name}: a {type(layer).__name__} has a parameter in common with a layer that is to be sharded, and cannot be "
-        f"sharded with it"
+        f"{name}: a {type(layer).__name__} shares a parameter with a layer to shard, and cannot be sharded with it: "
+        f"pass the other layers in an nn.ModuleList"
     )
 
 
@@ -219,7 +219,7 @@ def _is_converted(name: str, layer: nn.Module, spec: LayerSpec, axis: Axis) -> b
     """Whether a layer is parallel already.
 
     Raises:
-        ValueError: if it is, but otherwise than asked for.
+        ValueError: if it was converted with other options.
     """
     if not isinstance(layer, ParallelModule):
         return False
@@ -260,11 +260,11 @@ def _check_unsharded(layer: nn.Module, expected: type[nn.Module]) -> None:
     if type(layer) is not expected or "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
         raise ValueError(
             f"is a {type(layer).__name__} with parameters {', '.join(parameters)}, not torch's {expected.__name__}, "
-            f"and may compute something else; convert the modules of the model that hold unsharded layers"
+            f"and may compute something else: convert the modules that hold layers of torch"
         )
     gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     if "forward" in vars(layer) or any(gradient.is_sparse for gradient in gradients):
-        raise ValueError("has a forward of its own, or a sparse gradient: convert it before, or without it")
+        raise ValueError("has a forward of its own, or a sparse gradient: remove these before the conversion")
 
 
 def _check_owners(module: nn.Module, conversions: Sequence[Conversion]) -> None:

@@ -79,7 +79,7 @@ def convert_model(
             replicated, and their first gradients are compared over the ranks.
         ep: expert parallel size: 1 to shard each expert; the tensor parallel size for whole experts on each rank; or a
             multiple, the number of ranks of all data groups of :func:`~shardconv.init_parallel`. These then run each
-            forward and backward pass together, on any numbers of tokens, and gradients of experts are those of the sum
+            forward and backward pass together, on any numbers of tokens. Gradients of experts are gradients of the sum
             of their losses.
         pad: pad heads and widths that do not divide.
         group: see :func:`~shardconv.distributed.as_axis`.
@@ -95,7 +95,7 @@ def convert_model(
             other sizes.
         ValueError: if the class of a module is not supported, or the ranks hold different values. The model is then
             unchanged.
-        TypeError: if ``rules`` has another type.
+        TypeError: if a class in ``rules`` is not derived from :class:`~shardconv.Policy`.
         RunError: if torch or transformers is older than shardconv supports.
 
     Example:
@@ -142,7 +142,7 @@ def _expert_groups(request: Request, group: GroupLike) -> ParallelGroups | None:
     """The current groups, if their data groups share experts.
 
     Raises:
-        UsageError: if there are not as many ranks in their data groups.
+        UsageError: if the number of ranks in the data groups is not ``ep``.
     """
     tp, ep = as_axis(group).size, 1 if isinstance(request, tuple) else request.ep
     if ep <= tp or ep % tp:
@@ -159,8 +159,7 @@ def _expert_groups(request: Request, group: GroupLike) -> ParallelGroups | None:
 def config_fields(model: nn.Module) -> dict[str, object]:
     """The fields of a model's config: a mapping, as in diffusers, by ``to_dict``, as in transformers, or attributes.
 
-    The names of defaults, which diffusers does not save, are not among them: their order is of a set, and differs
-    between processes.
+    Without the names of defaults, which diffusers does not save: they are a set, whose order differs between processes.
     """
     config = getattr(model, "config", None)
     if isinstance(config, Mapping):
@@ -321,7 +320,7 @@ def _planner(
     if isinstance(request, PlanRequest):
         planner = planner_for(specs, config, replace(request, engine=None))  # an engine restricts files only
     else:
-        where = "the model in memory, which does not have the tensors that it matches on disk, or under other names"
+        where = "the model in memory, which may lack tensors of the checkpoint, or have other names for them"
         planner = Planner(specs, request.rules, where=where)
     if planner.rules.family == NAMES_FAMILY and not planner.rules.has_plan_file:
         raise PlanError(

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from shardconv.convert.ip_adapters import GatheredProcessor
-from shardconv.convert.modules import AllReducedOutput, NormsOfHeads, ParallelExperts
+from shardconv.convert.modules import AllReducedOutput, HeadNorms, ParallelExperts
 from shardconv.convert.overrides import (
     Extension,
     GatheredOutput,
@@ -152,7 +152,7 @@ def _extensions(module: nn.Module, rule: ModuleRule, model_rules: ModelRules, ax
     if slices := _tensor_slices(module, rule, model_rules, axis):
         yield SlicedTensors, {"slices": slices}
     if rule.norms and hasattr(module, "norms"):
-        yield NormsOfHeads, {"heads": model_rules.units(rule.norms, axis.size)}
+        yield HeadNorms, {"heads": model_rules.units(rule.norms, axis.size)}
     if rule.unfused and hasattr(module, rule.unfused):
         yield Unfused, {}
     if rule.shared_output is not None:
@@ -210,7 +210,7 @@ def slice_matrices(dim: int, units: Placement, rank: int, value: object) -> obje
         dim: the dim that counts examples and units, or units alone.
         units: the placement of the units, along ``dim + 1``.
         rank: this rank.
-        value: the argument; returned as it is if it is not a tensor, does not have matrices behind ``dim``, or has one
+        value: the argument; returned as it is if it is not a tensor, does not have matrices after ``dim``, or has one
             for all units.
     """
     if not isinstance(value, Tensor) or value.dim() < dim + 3 or value.shape[dim] == 1:

@@ -152,14 +152,14 @@ class ParallelDepthwise(Sharded):
         """See :class:`Sharded`; sets the local numbers of groups and channels.
 
         Raises:
-            ValueError: if not whole groups are sharded, or the bias is sharded otherwise.
+            ValueError: if a shard has part of a group, or the bias is sharded otherwise.
         """
         super().set_up(axis, **options)
         name = self.name_in_model
         ranks = {placement.ranks for placement in self.placements.values()}
         bias = self._parameters["bias"]
         if {placement.dim for placement in self.placements.values()} != {0} or len(ranks) > 1:
-            raise ValueError(f"{name}: only the channels of a convolution can be sharded, and its bias as they are")
+            raise ValueError(f"{name}: only the channels of a convolution can be sharded, weight and bias alike")
         entries = ranks.pop()[self.axis.rank]
         rows, columns = self.out_channels // self.groups, self.in_channels // self.groups
         sharded = {"weight"} if bias is None else {"weight", "bias"}
@@ -226,11 +226,11 @@ class ParallelExperts(AllReducedOutput):
 
     Attributes:
         data: the ranks with the same tensor parallel rank in each data group; None for one group.
-        num_cut_experts: experts from this number on return their input, which only the first rank adds. None where all
-            experts have weights.
+        num_weighted_experts: number of experts with weights; None for all. Others return their input, which only the
+            first rank adds.
     """
 
-    num_cut_experts: int | None = None
+    num_weighted_experts: int | None = None
     num_experts: int
     data: Axis | None = None
 
@@ -276,8 +276,8 @@ class ParallelExperts(AllReducedOutput):
             is_elsewhere = (indices < first) | (indices >= first + self.num_experts)
             # 0 and not num_experts, which means "none" in transformers: its kernels then leave rows undefined
             return (entered if is_number else entered - first).masked_fill(is_elsewhere, 0)
-        if is_number and self.num_cut_experts is not None and self.axis.rank:
-            return entered.masked_fill(indices >= self.num_cut_experts, 0)
+        if is_number and self.num_weighted_experts is not None and self.axis.rank:
+            return entered.masked_fill(indices >= self.num_weighted_experts, 0)
         return entered
 
 
@@ -404,7 +404,7 @@ class GroupedRMSNorm(Sharded):
         return (normed * scale.sqrt()).to(normed.dtype)
 
 
-class NormsOfHeads(ParallelModule):
+class HeadNorms(ParallelModule):
     """Layer norms in a list, one for each head; a rank computes the norms of its heads.
 
     Attributes:

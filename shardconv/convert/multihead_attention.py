@@ -31,14 +31,14 @@ _NORMS = (GlobalLayerNorm, GlobalRMSNorm)
 
 
 def check_readers(module: nn.Module, replacements: Mapping[nn.Module, ParallelModule]) -> None:
-    """Check that no module of torch computes with the shard of a layer in it, which it does not call.
+    """Check that no module of torch reads the shard of a layer in it instead of calling the layer.
 
     Args:
         module: the module that is converted.
         replacements: the parallel modules that modules of it become.
 
     Raises:
-        ValueError: with the names of both, if one does.
+        ValueError: if one does; names both.
     """
     for name, reader in module.named_modules():
         if isinstance(reader, nn.Module) and isinstance(reader, _TRANSFORMERS):
@@ -175,7 +175,7 @@ class ParallelMultiheadAttention(Sharded):
 
 
 def _heads_of(placement: Placement, rank: int, head_dim: int) -> Tensor | None:
-    """The numbers of the heads whose rows of q, k and v a rank has, -1 for padding; None if it has other rows."""
+    """The numbers of a rank's heads, -1 for padding; None if its rows are not the q, k and v of full heads."""
     rows = take_shard(torch.arange(1, placement.size + 1, device="cpu"), placement, rank) - 1
     if placement.dim != 0 or rows.numel() % (3 * head_dim):
         return None

@@ -273,7 +273,7 @@ class Unfused(ParallelModule):
 
 
 class SharedOutput(ParallelModule):
-    """A replicated module, the last elements of whose output enter a computation over local heads.
+    """A replicated module; a computation over local heads reads the last elements of its output.
 
     The gradient of these elements is all-reduced.
 

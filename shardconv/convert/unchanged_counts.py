@@ -26,13 +26,13 @@ from shardconv.support.errors import PlanError
 
 #: The attribute of a module with the values that its counts had before :func:`count_overrides`, by name.
 _FULL_COUNTS = "_shardconv_full_counts"
-#: The attribute of a parallel layer for whose features ``counts=()`` said that no number is wrong.
-_RIGHT = "_shardconv_right_counts"
+#: The attribute of parallel layers whose features no count depends on, as the caller states by ``counts=()``.
+_UNAFFECTED = "_shardconv_unaffected_counts"
 #: The letters of layers of an attention whose names do not spell them.
 _LETTERS = {"query": "q", "key": "k", "value": "v", "queries": "q", "keys": "k", "values": "v", "attn": "qkv"}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
-#: Returns how to change a number, or how to say that no number has to be changed; for a problem, or for none.
+#: The remedy for a module and its problem: to change a number, or to state that none has to change.
 Remedy = Callable[["Examined", Problem | None], str]
 
 
@@ -60,7 +60,7 @@ def examine_forwards(
 ) -> Iterator[Examined]:
     """Read the forwards of the modules that contain layers with shards, or are such layers.
 
-    A module that has another class, or is right on each rank by its overrides, is not read.
+    Skips modules whose class an override replaces, and modules that the rules state to be correct on each rank.
 
     Args:
         model: the model.
@@ -111,9 +111,9 @@ def _is_examined(module: nn.Module, parallel: Mapping[nn.Module, nn.Module]) -> 
 
 
 def _output(name: str, parallel: nn.Module) -> LocalFeatures | None:
-    """The local features in the output of a layer; None if it has all features, or no count is wrong for them."""
+    """The local features in the output of a layer; None if it has all features, or no count depends on them."""
     is_column = isinstance(parallel, ColumnParallelLinear) or getattr(parallel, "dim", None) == -1
-    if not is_column or getattr(parallel, "gather_output", True) or _RIGHT in vars(parallel):
+    if not is_column or getattr(parallel, "gather_output", True) or _UNAFFECTED in vars(parallel):
         return None
     assert isinstance(parallel, ParallelModule)
     placement, rank = parallel.placements["weight"], parallel.axis.rank
@@ -193,8 +193,8 @@ def _described(module: nn.Module, problem: Problem) -> str:
         return f"its forward {number} ({shard.layer}{local})"
     divisor = f"{number}, a number in its code" if count is None else f"{_name(module, count)} = {number}"
     return (
-        f"its forward divides the features of {shard.layer} by {divisor}, which is right for all {shard.full} features "
-        f"and not for the {shard.local} of one rank"
+        f"its forward divides the features of {shard.layer} by {divisor}, which is correct for all {shard.full} "
+        f"features and not for the {shard.local} of one rank"
     )
 
 
@@ -244,9 +244,9 @@ def holders_of(objects: Sequence[object], slot: str, without: Collection[int] = 
     return [one for one in modules if id(vars(one).get(slot)) in dicts]
 
 
-def right_counts(layers: Iterable[nn.Module]) -> list[Overrides]:
-    """Make the overrides that remember layers for whose features no number of other modules is wrong."""
-    return [Overrides(layer, attributes={_RIGHT: True}) for layer in layers]
+def unaffected_counts(layers: Iterable[nn.Module]) -> list[Overrides]:
+    """Mark layers: the caller states that no count of other modules depends on their features."""
+    return [Overrides(layer, attributes={_UNAFFECTED: True}) for layer in layers]
 
 
 def count_overrides(owners: Iterable[nn.Module], names: Collection[str], tp: int) -> list[Overrides]:
@@ -306,16 +306,15 @@ class UnitCounts:
             return f"{self._heads(examined)}, or, if no number has to be changed, {none}"
         count = problem.divisor
         if count is None:
-            return f"{IN_CODE}; or, if it is right on each rank, add {none}"
+            return f"{IN_CODE}; or, if it is correct on each rank, add {none}"
         if id(count.owner) not in self._names and count.owner is not getattr(examined.module, "config", None):
             return f"set it to its number per rank in your code, and add {none}"
         if is_read_only(type(count.owner), count.attribute):
-            return (
-                f"set the attributes that property {count.attribute} reads; or, if it is right on each rank, add {none}"
-            )
+            reads = f"the attributes that property {count.attribute} reads"
+            return f"set {reads}; or, if it is correct on each rank, add {none}"
         unit = self._unit(examined.path, count)
         new = self._line(examined.module, count, str(count.value // self._plan.tp) if unit is None else f'"{unit}"')
-        return f"add {new} to [modules] of the plan file; or, if it is right on each rank, {none}"
+        return f"add {new} to [modules] of the plan file; or, if it is correct on each rank, {none}"
 
     def _heads(self, examined: Examined) -> str:
         """The remedy for a module whose code is not understood: a line for the attribute that counts its heads."""

@@ -31,7 +31,7 @@ def real_heads(
 ) -> dict[str, object]:
     """The fields that give a small model heads like the real model's.
 
-    A rule can be right for small heads only, such as one with a number in it, and the numbers of heads determine which
+    A rule can be correct for small heads only, for example if it has a number, and the numbers of heads determine which
     heads are padded. Where the config determines the size of heads by the width of the model, the model gets wider. A
     submodel keeps its width, to fit the other submodels, so its heads may stay small; :func:`head_sizes` shows which.
 
@@ -150,9 +150,9 @@ def small_model(
 
     Args:
         config: the content of ``config.json``.
-        has_real_heads: whether its heads have as many features as by the config.
+        has_real_heads: whether its heads have as many features as in the config.
         heads: its number of heads, by default four; :data:`~shardconv.hf.small.SAME` for as many query and KV heads as
-            by the config.
+            in the config.
 
     Raises:
         RunError: if transformers does not have the class, or the class cannot be built small.

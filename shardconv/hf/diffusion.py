@@ -1,4 +1,4 @@
-"""Models of diffusers: their configs, configs of small models, which ``diffusion.toml`` describes, and pipelines."""
+"""Models of diffusers: configs, configs of small models by ``diffusion.toml``, and pipelines."""
 
 import inspect
 import re
@@ -71,7 +71,7 @@ def of_class(name: object) -> Mapping[str, Any]:
 
 
 def default_fields(kind: type[nn.Module]) -> dict[str, Any]:
-    """The config of a class of diffusers by default."""
+    """The default config of a class of diffusers."""
     parameters = [*inspect.signature(kind.__init__).parameters.values()][1:]
     fields = {one.name: one.default for one in parameters if one.default is not one.empty}
     return {"_class_name": kind.__name__, **fields}
@@ -127,7 +127,7 @@ def build_pipeline(index: Path, components: Mapping[str, Any], dtype: torch.dtyp
 
 
 def variant_of(folder: Path, loaded: Collection[str]) -> str | None:
-    """The variant of weights without which diffusers finds none in the folder of a component.
+    """The ``variant`` with which diffusers finds the weights of all components in the folder.
 
     Args:
         folder: of the pipeline.

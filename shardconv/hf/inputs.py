@@ -1,6 +1,6 @@
 """Random inputs for small models: text, images, audio, and text with placeholder tokens for images or audio.
 
-The config and the signature of ``forward`` determine most inputs; ``types.toml`` has what they need besides.
+The config and the signature of ``forward`` determine most inputs; ``types.toml`` has the others.
 ``special.toml`` has the inputs of single model types, and ``diffusion.toml`` of models of diffusers. The number of
 placeholder tokens is the number of features that the model computes.
 """
@@ -223,17 +223,17 @@ def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
 
     Args:
         config: the content of ``config.json``.
-        given: those of ``height``, ``width`` and ``frames`` that the user chose.
+        given: the ``height``, ``width`` and ``frames`` that the user passed.
 
     Raises:
-        UsageError: if a side is not a multiple of a patch, or the model makes pictures, which do not have frames.
+        UsageError: if a side is not a multiple of a patch, or ``frames`` is passed for a model of images.
     """
     if _why_not_counted(config):
         return
     step, patch = of_class(config.get("_class_name"))["step"], _fields_of_step(config, {}).evaluate("patch_pixels")
     for name, size in given.items():
         if name == "frames" and "pixel_frames" not in step:
-            raise UsageError(f"{option(frames=size)} is for models of videos: remove it")
+            raise UsageError(f"{option(frames=size)} is only for models of videos: remove it")
         if name != "frames" and (rest := size % patch):
             other = " or ".join(option(**{name: near}) for near in (size - rest, size - rest + patch) if near)
             raise UsageError(f"{option(**{name: size})} is not a multiple of {patch}: pass {other}")

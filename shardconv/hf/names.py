@@ -1,6 +1,6 @@
 """Map the names of tensors on disk to the names of a model in memory, as transformers does when it loads.
 
-Also the reverse, as when it saves. Nothing is read and no memory is taken for values: transformers itself loads
+Also maps them back, as when it saves. Nothing is read and no memory is taken for values: transformers itself loads
 tensors on the meta device.
 """
 

@@ -33,7 +33,7 @@ def _table() -> dict[str, Any]:
 
 
 def default_config(kind: "type[ModelConfig]") -> dict[str, Any]:
-    """The fields of a config class by default, with values for fields that do not have a default.
+    """The default fields of a config class, with values for fields without a default.
 
     Args:
         kind: a subclass of ``PreTrainedConfig``.

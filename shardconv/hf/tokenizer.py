@@ -13,7 +13,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.mod
 _TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer_config.json")
 
 _REMEDY = (
-    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, or give token ids: "
+    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, or pass token ids: "
     '--token-ids "1 2 3". --check without a prompt needs no tokenizer.'
 )
 

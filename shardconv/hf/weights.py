@@ -1,4 +1,4 @@
-"""Load tensors into models by transformers, and refuse to leave a parameter without one.
+"""Load tensors into models by transformers; a parameter without a tensor is an error.
 
 Owns the calls of ``from_pretrained`` and the reading of its report.
 """

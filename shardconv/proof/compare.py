@@ -276,7 +276,7 @@ def compare(
 def _compare_outputs(
     model: PretrainedModel, inputs: Mapping[str, Tensor], expected: Reference
 ) -> tuple[float, bool | None, float | None]:
-    """The first, second and last attribute of a :class:`OutputDifferences`."""
+    """The ``output``, ``tokens`` and ``cache`` of :class:`OutputDifferences`."""
     with torch.no_grad():
         result = model(**copy_inputs(inputs))
     found = float_tensors(result)

@@ -1,4 +1,4 @@
-"""Compare shards of quantized weights with those of the dequantized weights, by the grids of a source.
+"""Compare dequantized shards of quantized weights with shards of the dequantized weights.
 
 Dequantizing the shard of a weight must give the shard of the dequantized weight. Weights with equal grids and
 placements are one kind, of which one is compared. It has random values, and in a dim that is not sharded only a few
@@ -67,7 +67,7 @@ def _shard_difference(shards: Mapping[str, Stored], expected: Tensor) -> str:
     """Compare the stored tensors of a rank with its shard of the dequantized weight; return the difference, or ""."""
     if not expected.numel():  # the rank does not have this weight
         has_values = any(one.tensor.numel() for one in shards.values() if one.grid.role == VALUES)
-        return "values of a weight that it does not have" if has_values else ""
+        return "values of a weight, but no shard of it in the plan" if has_values else ""
     for name, (tensor, grid) in shards.items():
         if grid.content != PLAIN and not torch.equal(tensor, _integers(grid, expected.shape).to(tensor.dtype)):
             return f"integers of another shard in {name}"

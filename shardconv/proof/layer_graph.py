@@ -1,4 +1,4 @@
-"""Find out which linear layer feeds which, by tracing one forward pass of a small model.
+"""Trace which linear layers feed which, in one forward pass of a small model.
 
 The output of each linear layer is marked with that layer. Operations that keep features apart pass the marks on to
 their outputs. Two layers can be sharded along the features between them if nothing else uses those features.

@@ -78,10 +78,10 @@ def require_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec],
 def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -> None:
     """Check that transformers accepts the config of a padded checkpoint, and that its model has the padded tensors.
 
-    A small model with as many heads as the config has to run, too, as fields that follow from them may be unchanged.
+    Also runs a small model with as many heads, because fields that depend on their numbers may be unchanged.
 
     Raises:
-        PlanError: if not.
+        PlanError: if the config is refused, the tensors differ, or the small model fails.
     """
     remedy = (
         f"use shardconv split --pad, whose rank files keep the true sizes, or {option(check_model=False)} for an "
@@ -93,7 +93,7 @@ def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
         raise PlanError(f"the config of the padded checkpoint: {error.message}: {remedy}") from error
     if not found.is_match:
         raise PlanError(
-            f"the config of the padded checkpoint: {found.model} does not have the padded tensors by it "
+            f"the config of the padded checkpoint: {found.model} built by it does not have the padded tensors "
             f"({found.differences()}): {remedy}"
         )
     try:
@@ -127,6 +127,6 @@ def check_model(config: Mapping[str, object], specs: Mapping[str, TensorSpec]) -
         return match_names(kind, full_config, {name: spec.shape for name, spec in specs.items()})
     except Exception as error:
         raise RunError(
-            f"transformers cannot build {kind.__name__} by this config, so its tensors cannot be compared with it: "
+            f"transformers cannot build {kind.__name__} from this config, so the tensors are not compared with it: "
             f"{type(error).__name__}: {error}"
         ) from error

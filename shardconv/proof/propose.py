@@ -164,7 +164,7 @@ def propose_plan(
         by_heads: shard attention by heads if its layers have usual names; else these layers gather their outputs.
 
     Returns:
-        The text of a plan file, to be proven by :func:`~shardconv.proof.prove.prove` with ``plan``.
+        The text of a plan file: write it to a file, and pass its path to :func:`~shardconv.prove` as ``rules``.
 
     Raises:
         SourceError: if the checkpoint cannot be read.

@@ -67,7 +67,7 @@ def _attention(model: PretrainedModel) -> tuple[dict[str, UnitRule], dict[str, R
     return units, rules, overrides
 
 
-#: If modules of one pattern get different styles, the first of these, which is right for all of them, is used.
+#: If modules of one pattern get different styles, all get the first of these, which is correct for each.
 _CAUTION = [
     "replicate", "replicated_with_grad_allreduce", "gathered", "colwise_gather_output", "embedding_rowwise",
     "packed_colwise", "by_rows", "rowwise", "colwise",
@@ -86,7 +86,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 def _pairs(graph: LayerGraph) -> dict[str, Rule]:
     """Rules of the linear layers that are sharded along the features between them.
 
-    All layers of one pattern have the same rule, so one layer that cannot be sharded so excludes the others.
+    All layers of one pattern have the same rule: if one of them cannot be sharded like this, none is.
     """
     refused = {_pattern(name) for name in graph.escaped}
     consumers = {_pattern(name) for name in graph.inputs}

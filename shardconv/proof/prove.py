@@ -51,7 +51,7 @@ class ProofReport(Struct, frozen=True):
         grid_differences: the tensors whose dequantized shards are not the shards of the dequantized weight.
         unreached: names of tensors of the source that the small model does not have, and the proof does not cover; with
             a star for each layer number.
-        is_proven: whether there is a proof, every proof is right, and all dequantized shards are.
+        is_proven: whether at least one size was tried, and all comparisons of outputs and dequantized shards passed.
     """
 
     source: str
@@ -100,9 +100,9 @@ def prove(
 ) -> ProofReport:
     """Prove the plan of a source on the CPU, with a small model.
 
-    The heads of the small model have the size of the source's, and with ``pad`` their number, if such a model can be
-    built. A tensor parallel size at which the small model is padded differently from the source is skipped. The small
-    model is not quantized; for a quantized source, dequantized shards of random values are compared as well.
+    The small model has heads of the source's size, and with ``pad`` as many, if such a model can be built. A tensor
+    parallel size at which the small model is padded differently from the source is skipped. The small model is not
+    quantized; for a quantized source, dequantized shards of random values are compared as well.
 
     Args:
         src: a ``.safetensors`` or PyTorch file, an index file, or a folder, with a config that names a class of
@@ -160,7 +160,7 @@ def prove(
 
 
 def _with_remedy(proof: Proof, planner: Planner, request: PlanRequest) -> Proof:
-    """Add to the note of a model that failed to run that module overrides do not have to fit rules of a plan file."""
+    """Add the remedy for a plan file whose rules the module overrides of the family do not fit, if the model failed."""
     overrides = [rule for model_rules in planner.rules.models for _, rule in model_rules.modules()]
     if proof.output is not None or request.plan_file is None or all(rule.by_user for rule in overrides):
         return proof

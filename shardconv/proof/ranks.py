@@ -182,7 +182,7 @@ MAX_HEADS = 64
 
 
 def heads_for(tps: Sequence[int]) -> int:
-    """The number of heads with which a small model supports tensor parallel sizes; the usual number if it does."""
+    """The number of heads with which a small model supports tensor parallel sizes; the default number if possible."""
     needed = math.lcm(*tps) if tps else HEADS
     if HEADS % needed == 0 or needed > MAX_HEADS:
         return HEADS
