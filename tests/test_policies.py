@@ -248,7 +248,7 @@ WRONG = {
     "swapped": (
         "bert", changed(BertPolicy, mlp_in=[both("output.dense")], mlp_out=[both("intermediate.dense")]), "must match",
     ),
-    "heads not set": ("gpt2", changed(GPT2Policy, replace_arguments={}), "by split_size = 64, which is right for"),
+    "heads not set": ("gpt2", changed(GPT2Policy, replace_arguments={}), "by split_size = 64, which is correct for"),
     "kv heads not set": (
         "phi3", changed(Phi3Policy, replace_arguments={"self_attn.config.num_attention_heads": 4}), None,
     ),
