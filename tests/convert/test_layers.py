@@ -170,7 +170,7 @@ REFUSED = {
     "parametrized": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))), "0: is a ParametrizedLinear", {},
     ),
-    "common parameter": (with_common_weight, "1: a Odd has a parameter in common", {}),
+    "common parameter": (with_common_weight, "1: a Odd shares a parameter with", {}),
     "no linear layer": (lambda: nn.Sequential(nn.ReLU()), "this Sequential does not contain Linear layers", {}),
     "no embedding": (
         lambda: nn.Sequential(nn.Linear(8, 8)),
