@@ -21,8 +21,8 @@ from shardconv.plan.rule_set import ModelRules, RuleSet
 from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.structs import Data
 
-#: The largest number of ranks of a plan, and of its stages.
-MAX_RANKS = 4096
+#: The largest number of ranks of a plan, and of its stages; and of layers.
+MAX_RANKS, MAX_LAYERS = 4096, 10_000
 
 
 class Stages(Data, frozen=True):
@@ -40,6 +40,8 @@ class Stages(Data, frozen=True):
     has_copies: bool = False
 
     def __post_init__(self) -> None:
+        if self.layers.size > MAX_LAYERS:
+            raise ValueError(f"its stages have {self.layers.size} layers (expected at most {MAX_LAYERS})")
         if self.layers != place_layers(self.num_layers):
             raise ValueError("its stages are not consecutive intervals of layers")
 
@@ -88,27 +90,34 @@ def divide_layers(num_layers: int, pp: int) -> tuple[int, ...]:
     return tuple(even + (pp - 1 - remainder <= stage < pp - 1) for stage in range(pp))
 
 
-def even_stages(layer_bytes: Sequence[int], pp: int) -> tuple[int, ...]:
+def even_stages(layer_bytes: Sequence[int], pp: int, least: int = 1) -> tuple[int, ...]:
     """The number of layers of each of ``pp`` stages that minimize the bytes of the largest stage.
 
     Args:
         layer_bytes: bytes of each layer, including other tensors in the first and in the last one.
         pp: number of stages, at most the number of layers.
+        least: the least number of layers of the first stage.
     """
-    limits, count = range(max(layer_bytes), sum(layer_bytes) + 1), len(layer_bytes)
-    limit = limits[bisect_left(limits, count, key=lambda limit: sum(_fill(layer_bytes, pp, limit)))]
-    return _fill(layer_bytes, pp, limit)
+    sizes = [sum(layer_bytes[:least]), *layer_bytes[least:]]
+    limits, ends = range(max(sizes), sum(sizes) + 1), [*accumulate(sizes, initial=0)]
+    limit = limits[bisect_left(limits, len(sizes), key=lambda limit: sum(_fill(ends, pp, limit)))]
+    first, *others = _fill(ends, pp, limit)
+    return (first + least - 1, *others)
 
 
-def _fill(layer_bytes: Sequence[int], pp: int, limit: int) -> tuple[int, ...]:
-    """The number of layers of each stage if stages have as many layers as fit ``limit``, and at least one each."""
-    counts, start = [], 0
+def _fill(ends: Sequence[int], pp: int, limit: int) -> tuple[int, ...]:
+    """The number of layers of each stage if stages have as many layers as fit ``limit``, and at least one each.
+
+    Args:
+        ends: bytes of all layers before each layer, and of all.
+        pp: number of stages.
+        limit: bytes of a stage, at least those of the largest layer.
+    """
+    starts = [0]
     for stages_after in reversed(range(pp)):
-        most = len(layer_bytes) - stages_after - start
-        fitting = sum(total <= limit for total in accumulate(layer_bytes[start : start + most]))
-        counts.append(fitting)
-        start += fitting
-    return tuple(counts)
+        stop = bisect_right(ends, ends[starts[-1]] + limit) - 1
+        starts.append(min(stop, len(ends) - 1 - stages_after))
+    return tuple(stop - start for start, stop in pairwise(starts))
 
 
 class StageChoice(Struct, frozen=True):
@@ -237,14 +246,23 @@ class StageFinder:
                 f"{path}.{missing} is missing (expected {total} layers, by {NUM_LAYERS}): pass the config of this "
                 "checkpoint, or the checkpoint with all layers"
             )
+        if sum(num_layers) > MAX_LAYERS:
+            raise UsageError(
+                f"{path} has {sum(num_layers)} layers (expected at most {MAX_LAYERS}): correct {NUM_LAYERS} of the "
+                f"config, or {option('stages')}"
+            )
         is_tied = _is_tied(self._rules, has_head=any(one.kind == HEAD for one in found))
         has_copies = (model_rules.config or {}).get("model_type") in self._rules.in_all_stages
         return Stages(place_layers(num_layers), is_tied if chosen.is_tied is None else chosen.is_tied, has_copies)
 
+    @property
+    def least_in_first(self) -> int:
+        """The least number of layers of the first stage, by the engine."""
+        return max(engine_named(self._rules.engine).layers_of_first_stage(self._rules.models[0].config), 1)
+
     def _check_first(self, num_layers: tuple[int, ...], path: str) -> None:
         """Refuse a first stage with fewer layers than the engine needs there."""
-        engine, total, pp = self._rules.engine, sum(num_layers), len(num_layers)
-        least = engine_named(engine).layers_of_first_stage(self._rules.models[0].config)
+        engine, total, pp, least = self._rules.engine, sum(num_layers), len(num_layers), self.least_in_first
         if num_layers[0] < least:
             after = min(total - least, pp - 1)  # number of stages after the first
             stages = as_option((least, *divide_layers(total - least, after))) if after > 0 else option(pp=1)

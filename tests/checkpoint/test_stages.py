@@ -16,7 +16,14 @@ import shardconv
 from shardconv.checkpoint.split.manifest_file import read_manifest
 from shardconv.files.input_files import LocalFile
 from shardconv.support.errors import OutputError, SplitCheckpointError, UsageError
-from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.checkpoints import (
+    contents,
+    llama_config,
+    llama_specs,
+    write_checkpoint,
+    write_config,
+    write_weights,
+)
 from tests.support.command import call
 from tests.support.damage import flip, place
 from tests.support.faults import failing_after
@@ -284,6 +291,22 @@ def test_plan_has_bytes_of_stages_and_proposes_even_ones(tmp_path):
     assert sizes == list(even.rank_bytes)
     text = call("plan", source, "--tp", 2, "--pp", 4).out
     assert f"more even: --stages {','.join(map(str, report.even_stages))} (" in text
+
+
+def test_even_stages_have_the_layers_to_which_vllm_adds_images_in_the_first(tmp_path):
+    """The embedding is large, so that without an engine the first stage has one layer."""
+    text = {**llama_config(layers=8, vocab=1200), "model_type": "qwen3_vl_text"}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": {"deepstack_visual_indexes": [0, 1, 2]}}
+    source = tmp_path / "source"
+    source.mkdir()
+    write_config(source, config)
+    specs = {name.replace("model.", "model.language_model."): spec for name, spec in llama_specs(text).items()}
+    write_weights(source / "model.safetensors", specs)
+    options = {"tp": 2, "stages": "5,1,1,1"}
+    assert shardconv.report_plan(source, **options).even_stages[0] == 1
+    even = shardconv.report_plan(source, engine="vllm", **options).even_stages
+    assert even[0] == 3
+    shardconv.split(source, tmp_path / "out", tp=2, stages=even, engine="vllm")
 
 
 def test_reshard_keeps_the_stages(source, tmp_path):

@@ -1062,6 +1062,14 @@ CASES: Mapping[str, Case] = {
         refused(error("more than the 1 layers of model.layers")) | {"plan --prove": NO_STAGES},
         both(config(num_hidden_layers=1), tensors(only_first_layer)), pp=2,
     ),
+    "more stages than ranks that a plan may have": Case(
+        refused(error("--pp is wrong (got 4097, expected an integer from 1 to 4096)")) | {"plan --prove": NO_STAGES},
+        options=("--pp", "4097"),
+    ),
+    "stages of a number of layers that no model has": Case(
+        refused(error("model.layers.2 is missing (expected 1000000000 layers")) | {"plan --prove": NO_STAGES},
+        config(num_hidden_layers=10**9), pp=2,
+    ),
     "stages of a model without a family": Case(
         refused(error("--pp is not supported for family by_name")) | {"plan --prove": NO_STAGES},
         config(model_type=None), pp=2,
@@ -1278,7 +1286,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 518, "warning": 10, "na": 1051}
+COUNTS = {"right": 271, "error": 522, "warning": 10, "na": 1067}
 
 
 def counts() -> Counter[str]:

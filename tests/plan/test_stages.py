@@ -63,9 +63,11 @@ def largest(sizes, numbers):
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
 def test_even_stages_are_the_best_of_all(sizes, data):
     pp = data.draw(st.integers(1, len(sizes)))
-    numbers = even_stages(sizes, pp)
-    assert (sum(numbers), len(numbers), min(numbers) > 0) == (len(sizes), pp, True)
-    assert largest(sizes, numbers) == min(largest(sizes, one) for one in splits(len(sizes), pp))
+    least = data.draw(st.integers(1, len(sizes) - pp + 1))
+    numbers = even_stages(sizes, pp, least)
+    assert (sum(numbers), len(numbers), min(numbers) > 0, numbers[0] >= least) == (len(sizes), pp, True, True)
+    possible = [one for one in splits(len(sizes), pp) if one[0] >= least]
+    assert largest(sizes, numbers) == min(largest(sizes, one) for one in possible)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
@@ -232,6 +234,20 @@ def test_number_of_layers_has_to_be_known():
     with pytest.raises(PlanError, match=r"number of layers is unknown .*: pass stages"):
         made.stages(StageChoice(2))
     assert made.stages(StageChoice(2, (1, 1))).num_layers == (1, 1)
+
+
+@pytest.mark.parametrize("chosen", [StageChoice(2), StageChoice(2, (1, 10**9 - 1))])
+def test_absurd_number_of_layers_is_refused(chosen):
+    """Of an adapter, which may lack layers."""
+    specs = {name: TensorSpec(*spec) for name, spec in llama_specs(llama_config()).items()}
+    made = planner_for(specs, {**llama_config(), "num_hidden_layers": 10**9}, PlanRequest())
+    with pytest.raises(UsageError, match=r"model.layers has 1000000000 layers \(expected at most 10000\)"):
+        StageFinder(made.rules).divide(chosen, [*made.group_of], is_adapter=True)
+
+
+def test_absurd_number_of_layers_of_a_plan_is_refused():
+    with pytest.raises(ValueError, match=r"its stages have 1000000000 layers \(expected at most 10000\)"):
+        Stages(place_layers((1, 10**9 - 1)))
 
 
 def test_wrong_sum_is_refused():

@@ -264,7 +264,7 @@ def _even_stages(
         for totals in [on_all] if len(layers) == finest.count else [of_layer[layer] for layer in layers]:
             for rank, size in enumerate(tensor.shard_bytes[first : first + per_stage]):
                 totals[rank] += size
-    even = even_stages([max(sizes) for sizes in of_layer], plan.pp)
+    even = even_stages([max(sizes) for sizes in of_layer], plan.pp, finder.least_in_first)
     bounds = pairwise(accumulate(even, initial=0))
     stages = ([sum(sizes) for sizes in zip(*of_layer[start:stop], strict=True)] for start, stop in bounds)
     largest = max(size + shared for sizes in stages for size, shared in zip(sizes, on_all, strict=True))
