@@ -75,3 +75,9 @@ def message_device(group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cpu")
     device_type = dist.get_backend_config(group).partition(":")[0]
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def sending_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Device for values of a device that one rank sends to another: gloo sends tensors of CPUs only."""
+    backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
+    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device

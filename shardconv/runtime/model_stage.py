@@ -10,10 +10,13 @@ The first stage also has the image encoder of a composite model, and broadcasts 
 some models add them to hidden states after one of the first layers.
 
 Hidden states have shape [batch, tokens, hidden size], in the dtype of the model. Each rank sends them to the rank of
-the same number in the next stage.
+the same number in the next stage, with a flag that says whether a stage has failed. No rank reads it before the last
+stage is done, so that an accelerator need not be waited for. Then all stages raise the error. A stage that fails takes
+part in the messages of a call, too, so that the others do not wait for it. Ranks of its own stage may wait, as without
+stages.
 """
 
-import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, update_wrapper
@@ -27,19 +30,20 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_on
 
 from shardconv.convert.converted_model import ON_OTHER_STAGE, OTHER_STAGES
 from shardconv.distributed import Axis
-from shardconv.distributed.agreement import run_on_first
+from shardconv.distributed.agreement import gather, run_on_first
+from shardconv.distributed.devices import sending_device
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import ModelClass
 from shardconv.plan.families.family import EMBEDDING, ENCODER, HEAD, LAYERS
 from shardconv.plan.plan import Plan
 from shardconv.plan.stages import StageFinder, Stages
 from shardconv.runtime.dry_run import MetaFunctions
-from shardconv.support.errors import RunError, one_line
+from shardconv.support.errors import PeerError, RunError, one_line
 
 #: The remedy for models that do not run in stages.
 _WITHOUT_STAGES = "run it in one stage (shardconv reshard DIR --tp N --pp 1)"
-#: Kind of modules in ``[stages]`` to the number of them that a model may have.
-_CONNECTED = {EMBEDDING: 1, LAYERS: 1, "last": 1, "first": 0}
+#: Kind of modules in ``[stages]`` to the numbers of them that a model may have.
+_CONNECTED = {EMBEDDING: (1,), LAYERS: (1,), "last": (1,), "first": (0,), HEAD: (0, 1)}
 #: Methods of transformers that compute features with the modules of an image encoder.
 _FEATURES = ("get_image_features", "get_video_features")
 #: Attributes of modules of other stages. transformers does not initialize them.
@@ -139,7 +143,8 @@ def connect_stage(model: nn.Module, plan: Plan, axis: Axis) -> None:
         axis: the ranks with the same rank in each stage.
     """
     assert plan.stages is not None
-    _Stage(axis, model).connect(_Parts.of(model, StageFinder(plan.rules)), plan.stages.layers_of(axis.rank))
+    parts = _Parts.of(model, StageFinder(plan.rules))
+    _Stage(axis, model, parts.embedding.embedding_dim).connect(parts, plan.stages.layers_of(axis.rank))
 
 
 def refuse_parts(model: nn.Module) -> None:
@@ -175,15 +180,17 @@ class _Parts:
         embedding: the embedding table.
         layers: the layers.
         norm: the final norm.
-        heads: the output projections; none for a base model.
+        head: the output projection; None for a base model.
         images: the module that computes features of images; None without an image encoder.
+        encoders: the modules that only it may call.
     """
 
     embedding: nn.Embedding
     layers: list[nn.Module]
     norm: nn.Module
-    heads: Sequence[nn.Linear]
+    head: nn.Linear | None
     images: nn.Module | None
+    encoders: Sequence[nn.Module]
 
     @classmethod
     def of(cls, model: nn.Module, finder: StageFinder) -> Self:
@@ -198,28 +205,29 @@ class _Parts:
         of_modules = ((name, finder.find(name)) for name, _ in model.named_modules())  # a norm may lack parameters
         for one in (*located, *(found for name, found in of_modules if found and found.path == name)):
             paths.setdefault(one.kind, set()).add(one.path)
-        for kind, count in _CONNECTED.items():
-            if len(found := paths.get(kind, ())) != count:
-                names = ", ".join(sorted(found)) or "none"
-                raise does_not_run(model, f"modules of kind {kind!r} are not connected (got {names}, expected {count})")
+        for kind, counts in _CONNECTED.items():
+            if len(found := paths.get(kind, ())) not in counts:
+                names, expected = ", ".join(sorted(found)) or "none", " or ".join(map(str, counts))
+                problem = f"modules of kind {kind!r} are not connected (got {names}, expected {expected})"
+                raise does_not_run(model, problem)
         embedding, sequence, norm = (model.get_submodule(*paths[kind]) for kind in (EMBEDDING, LAYERS, "last"))
-        heads = [cast("nn.Linear", model.get_submodule(path)) for path in paths.get(HEAD, ())]
-        images = _owner_of_encoders(model, paths[ENCODER]) if ENCODER in paths else None
-        return cls(cast("nn.Embedding", embedding), [*sequence.children()], norm, heads, images)
+        head = cast("nn.Linear", model.get_submodule(*paths[HEAD])) if HEAD in paths else None
+        encoders = paths.get(ENCODER, ())
+        images = _owner_of_encoders(model, encoders) if encoders else None
+        modules = [module for name, module in model.named_modules() if name in encoders]  # others are parameters
+        return cls(cast("nn.Embedding", embedding), [*sequence.children()], norm, head, images, modules)
 
 
 def _owner_of_encoders(model: nn.Module, paths: Collection[str]) -> nn.Module:
     """The module whose methods compute features of images.
 
     Raises:
-        RunError: if another module has some of the encoders, or its forward method uses them itself.
+        RunError: if another module has some of the encoders.
     """
-    owners, _, names = zip(*(path.rpartition(".") for path in paths), strict=True)
-    owner = model.get_submodule(owners[0])
-    if len({*owners}) > 1 or not hasattr(owner, _FEATURES[0]):
+    owners = {path.rpartition(".")[0] for path in paths}
+    owner = model.get_submodule(min(owners))
+    if len(owners) > 1 or not hasattr(owner, _FEATURES[0]):
         raise does_not_run(model, f"no method {_FEATURES[0]} has all of {', '.join(sorted(paths))}")
-    if used := sorted({*names} & {*inspect.unwrap(type(owner).forward).__code__.co_names}):
-        raise does_not_run(model, f"{type(owner).__name__}.forward uses {', '.join(used)} outside of {_FEATURES[0]}")
     return owner
 
 
@@ -267,13 +275,73 @@ def _inputs(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Tensor, 
     return options["hidden_states"], [value for name, value in options.items() if name != "hidden_states"]
 
 
+class _Messages:
+    """The messages of a stage in one call of a model: from the stage before, to the next, and between all at the end.
+
+    The memory for hidden states and the flag is allocated here, so that a rank that is out of memory later can send.
+
+    Args:
+        axis: the ranks with the same rank in each stage.
+        count: number of values of the hidden states.
+        dtype: of hidden states.
+        device: of hidden states.
+    """
+
+    def __init__(self, axis: Axis, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._axis = axis
+        self._values = torch.zeros(count + 1, dtype=dtype, device=sending_device(axis.group, device))
+        self._hidden, self._flag = self._values.split([count, 1])
+        self._is_received, self._is_sent, self._is_finished = axis.rank == 0, axis.rank == axis.size - 1, False
+
+    def receive(self) -> Tensor:
+        """Receive hidden states, [batch * tokens * hidden size]. They are valid until :meth:`send`."""
+        self._is_received = True
+        dist.recv(self._values, self._axis.ranks[self._axis.rank - 1], group=self._axis.group)
+        return self._hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states, [batch, tokens, hidden size]."""
+        self._hidden.copy_(hidden.reshape(-1))
+        self._send()
+
+    def _send(self) -> None:
+        self._is_sent = True
+        dist.send(self._values, self._axis.ranks[self._axis.rank + 1], group=self._axis.group)
+
+    def finish(self) -> None:
+        """Wait for all stages.
+
+        Raises:
+            PeerError: if one has failed.
+        """
+        if message := next(filter(None, self._failures(None)), None):
+            raise PeerError(message)
+
+    def fail(self, error: BaseException) -> None:
+        """Take part in the messages that are left, after an error on this stage."""
+        if not self._is_received:
+            self.receive()
+        self._flag.fill_(1)
+        if not self._is_sent:
+            self._send()
+        if not self._is_finished:
+            self._failures(f"pipeline stage {self._axis.rank}: {one_line(error)}")
+
+    def _failures(self, message: str | None) -> list[str | None]:
+        """The messages of all stages; an empty list if none has failed."""
+        self._is_finished = True
+        dist.all_reduce(self._flag, group=self._axis.group)
+        return gather(message, self._axis) if self._flag else []
+
+
 class _Stage:
     """A stage of a model, which communicates with the stages beside it."""
 
-    def __init__(self, axis: Axis, model: nn.Module) -> None:
-        self._axis, self._model = axis, model
+    def __init__(self, axis: Axis, model: nn.Module, hidden_size: int) -> None:
+        self._axis, self._model, self._hidden_size = axis, model, hidden_size
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
-        self._is_called = self._computes_features = False
+        self._messages: _Messages | None = None  # of the call of the model that runs
+        self._computes_features = False
 
     def connect(self, parts: _Parts, held: range) -> None:
         """Replace the forward methods of modules.
@@ -282,33 +350,47 @@ class _Stage:
             parts: the modules.
             held: the numbers of the layers of this stage.
         """
-        self._connect_images(parts.images)
+        self._connect_images(parts.images, parts.encoders)
         self._connect_embedding(parts.embedding)
         self._connect_layers(parts.layers, held)
-        self._connect_norm(parts.norm, is_output=not parts.heads)
-        for head in parts.heads:
-            self._connect_head(head)
-        self._model.register_forward_pre_hook(self._begin)
+        self._connect_norm(parts.norm, is_output=parts.head is None)
+        if parts.head is not None:
+            self._connect_head(parts.head)
+        self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._model.register_forward_hook(self._end, always_call=True)
 
-    def _begin(self, *_: object) -> None:
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook: gradients would end at the hidden states that a stage receives."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a model in pipeline stages does not compute gradients: call it in torch.no_grad() or "
                 "torch.inference_mode()"
             )
-        self._is_called = True
+        if not isinstance(ids := args[0] if args else options.get("input_ids"), Tensor):
+            raise TypeError(f"a model in pipeline stages got {ids!r:.60} as input_ids (expected a tensor): pass one")
+        self._messages = _Messages(self._axis, ids.numel() * self._hidden_size, self._dtype, self._device)
 
     def _end(self, *_: object) -> None:
-        self._is_called = False
+        """A forward hook, also after an error in the call, which the other stages raise, too."""
+        messages, self._messages = self._messages, None
+        if messages is not None and (error := sys.exception()) is not None:
+            messages.fail(error)
+
+    @property
+    def _current(self) -> _Messages:
+        """The messages of the call that runs."""
+        self._check_called()
+        assert self._messages is not None
+        return self._messages
 
     def _connect_embedding(self, module: nn.Embedding) -> None:
         module.register_forward_pre_hook(self._check_called)
         if not self._is_first:
             vars(module)["forward"] = partial(self._zeros, module.embedding_dim)
 
-    def _connect_images(self, module: nn.Module | None) -> None:
+    def _connect_images(self, module: nn.Module | None, encoders: Sequence[nn.Module]) -> None:
+        for encoder in encoders:
+            encoder.register_forward_pre_hook(self._check_encoder)
         for name in _FEATURES:
             if compute := getattr(module, name, None):
                 vars(module)[name] = update_wrapper(partial(self._features, compute), compute)  # keeps the signature
@@ -337,6 +419,12 @@ class _Stage:
         """The output of the embedding of a later stage, for token ids of shape [batch, tokens]."""
         return torch.zeros(*input_ids.shape, hidden_size, dtype=self._dtype, device=input_ids.device)
 
+    def _check_encoder(self, encoder: nn.Module, _: object) -> None:
+        """A forward pre-hook, on all stages: refuse a call of which later stages would not get the output."""
+        if not self._computes_features:
+            problem = f"{type(encoder).__name__} is called outside of {' and '.join(_FEATURES)}"
+            raise does_not_run(self._model, problem)
+
     def _features(self, compute: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The features of images, computed by the first stage, on all stages."""
         if self._computes_features:  # by another method
@@ -359,7 +447,8 @@ class _Stage:
 
     def _share(self, tensor: Tensor) -> Tensor:
         """A tensor of the first stage, on all stages; later stages have it on the meta device."""
-        tensor = tensor.contiguous() if self._is_first else torch.empty_like(tensor, device=self._device)
+        device = self._device
+        tensor = tensor.to(device).contiguous() if self._is_first else torch.empty_like(tensor, device=device)
         dist.broadcast(tensor, self._axis.ranks[0], group=self._axis.group)
         return tensor
 
@@ -368,14 +457,12 @@ class _Stage:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward pre-hook of the first layer: replace its input by the hidden states of the stage before."""
         zeros = _inputs(args, options)[0]
-        hidden = zeros.new_empty(zeros.shape, dtype=self._dtype)
-        dist.recv(hidden, self._axis.ranks[self._axis.rank - 1], group=self._axis.group)
+        hidden = self._current.receive().to(zeros.device, copy=True).view(zeros.shape)
         return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
 
     def _send(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """A forward pre-hook of the first layer of the next stage: send its input there."""
-        hidden = self._checked(_inputs(args, options)[0]).contiguous()
-        dist.send(hidden, self._axis.ranks[self._axis.rank + 1], group=self._axis.group)
+        self._current.send(self._checked(_inputs(args, options)[0]))
 
     def _broadcast(
         self, run: Callable[[Tensor], Tensor], shape_of: Callable[[Tensor], tuple[int, ...]], hidden: Tensor
@@ -385,6 +472,7 @@ class _Stage:
         if not self._is_last:
             output = torch.empty(shape_of(hidden), dtype=self._dtype, device=hidden.device)
         output = self._checked(output).contiguous()
+        self._current.finish()
         dist.broadcast(output, self._axis.ranks[-1], group=self._axis.group)
         return output
 
@@ -404,7 +492,7 @@ class _Stage:
 
     def _check_called(self, *_: object) -> None:
         """A forward pre-hook: refuse a call of a part of the model, whose hidden states are on one stage."""
-        if not self._is_called:
+        if self._messages is None:
             raise RuntimeError(
                 f"a module of a {type(self._model).__name__} in pipeline stages was called: call the model itself"
             )

@@ -15,9 +15,10 @@ from shardconv.checkpoint.split.rank_reader import RankReader
 from shardconv.hf.build import build_small
 from shardconv.hf.inputs import example_inputs
 from shardconv.hf.small import default_config, small_fields
-from shardconv.support.errors import RunError
+from shardconv.support.errors import PeerError, RunError
 from tests.support.adapters import adapted, write_adapter
 from tests.support.command import call
+from tests.support.disguised import ACCELERATOR, with_accelerator
 from tests.support.matrix import MATRIX
 from tests.support.models import model_class
 
@@ -29,7 +30,7 @@ VIDEOS = ("qwen2_5_vl", "qwen3_vl")
 #: Other types that run in stages.
 OTHERS = (
     "aria", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-    "got_ocr2", "granite_docling", "idefics2", "idefics3", "internvl", "lfm2_vl", "lfm3_vl", "llava_next",
+    "glmga", "got_ocr2", "granite_docling", "idefics2", "idefics3", "internvl", "lfm2_vl", "lfm3_vl", "llava_next",
     "llava_next_video", "llava_onevision", "paligemma", "pp_chart2table", "qwen2_vl", "qwen3_5", "qwen3_5_moe",
     "qwen3_vl_moe", "shieldgemma2", "smolvlm", "vipllava",
 )  # fmt: skip
@@ -119,6 +120,21 @@ def test_other_types(ranks, source_of, model_type):
     check_all(ranks, source_of(model_type), source_of(model_type), 2, {"tp": 2, "pp": 2})
 
 
+def check_on_device(axis, source):
+    unsharded = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    images = inputs_of(unsharded)
+    with with_accelerator(), torch.no_grad():
+        model = shardconv.load(source, device=ACCELERATOR, tp=2, pp=2)
+        found = model(**{name: value.to(model.device) for name, value in images.items()}).logits.cpu()
+    with torch.no_grad():
+        assert relative(found, unsharded(**images).logits) <= 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["llava", pytest.param("qwen2_5_vl", marks=MATRIX)])
+def test_on_a_device(ranks, source_of, model_type):
+    ranks("four", check_on_device, source_of(model_type))
+
+
 def check_read(axis, path, options):
     """Load, and return whether tensors of the image encoder are read."""
     names = []
@@ -171,9 +187,43 @@ def test_error_in_the_encoder_is_raised_on_all_stages(ranks, source_of, tmp_path
     ranks("four", check_error, source, tmp_path / "split")
 
 
+def check_error_in_a_layer(axis, source):
+    model = shardconv.load(source, device="cpu", tp=2, pp=2)
+    is_failing = axis.rank < 2
+
+    def fail(*_):
+        raise ValueError("of a hook")
+
+    if is_failing:
+        model.model.language_model.layers[1].register_forward_hook(fail)
+    kind, message = (
+        (ValueError, "^of a hook") if is_failing else (PeerError, "^pipeline stage 0: ValueError: of a hook")
+    )
+    with torch.inference_mode(), pytest.raises(kind, match=message):
+        model(**inputs_of(model))
+
+
+def test_error_in_a_layer_is_raised_on_all_stages(ranks, source_of):
+    ranks("four", check_error_in_a_layer, source_of("qwen3_vl"))
+
+
+def check_text_only(axis, source):
+    unsharded = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    model, text = shardconv.load(source, device="cpu", tp=2, pp=2), {"input_ids": torch.arange(3, 9)[None]}
+    message = "Llama4MultiModalProjector is called outside of get_image_features and get_video_features: run it in one"
+    with torch.inference_mode():
+        with pytest.raises(RunError, match=message):
+            model(**inputs_of(unsharded))
+        assert relative(model(**text).logits, unsharded(**text).logits) <= 1e-4
+
+
+def test_images_are_refused_if_the_encoder_is_used_outside_of_its_method(ranks, source_of):
+    """On all stages: later ones do not have its parameters. Text is not refused."""
+    ranks("four", check_text_only, source_of("llama4"))
+
+
 #: Type to the reason why it does not run in stages.
 REFUSED = {
-    "llama4": r"Llama4ForConditionalGeneration.forward uses multi_modal_projector outside of get_image_features",
     "mllama": r"no method get_image_features has all of model.multi_modal_projector, model.vision_model",
     "glm5_next": r"it changes hidden states before Glm5NextTextDecoderLayer",
 }

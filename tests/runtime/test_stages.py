@@ -11,8 +11,10 @@ import torch
 import transformers
 
 import shardconv
+from shardconv.support.errors import PeerError
 from tests.support.adapters import ADAPTERS, adapted, write_adapter
 from tests.support.command import call
+from tests.support.disguised import ACCELERATOR, with_accelerator
 from tests.support.matrix import MATRIX, cases
 from tests.support.models import GQA, MODELS, MOE, VOCAB, Model
 
@@ -89,6 +91,24 @@ def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, 
     held = ranks("four", check_outputs, source, tmp_path / "split", {})
     assert max(held) < 0.6
     assert ranks("four", check_outputs, source, source, {"tp": tp, "pp": pp}) == held
+
+
+def check_on_device(axis, source):
+    unsharded, ids = transformers.AutoModelForCausalLM.from_pretrained(source).eval(), torch.arange(3, 12)[None]
+    with with_accelerator(), torch.no_grad():
+        model = shardconv.load(source, device=ACCELERATOR, tp=2, pp=2)
+        found, expected = model(ids.to(model.device)).logits.cpu(), unsharded(ids).logits
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+        options = {"max_new_tokens": TOKENS, "do_sample": False}
+        tokens = model.generate(ids.to(model.device), **options)
+        assert torch.equal(tokens.cpu(), unsharded.generate(ids, **options))
+    return str(model.device)
+
+
+def test_on_a_device(ranks, source_of):
+    """Ranks that share it send hidden states by gloo, which does not send tensors of devices."""
+    for device in ranks("four", check_on_device, source_of("llama")):
+        assert device.startswith(ACCELERATOR)
 
 
 def test_split_for_an_engine(ranks, source_of, tmp_path):
@@ -190,6 +210,56 @@ def check_gradients(axis, path):
                 model(**{"input_ids": ids, **options})
         with pytest.raises(RuntimeError, match="call the model itself"):
             model.model(ids)
+
+
+#: Stage and module that raises an error there, of a model with one layer per stage.
+FAILING = {
+    "first": (0, "model.layers.0"),
+    "in the middle": (1, "model.layers.1"),
+    "last": (3, "model.layers.3"),
+    "before it receives": (2, "model.embed_tokens"),
+    "after it has sent": (0, "model.norm"),
+    "output": (3, "lm_head"),
+}
+
+
+def check_error(axis, source, stage, name):
+    unsharded = transformers.AutoModelForCausalLM.from_pretrained(source).eval()
+    model = shardconv.load(source, device="cpu", tp=1, pp=4)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory\nis left")
+
+    if is_failing := axis.rank == stage:
+        hook = model.get_submodule(name).register_forward_pre_hook(fail)
+    kind, message = (torch.OutOfMemoryError, "^no memory") if is_failing else (
+        PeerError, f"^pipeline stage {stage}: OutOfMemoryError: no memory is left$"
+    )  # fmt: skip
+    ids = torch.arange(3, 12)[None]
+    with torch.inference_mode():
+        with pytest.raises(kind, match=message):
+            model.generate(ids, max_new_tokens=TOKENS)
+        if is_failing:
+            hook.remove()
+        assert torch.equal(model(ids).logits, unsharded(ids).logits)
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_error_on_one_stage_is_raised_on_all(ranks, source_of, case):
+    """They do not wait until the timeout, and the model runs afterward."""
+    ranks("four", check_error, source_of("llama"), *FAILING[case])
+
+
+def check_positional(axis, path):
+    model, ids = shardconv.load(path, device="cpu", tp=1, pp=4), torch.arange(3, 12)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, model(input_ids=ids).logits)
+        with pytest.raises(TypeError, match=r"got None as input_ids \(expected a tensor\)"):
+            model(attention_mask=torch.ones_like(ids))
+
+
+def test_input_ids_are_required(ranks, source_of):
+    ranks("four", check_positional, source_of("llama"))
 
 
 def test_command_for_another_number_of_processes(ranks, source_of, tmp_path):

@@ -12,7 +12,7 @@ process.
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Self
@@ -39,6 +39,8 @@ ACCELERATOR = str(torch.accelerator.current_accelerator(check_available=True) or
 _INDEXING = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 #: Operators that copy values between devices, or return them to Python.
 _COPYING = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense", "aten::equal"}
+#: Operators that gloo has for CPU tensors only.
+_OF_CPU = {"c10d::send", "c10d::recv_"}
 
 
 #: Functions that make a tensor of a list, which may contain tensors.
@@ -158,6 +160,15 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.copies: Counter[str] = Counter()
 
+    @staticmethod
+    def _check(name: str, args: Any, own: Collection[int], others: Iterable[Tensor]) -> None:
+        """Check the tensors of an operator: those of the device, by the ids of their values, and the others."""
+        if own and name in _OF_CPU:
+            raise RuntimeError(f"{name} gets tensors of {NAME}, which gloo does not send from rank to rank")
+        free = {id(each) for each in (tree_leaves(args[1]) if name in _INDEXING else [])}
+        if own and name != "aten::copy_" and any(each.dim() and id(each) not in free for each in others):
+            raise RuntimeError(f"{name} gets tensors of the CPU and of {NAME}")
+
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -167,9 +178,7 @@ class Operators(TorchDispatchMode):
         to_device = bool(own) if target is None else torch.device(target).type == NAME
         if not own and not to_device:
             return func(*args, **kwargs)
-        free = {id(each) for each in (tree_leaves(args[1]) if func.name() in _INDEXING else [])}
-        if own and func.name() != "aten::copy_" and any(each.dim() and id(each) not in free for each in others):
-            raise RuntimeError(f"{func.name()} gets tensors of the CPU and of {NAME}")
+        self._check(func.name(), args, own, others)
         if func.namespace == "shardconv":  # operators of the package are not kernels of the device
             with self:
                 return func._op_dk(DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
