@@ -56,8 +56,8 @@ test-matrix: $(VENV)/.installed
 	TEST_DEVICES=1 $(BIN)/python -m pytest -n 2 --dist worksteal \
 		-k "not (sparse or compiled or low_rank or autocast or another_tp or devices)" tests/layers tests/distributed/test_operations.py
 
-# on a machine with a GPU, which the ranks share: layers over nccl, then whole models over gloo. Tests fork processes, so that
-# torch has to find GPUs without their use
+# on a machine with a GPU, which the ranks share: layers over nccl, then whole models over gloo. Tests fork, so torch must
+# count GPUs without initializing CUDA
 test-gpu: export PYTORCH_NVML_BASED_CUDA_CHECK = 1
 test-gpu: $(VENV)/.installed
 	TEST_DEVICES=1 TEST_BACKEND=cpu:gloo,cuda:nccl $(BIN)/python -m pytest -n 4 --dist worksteal \

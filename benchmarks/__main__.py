@@ -451,7 +451,7 @@ def loading_and_running(place: Place) -> Iterator[Row]:
 def loading_on_a_gpu(place: Place) -> Iterator[Row]:
     """`shardconv.load` of a model of 4.8 GB on one GPU, compared with transformers and safetensors.
 
-    Files on a tmpfs, bf16. Ratios are of medians. All kinds generate the same tokens.
+    Files on a tmpfs, bf16. Ratios are of medians. All models generate the same 12 tokens.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     try:
@@ -627,7 +627,7 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
     command = f"python -m benchmarks --only {benchmark.__name__} --rounds {ROUNDS}"
     machine = (
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}"
-        f"{_gpu()}"
+        f"{_gpu() if benchmark is loading_on_a_gpu else ''}"
     )
     lines = [
         benchmark.__name__,
@@ -644,11 +644,11 @@ def _write_section(benchmark: Callable[..., object], rows: list[Row], order: lis
 
 
 def _gpu() -> str:
-    """The GPU of this machine and the version of torch, for the description of the machine; "" without one."""
-    if (query := which("nvidia-smi")) is None:
-        return ""
-    name = subprocess.check_output([query, "--query-gpu=name", "--format=csv,noheader"], text=True).strip()
-    return f", {name}, torch {metadata.version('torch')}"
+    """The GPU of this machine and versions of packages, for the description of the machine."""
+    query = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    name, *_ = subprocess.check_output(query, text=True).splitlines()
+    versions = (f"{package} {metadata.version(package)}" for package in ("torch", "transformers", "safetensors"))
+    return f", {name}, {', '.join(versions)}"
 
 
 def _introduction() -> str:

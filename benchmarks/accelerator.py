@@ -34,7 +34,7 @@ KINDS = {
 
 
 def write_model(folder: Path) -> None:
-    """Write the model with transformers; the GPU draws its values."""
+    """Write the model with transformers, initialized on the GPU."""
     draw = WRITE.replace(
         "torch.manual_seed(0)", "torch.set_default_device('cuda'); torch.set_default_dtype(torch.bfloat16)"
     )

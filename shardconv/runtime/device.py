@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -145,38 +146,69 @@ def move(module: nn.Module, device: torch.device, progress: Progress | None = No
         device: the device.
         progress: called with bytes done and total bytes.
     """
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    moved = {
-        key: torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format)
-        for key, tensor in tensors.items()
-    }
-    pieces = (
-        piece
-        for key, tensor in tensors.items()
-        for piece in zip(*(bytes_of(one).split(PIECE_BYTES) for one in (moved[key], tensor)), strict=True)
-    )
-    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    for target, values in _pinned(pieces, is_pinned=device.type != "cpu"):
-        target.copy_(values)
-        done += len(values)
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    most = max(sum(-(-tensor.nbytes // PIECE_BYTES) for tensor in tensors), 1)
+    for piece in _pinned(_pieces(tensors, device), most, is_pinned=device.type != "cpu"):
+        piece.target.copy_(piece.values)
+        done += len(piece.values)
+        if piece.moved is not None:
+            piece.tensor.data = piece.moved
         if progress is not None:
             progress(done, total)
-    for key, tensor in tensors.items():
-        tensor.data = moved[key].detach()
 
 
-def _pinned(pieces: Iterable[tuple[Tensor, Tensor]], *, is_pinned: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield targets with their values in pinned memory, which are valid until the next; threads copy them ahead."""
+class _Piece(NamedTuple):
+    """Some of the bytes of a tensor.
+
+    Attributes:
+        tensor: the tensor.
+        values: the bytes.
+        target: their place on the device.
+        moved: the tensor on the device, for the last bytes; None for others.
+    """
+
+    tensor: Tensor
+    values: Tensor
+    target: Tensor
+    moved: Tensor | None
+
+
+def _pieces(tensors: Iterable[Tensor], device: torch.device) -> Iterator[_Piece]:
+    for tensor in tensors:
+        moved = torch.empty_like(tensor, device=device, memory_format=torch.contiguous_format).detach()
+        parts, targets = (bytes_of(one).split(PIECE_BYTES) for one in (tensor, moved))
+        for number, (values, target) in enumerate(zip(parts, targets, strict=True), 1):
+            yield _Piece(tensor, values, target, moved if number == len(parts) else None)
+
+
+def _pinned(pieces: Iterable[_Piece], most: int, *, is_pinned: bool) -> Iterator[_Piece]:
+    """Yield pieces with their values in at most ``most`` pinned buffers, into which threads copy them ahead.
+
+    The values of a piece are valid until the next one. Values that are on a device already stay there.
+    """
     threads = rank_threads()
-    buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2 * threads)]
+    buffers = [
+        torch.empty(
+            PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        )  # whatever the default device is
+        for _ in range(min(2 * threads, most))
+    ]
     with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
         copies = (
-            (target, buffer[: len(values)], pool.submit(np.copyto, buffer[: len(values)].numpy(), values.numpy()))
-            for (target, values), buffer in zip(pieces, cycle(buffers), strict=False)
+            (piece, buffer[: len(piece.values)], pool.submit(_copy, buffer, piece.values))
+            for piece, buffer in zip(pieces, cycle(buffers), strict=False)
         )
         ahead = deque(islice(copies, len(buffers)))
         while ahead:
-            target, values, copy = ahead.popleft()
-            copy.result()
-            yield target, values
+            piece, values, copy = ahead.popleft()
+            yield piece._replace(values=values) if copy.result() else piece
             ahead.extend(islice(copies, 1))  # into the buffer that is free now
+
+
+def _copy(buffer: Tensor, values: Tensor) -> bool:
+    """Copy values that are in memory, without the interpreter lock; False for values on a device."""
+    if values.device.type != "cpu":
+        return False
+    np.copyto(buffer[: len(values)].numpy(), values.numpy())
+    return True

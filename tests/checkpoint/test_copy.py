@@ -125,6 +125,15 @@ def random_rows(rng: np.random.Generator) -> FileRows | None:
     return FileRows(size, size + space) if space else None
 
 
+@pytest.mark.parametrize(
+    ("processors", "processes", "threads"),
+    [(1, 1, 1), (2, 1, 2), (64, 1, 8), (16, 2, 8), (16, 8, 2), (64, 8, 8), (2, 8, 1)],
+)
+def test_threads_share_the_processors_of_a_host(monkeypatch, processors, processes, threads):
+    monkeypatch.setattr(engine.os, "sched_getaffinity", lambda _: range(processors))
+    assert engine.default_threads(processes) == threads
+
+
 def test_blocks_of_many_threads_have_the_memory_of_a_few(tmp_path, monkeypatch):
     """And buffers have the size of a block, also of row parallel weights that are larger than a block."""
     blocks, buffers = [], set()

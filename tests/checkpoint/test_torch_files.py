@@ -314,7 +314,7 @@ def test_chunks_whose_archives_differ_in_values_only(tmp_path, monkeypatch):
 
 
 def test_damaged_chunks_are_found_beside_others(tmp_path):
-    """Whatever a chunk alone is refused for, it is refused for after a chunk that it was a copy of."""
+    """A damaged copy of a chunk is refused with the same error as alone."""
     rng, original, expected = random.Random(1), saved(MATRIX), 0
     for number in range(60):
         files, chunks = archives([original, damaged(original, rng)], tmp_path / f"{number}.distcp")
@@ -328,6 +328,58 @@ def test_damaged_chunks_are_found_beside_others(tmp_path):
         else:
             assert list(read_torch_chunks(files, chunks))[1] == lone
     assert expected > 15
+
+
+def crafted(entries: list[tuple[bytes, bytes, int, int]], end: bytes = b"") -> bytes:
+    """An archive without checksums, of entries: name, data, and sizes of zeros in the header and behind the data."""
+    made, directory = b"", b""
+    for name, data, extra, behind in entries:
+        sizes = len(data), len(data), len(name)
+        directory += struct.pack("<4s8H2I5H2I", b"PK\1\2", *[0] * 8, *sizes, *[0] * 5, len(made)) + name
+        made += struct.pack("<4s5H3I2H", b"PK\3\4", *[0] * 6, *sizes, extra) + name
+        made += bytes(extra) + data + bytes(behind)
+    count = len(entries)
+    return made + directory + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(directory), len(made), 0) + end
+
+
+PICKLE = zipfile.ZipFile(io.BytesIO(saved(made(8)))).read("archive/data.pkl")
+OTHER_PICKLE = zipfile.ZipFile(io.BytesIO(saved(made(8).int()))).read("archive/data.pkl").ljust(len(PICKLE), b"#")
+#: Pairs of archives of the same size whose tensors differ by bytes that a short comparison does not reach.
+CRAFTED = {
+    "padding moved from before the values to behind them": [
+        [(b"a/data.pkl", PICKLE, 0, 0), (b"a/data/0", bytes(32), 8 - behind, behind)] for behind in (0, 8)
+    ],
+    "another entry with the values, which is named as one that is not read": [
+        [
+            (b"a/data.pkl", PICKLE.replace(b"X\x01\x00\x00\x000", b"X\x09\x00\x00\x000/version"), 0, 0),
+            (b"a/data/0", bytes(4), 0, 0),
+            (b"a/data/0/version", bytes(32), 8 - behind, behind),
+        ]
+        for behind in (0, 8)
+    ],
+    "pickle behind the values": [
+        [(b"a/data/0", bytes(32), 0, 0), (b"a/data.pkl", pickled, 0, 0)] for pickled in (PICKLE, OTHER_PICKLE)
+    ],
+    "pickle with a NUL in its name": [
+        [(b"a/data/0", bytes(32), 0, 0), (b"a/data.pkl\0/version", pickled, 0, 0)] for pickled in (PICKLE, OTHER_PICKLE)
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_chunks_are_listed_as_alone(name, tmp_path, monkeypatch):
+    """Also those that only an attacker writes, without checksums, which are not verified here."""
+    monkeypatch.setattr(torch_files, "SCRIPT", tmp_path / "script.py")
+    text = Path(unpickle.__file__).read_text()
+    (tmp_path / "script.py").write_text(
+        text.replace("import zipfile\n", "import zipfile\nzipfile.crc32 = lambda *_: 0\n")
+    )
+    files, chunks = archives([crafted(entries) for entries in CRAFTED[name]], tmp_path / "__0_0.distcp")
+    expected = [alone(files, one) for one in chunks]
+    first, second = (one._replace(start=one.start - chunk.offset) for one, chunk in zip(expected, chunks, strict=True))
+    assert chunks[0].size == chunks[1].size
+    assert (first.dtype, first.start) != (second.dtype, second.start)
+    assert list(read_torch_chunks(files, chunks)) == expected
 
 
 # --- the process ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, rotary_rows
 from shardconv.files.input_files import InputFiles
 from shardconv.plan.plan import TensorSpec
+from shardconv.support.errors import PlanError
 
 
 def filled(transform, stored, size, ranges, block_bytes=64 * 2**10):
@@ -100,3 +101,9 @@ def test_heads_are_read_once_where_blocks_are_compared_in_parts(tmp_path, monkey
         block[-1] ^= 1
         comparer.put(state, Span(0, 0, len(block)), block, Scratch(4 * 2**20))
     assert state.problem == f"w: byte {len(block) - 1} of the tensor differs from the source"
+
+
+@pytest.mark.parametrize("to_halves", [True, False])
+def test_rows_of_a_head_form_pairs(to_halves):
+    with pytest.raises(PlanError, match=r"w: has heads of 3 rows \(expected an even number\): correct head_dim"):
+        rotary_rows("w", TensorSpec("U8", (12, 2)), 3, to_halves=to_halves)

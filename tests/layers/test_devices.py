@@ -12,6 +12,7 @@ import shardconv
 from shardconv.layers import ParallelDropout, ParallelEmbedding
 from shardconv.layers.dropout import check_seeds, share_seeds
 from shardconv.layers.loss import parallel_cross_entropy
+from shardconv.runtime.device import move
 from tests.support.adapters import write_adapter
 from tests.support.disguised import ACCELERATOR as DEVICE
 from tests.support.disguised import NAME, disguised, with_accelerator
@@ -61,6 +62,18 @@ def check_dropout(axis):
         assert torch.equal(parts[0], parts[1]) != is_parallel
 
 
+def check_move(_):
+    """Also of values that are there already, and where the device is the default one."""
+    model = nn.Linear(3, 2)
+    model.register_buffer("there", torch.arange(4, device=DEVICE))
+    expected = [value.cpu().clone() for value in (*model.parameters(), *model.buffers())]
+    with torch.device(DEVICE):
+        move(model, torch.device(DEVICE))
+    found = [*model.parameters(), *model.buffers()]
+    assert {value.device.type for value in found} == {DEVICE}
+    assert all(torch.equal(value.cpu(), other) for value, other in zip(found, expected, strict=True))
+
+
 def on_device(axis, name, *arguments):
     """Run a check of this module on the device; it raises where tensors of devices are mixed."""
     with with_accelerator():
@@ -69,7 +82,7 @@ def on_device(axis, name, *arguments):
 
 @pytest.mark.parametrize(
     "check",
-    [check_embedding_and_loss, check_dropout],
+    [check_embedding_and_loss, check_dropout, check_move],
     ids=lambda f: f.__name__,
 )
 def test_layers(ranks, check):

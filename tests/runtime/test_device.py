@@ -43,6 +43,22 @@ def test_moved_values_are_copies(monkeypatch, num_bytes):
     assert progress == sorted(progress)
 
 
+def test_moved_values_are_freed_one_by_one(monkeypatch):
+    """A tensor has its new memory after its last piece, so that host memory is not held until the end."""
+    monkeypatch.setattr(device, "PIECE_BYTES", 64)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    before, freed = [value.data_ptr() for value in model.parameters()], []
+    device.move(
+        model,
+        CPU,
+        lambda *_: freed.append(
+            sum(value.data_ptr() != place for value, place in zip(model.parameters(), before, strict=True))
+        ),
+    )
+    assert freed[len(freed) // 2] >= 18
+    assert freed[-1] == 40
+
+
 @pytest.fixture
 def found(monkeypatch):
     """Let torch find a number of accelerators of a type."""

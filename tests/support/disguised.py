@@ -118,7 +118,10 @@ class _Functions(TorchFunctionMode):
     """Assigns values of the device to ``tensor.data``, which does not reach an operator; no memory is pinned."""
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        kwargs = kwargs or {}
+        if "pin_memory" in kwargs:
+            assert kwargs["device"] == "cpu", "only memory of the CPU can be pinned"
+            kwargs = {**kwargs, "pin_memory": False}
         if func == Tensor.data.__set__ and isinstance(args[1], DeviceTensor):
             return self._set_data(*args)
         if func is Tensor.tolist:

@@ -13,7 +13,7 @@ from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import IntegrityError, option
+from shardconv.support.errors import IntegrityError, PlanError, option
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.engine.arrays import StridedTensor
@@ -170,7 +170,12 @@ def rotary_rows(stored: str, spec: TensorSpec, head_rows: int, *, to_halves: boo
         spec: dtype and shape of both.
         head_rows: rows per head.
         to_halves: whether stored pairs are neighbors, and pairs of the tensor half a head apart; else the inverse.
+
+    Raises:
+        PlanError: if rows of a head do not form pairs.
     """
+    if head_rows % 2:
+        raise PlanError(f"{stored}: has heads of {head_rows} rows (expected an even number): correct head_dim")
     row, half = prod(spec.shape[1:]), head_rows // 2
     pairs, strides = ((2, half), (row, 2 * row)) if to_halves else ((half, 2), (row, half * row))
     shape = spec.shape[0] // head_rows, *pairs, row

@@ -8,7 +8,6 @@ the sizes of the files.
 import io
 import json
 import pickle
-import re
 import signal
 import struct
 import sys
@@ -73,13 +72,13 @@ def read_torch_chunks(files: Sequence[TensorFile], chunks: Sequence[TorchChunk])
     Raises:
         SourceError: if a range does not hold a tensor.
     """
-    forms = _forms(files, chunks)
-    asked = {number: chunks[number] for number in sorted(set(forms))}
+    firsts = _first_equal(files, chunks)
+    asked = {number: chunks[number] for number in sorted(set(firsts))}
     requests = (Request("chunk", file, start, start + size) for file, start, size in asked.values())
     answers = zip(asked.items(), _ask(requests, [file.path for file in files]), strict=True)
     found = {number: _in_chunk(files[chunk.file], chunk, answer) for (number, chunk), answer in answers}
-    for (_, start, _), form in zip(chunks, forms, strict=True):
-        tensor = found[form]
+    for (_, start, _), first in zip(chunks, firsts, strict=True):
+        tensor = found[first]
         yield tensor._replace(start=start + tensor.start, stop=start + tensor.stop)
 
 
@@ -193,34 +192,89 @@ def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
 
 #: Bytes at each end of a chunk that are compared, and the number of chunks whose ends are read together.
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
-#: The checksums that depend on the values of a tensor, in the directory of an archive and in the header of its data.
-_CHECKSUM = re.compile(
-    rb"(?<=PK\x01\x02.{12}).{4}(?=.{26}[^/]*/(?:data/0|\.data/serialization_id))|"
-    rb"(?<=PK\x03\x04.{10}).{4}(?=.{12}[^/]*/data/0)",
-    re.DOTALL,
-)
-#: The end of a zip archive without a comment: a mark, and the position of its directory.
-_END = struct.Struct("<4s12xI2x")
-#: An entry of the directory up to its name: sizes of name, extra field and comment, and the position of its header.
-_ENTRY = struct.Struct("<28x3H8xI")
-#: A header: sizes of name and extra field.
-_HEADER = struct.Struct("<26x2H")
-#: Entries that are not read.
-_OTHERS = (b"/version", b"/.data/serialization_id")
+#: The end of an archive without a comment: mark, number of entries, size and position of their directory.
+_END = struct.Struct("<4s6xHII2x")
+#: What may be between the directory and the end: for large archives the size and position again, with marks.
+_LARGE_END = struct.Struct("<4s36xQQ4s16x")
+#: An entry of the directory up to its name: mark, checksum, sizes of name, extra field and comment, and the position of
+#: its header.
+_ENTRY = struct.Struct("<4s12x4s8x3H8xI")
+#: A header up to its name: mark, checksum, sizes of name and extra field.
+_HEADER = struct.Struct("<4s10x4s8x2H")
+#: The positions of the checksums of an entry and of a header.
+_ENTRY_CHECKSUM, _HEADER_CHECKSUM = 16, 14
+#: The entries before the data of the only tensor of an archive, and those behind it, which are not read.
+_BEFORE, _DATA = {b"data.pkl", b".format_version", b".storage_alignment", b"byteorder"}, b"data/0"
+_BEHIND = {b"version", b".data/serialization_id"}
 
 
-def _forms(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> list[int]:
-    """For each chunk the number of the first one whose archive has the same bytes around the data of its tensor."""
-    data_starts: dict[tuple[int, bytes], int] = {}
+def _first_equal(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> list[int]:
+    """For each chunk the number of the first one whose archive is equal but for the values of its tensor."""
     numbers: dict[tuple[int, bytes, bytes], int] = {}
-    forms = []
-    for number, (chunk, (start, end)) in enumerate(zip(chunks, _ends(files, chunks), strict=True)):
-        kind = chunk.size, _without_checksums(_directory(end, chunk.size))
-        if kind not in data_starts:
-            data_starts[kind] = _data_start(kind[1], start)
-        before = _without_checksums(start[: data_starts[kind]])
-        forms.append(numbers.setdefault((*kind, before), number) if before else number)
-    return forms
+    ends = enumerate(zip(chunks, _ends(files, chunks), strict=True))
+    return [
+        number if (parts := _without_values(chunk.size, *both)) is None else numbers.setdefault(parts, number)
+        for number, (chunk, both) in ends
+    ]
+
+
+def _without_values(size: int, start: bytes, end: bytes) -> tuple[int, bytes, bytes] | None:
+    """The parts of an archive that say how to read its tensor, without checksums of values.
+
+    Returns:
+        Size of the archive, its bytes before the data of the tensor, and those from the directory on; None if
+        torch.save writes other archives than this one, or the parts are not among the first and last bytes.
+    """
+    directory = _directory(end, size)
+    entries = _entries(directory)
+    if not {b"data.pkl", _DATA} <= entries.keys() <= _BEFORE | {_DATA} | _BEHIND:
+        return None
+    _, header = entries[_DATA]
+    are_before = all(position < header for name, (_, position) in entries.items() if name in _BEFORE)
+    if not are_before or header + _HEADER.size > len(start):
+        return None
+    mark, _, *sizes = _HEADER.unpack_from(start, header)
+    values = header + _HEADER.size + sum(sizes)
+    if mark != b"PK\x03\x04" or values > len(start):
+        return None
+    before, behind = bytearray(start[:values]), bytearray(directory)
+    before[header + _HEADER_CHECKSUM : header + _HEADER_CHECKSUM + 4] = bytes(4)
+    for name in entries.keys() & {_DATA, b".data/serialization_id"}:
+        at = entries[name][0] + _ENTRY_CHECKSUM
+        behind[at : at + 4] = bytes(4)
+    return size, bytes(before), bytes(behind)
+
+
+def _directory(end: bytes, num_bytes: int) -> bytes:
+    """The bytes of an archive from its directory on; empty if they are not among its last bytes."""
+    _, _, _, position = _END.unpack(end[-_END.size :].rjust(_END.size))
+    return end[position - num_bytes :] if 0 < num_bytes - position <= len(end) else b""
+
+
+def _entries(directory: bytes) -> dict[bytes, tuple[int, int]]:
+    """Name, without the folder, to the positions of an entry in the directory, and of its header in the archive.
+
+    Empty if the directory is not as torch.save writes it: its size or number of entries differs, an entry has an extra
+    field or a comment, or is in another folder, or there are two of the same name.
+    """
+    entries: dict[bytes, tuple[int, int]] = {}
+    if len(directory) < _END.size:
+        return entries
+    mark, count, size, position = _END.unpack_from(directory, len(directory) - _END.size)
+    between, folders, at = directory[size : -_END.size], set(), 0
+    while at + _ENTRY.size <= size:
+        entry, _, name_size, *others, header = _ENTRY.unpack_from(directory, at)
+        folder, _, name = directory[at + _ENTRY.size : at + _ENTRY.size + name_size].partition(b"/")
+        if entry != b"PK\x01\x02" or any(others) or name in entries:
+            return {}
+        folders.add(folder)
+        entries[name] = at, header
+        at += _ENTRY.size + name_size
+    is_large = len(between) == _LARGE_END.size and _LARGE_END.unpack(between) == (
+        b"PK\x06\x06", size, position, b"PK\x06\x07",
+    )  # fmt: skip
+    is_whole = mark == b"PK\x05\x06" and (at, len(entries), len(folders)) == (size, count, 1)
+    return entries if is_whole and (not between or is_large) else {}
 
 
 def _ends(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator[tuple[bytes, bytes]]:
@@ -237,34 +291,6 @@ def _ends(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator
             ]
             blocks = map(bytes, _blocks(opened, ranges))
             yield from zip(blocks, blocks, strict=True)
-
-
-def _without_checksums(data: bytes) -> bytes:
-    return _CHECKSUM.sub(bytes(4), data)
-
-
-def _directory(end: bytes, num_bytes: int) -> bytes:
-    """The bytes of an archive from its directory on; empty if they are not among its last bytes."""
-    mark, position = _END.unpack(end[-_END.size :].rjust(_END.size))
-    size = num_bytes - position
-    return end[-size:] if mark == b"PK\x05\x06" and 0 < size <= len(end) else b""
-
-
-def _data_start(directory: bytes, start: bytes) -> int:
-    """The start of the data of the only tensor of an archive; 0 if it or the pickle is not among the first bytes."""
-    offsets: dict[bytes, int] = {}
-    at = 0
-    while directory[at : at + 4] == b"PK\x01\x02" and at + _ENTRY.size <= len(directory):
-        *sizes, offset = _ENTRY.unpack_from(directory, at)
-        name = directory[at + _ENTRY.size : at + _ENTRY.size + sizes[0]]
-        if not name.endswith(_OTHERS):
-            offsets[name] = offset
-        at += _ENTRY.size + sum(sizes)
-    data = [offset for name, offset in offsets.items() if name.endswith(b"/data/0")]
-    if len(data) != 1 or data[0] != max(offsets.values()) or data[0] + _HEADER.size > len(start):
-        return 0
-    found = data[0] + _HEADER.size + sum(_HEADER.unpack_from(start, data[0]))
-    return found if found <= len(start) else 0
 
 
 # --- the child process ----------------------------------------------------------------------------------------------
