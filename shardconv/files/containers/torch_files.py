@@ -194,7 +194,7 @@ def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
 _END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: The end of an archive without a comment: mark, number of entries, size and position of their directory.
 _END = struct.Struct("<4s6xHII2x")
-#: What may be between the directory and the end: for large archives the size and position again, with marks.
+#: The record between directory and end of an archive, if there is one: the size and position again, with marks.
 _LARGE_END = struct.Struct("<4s36xQQ4s16x")
 #: An entry of the directory up to its name: mark, checksum, sizes of name, extra field and comment, and the position of
 #: its header.
