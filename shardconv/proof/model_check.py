@@ -93,7 +93,7 @@ def require_padded(config: Mapping[str, object], specs: Mapping[str, TensorSpec]
         raise PlanError(f"the config of the padded checkpoint: {error.message}: {remedy}") from error
     if not found.is_match:
         raise PlanError(
-            f"the config of the padded checkpoint: {found.model} built by it does not have the padded tensors "
+            f"the config of the padded checkpoint: {found.model} built from it does not have the padded tensors "
             f"({found.differences()}): {remedy}"
         )
     try:

@@ -334,10 +334,10 @@ class _Loading:
 
 
 def check_builder(model: object) -> None:
-    """Check that ``model`` is a function that builds a module, such as its class.
+    """Check that ``model``, which can be called, builds a module.
 
     Raises:
-        UsageError: if it is a module, or cannot be called.
+        UsageError: if it is a module itself.
     """
     kind = type(model).__name__
     if isinstance(model, nn.Module):
@@ -345,8 +345,6 @@ def check_builder(model: object) -> None:
             f"model is an instance of {kind} (expected its class, or a function that builds it): pass model={kind}, or "
             f"model=lambda: {kind}(...) with its arguments"
         )
-    if not callable(model):
-        raise UsageError(f"model is {model!r:.60} (expected a class of modules, or a function that builds one)")
 
 
 def build_by_caller(

@@ -18,7 +18,7 @@ _COUNTS = {
 #: Nouns for types in messages, where they are not the name of the type.
 _NOUNS: Mapping[object, str] = {
     bool: "flag", int: "integer", SupportsIndex: "integer", float: "number", str: "string", type: "class",
-    Callable: "function",
+    Callable: "function or class",
 }  # fmt: skip
 
 

@@ -43,8 +43,8 @@ REFUSED = {
     "stablelm": "q_layernorm have a value for each query_head that depends on their number",
     "falcon-rw": "self_attention have a value for each query_head that depends on their number",
     "gpt2": r"n_embd // n_head would be 5 instead of 8",
-    "bert": "transformers cannot build BertForPreTraining by this config",
-    "phi": "PhiForCausalLM does not have the padded tensors",
+    "bert": "transformers cannot build BertForPreTraining from this config",
+    "phi": "PhiForCausalLM built from it does not have the padded tensors",
     "llama": r"LlamaConfig of transformers [0-9.]+ refuses config.json: .*'validate_architecture': "
     r"ValueError: The hidden size \(64\) is not a multiple of the number of attention heads \(12\)",
 }

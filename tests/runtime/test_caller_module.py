@@ -41,7 +41,7 @@ def unchanged(module: nn.Module) -> nn.Module:
             r"^model is an instance of Mlp \(expected its class, or a function that builds it\): pass model=Mlp, or "
             r"model=lambda: Mlp\(...\) with its arguments$",
         ),
-        ("Mlp", r"^model is 'Mlp' \(expected a class of modules, or a function"),
+        ("Mlp", r"^model is 'Mlp' \(expected a function or class\): correct it$"),
     ],
     ids=["module", "text"],
 )
