@@ -18,7 +18,7 @@ from shardconv.engines.rank_tensor import HeldShard, RankTensor, positions_of
 from shardconv.plan.stages import StageChoice
 from shardconv.runtime.rank_tensors import DTYPES, as_tensor
 from shardconv.runtime.ranks import check_config
-from shardconv.support.errors import PlanError, UsageError, WorldSizeError
+from shardconv.support.errors import NotHeldError, PlanError, UsageError, WorldSizeError
 
 #: Remedies if an engine uses elements that are not on the rank: for a checkpoint that was split for another engine, for
 #: one that was split for this engine, for a source, and for data groups. Commands are texts, as an engine shows options
@@ -104,7 +104,9 @@ def open_for_engine(
         rank += manifest.plan.ranks_per_stage * (0 if manifest.plan.stages is None else stages.stage)
         names = _names_of(stages, manifest, engine)
         if missing := next((name for name in names or () if not manifest.plan.holds(rank, name)), None):
-            raise PlanError(f"{folder}: stage {stages.stage} of {engine} needs {missing}, which is on others: {remedy}")
+            raise NotHeldError(
+                f"{folder}: stage {stages.stage} of {engine} needs {missing}, which is on others: {remedy}"
+            )
     check_config(checkpoint)
     reader = checkpoint.reader(rank, verify=verify, names=names)
     return RankSource(reader, remedy)

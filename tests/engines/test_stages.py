@@ -7,7 +7,7 @@ import pytest
 
 import shardconv
 from shardconv.engines.weights import EngineStages, open_for_engine, rank_weights
-from shardconv.support.errors import IntegrityError, PlanError, WorldSizeError
+from shardconv.support.errors import IntegrityError, NotHeldError, WorldSizeError
 from tests.checkpoint.test_stages import rank_files, stage_of, tensors_of
 from tests.support.checkpoints import llama_config, write_checkpoint
 from tests.support.command import call
@@ -84,7 +84,7 @@ def test_tensors_that_the_engine_has_on_all_stages(tmp_path):
     config = {**llama_config(layers=2), "model_type": "gemma"}
     source = write_checkpoint(tmp_path / "source", config=config)
     shardconv.split(source, tmp_path / "split", tp=2, pp=2)
-    with pytest.raises(PlanError, match=r"stage 1 of vllm needs model.embed_tokens.weight.* --for vllm"):
+    with pytest.raises(NotHeldError, match=r"stage 1 of vllm needs model.embed_tokens.weight.* --for vllm"):
         opened(tmp_path / "split", 1, layers=(1, 1))
     shardconv.reshard(tmp_path / "split", tmp_path / "again", tp=2, pp=2, engine="vllm")
     names = [name for name, _ in rank_weights(opened(tmp_path / "again", 1, layers=(1, 1)))]
