@@ -11,7 +11,8 @@ from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import chosen
 from shardconv.commands.options import SOURCE_OPTIONS, SourcePath
 from shardconv.plan.engines import CHECKED
-from shardconv.support.console import Console, Progress
+from shardconv.support import Progress
+from shardconv.support.console import Console
 from shardconv.support.errors import OutputError, ShardconvError, UsageError
 from shardconv.support.exits import ImportPhase
 from shardconv.support.formatting import counted, rate, size, sizes

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from shardconv.support.console import Progress
+from shardconv.support import Progress
 from shardconv.support.errors import SourceError
 from shardconv.support.exits import Removal
 

@@ -15,7 +15,6 @@ from typing import Annotated
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.merge import write_full
 from shardconv.checkpoint.operations.pipeline import (
@@ -44,6 +43,7 @@ from shardconv.plan.padded_config import VOCABULARY, ConfigChange, change_config
 from shardconv.plan.planner import MAX_TP, PaddingReport, Planner, padding_report
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.plan.rule_set import MAX_MULTIPLE
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, SourceError, UsageError, check_count, option
 

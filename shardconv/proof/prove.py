@@ -10,7 +10,6 @@ from typing import Any, Unpack
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import Options, call_on_each, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source
@@ -26,6 +25,7 @@ from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.proof.grids import grid_differences
 from shardconv.proof.model_check import require_model
 from shardconv.proof.ranks import SMALL, Proof, heads_for, prove_all, write_small_model
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, RunError, UsageError, option
 

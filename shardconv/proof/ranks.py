@@ -10,7 +10,6 @@ import msgspec
 import torch.distributed as dist
 from msgspec import Struct
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.source import Source
 from shardconv.convert.model import config_fields
@@ -27,6 +26,7 @@ from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest
 from shardconv.proof.compare import OutputDifferences, compare, write_reference, writing
 from shardconv.runtime.launch import launch
+from shardconv.support import Progress
 from shardconv.support.errors import OutputError, RunError, ShardconvError, is_connection_error
 
 #: The largest relative differences that are rounding. Sums are taken rank by rank in float32. Gradients have more

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.rank_reader import rank_threads
 from shardconv.distributed.devices import Device, device_module, device_types, local_device
 from shardconv.files.containers.safetensors import DTYPE_BITS, FLOAT_NAMES, target_dtype
 from shardconv.layers.sharding import bytes_of
 from shardconv.plan.plan import TensorSpec
+from shardconv.support import Progress
 from shardconv.support.errors import RunError, UsageError, option
 from shardconv.support.formatting import counted, size
 from shardconv.support.launched import local_ranks

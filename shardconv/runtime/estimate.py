@@ -12,7 +12,6 @@ from typing import Any, Unpack
 import torch
 from msgspec import Struct
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import Options, call_on, on_pipelines, open_source_pipeline
 from shardconv.checkpoint.operations.plan_report import rank_bytes, tensor_reports
 from shardconv.checkpoint.sources.planning import PlanOptions, plan_source, read_config_alone
@@ -34,6 +33,7 @@ from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.stages import chosen_stages
 from shardconv.runtime.dry_run import SEQ, Call, MetaModel, Usage, denoise, dry_run
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, option
 from shardconv.tensor.cost import Link, bytes_sent, collective_time

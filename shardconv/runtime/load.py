@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardconv.checkpoint.adapters.adapter import SplitAdapter
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.pipeline import on_pipelines
 from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, as_names
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, placements_in_memory, runnable_plan
@@ -43,6 +42,7 @@ from shardconv.runtime.pipeline import load_pipeline
 from shardconv.runtime.rank_adapter import RankAdapter
 from shardconv.runtime.rank_tensors import Dequantizer, read_tensors, refuse_quantized
 from shardconv.runtime.ranks import Ranks, connect_ranks, find_model_class
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import PlanWarning, RunError, UsageError, option
 

@@ -14,7 +14,6 @@ import torch
 from msgspec import Struct, field
 from torch import Tensor, nn
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.pipeline import is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PlanOptions
@@ -28,6 +27,7 @@ from shardconv.hf.package import hide_progress, hide_warnings, import_diffusers
 from shardconv.runtime.comparison import apply_adapter
 from shardconv.runtime.load import load
 from shardconv.runtime.pipeline import adapted_components
+from shardconv.support import Progress
 from shardconv.support.errors import OutputError, RunError, SourceError, UsageError, one_line, option
 
 #: The largest relative error of float32 latents after one step; ranks add up sums in another order.

@@ -14,7 +14,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import quantized_tensors
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.rank_reader import RankReader
@@ -38,6 +37,7 @@ from shardconv.plan.grid import (
 from shardconv.plan.plan import Plan, TensorSpec, logical_tensors
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.runtime.device import num_bytes
+from shardconv.support import Progress
 from shardconv.support.errors import PlanError, RunError, option
 from shardconv.support.formatting import size
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 import torch
 from msgspec import Struct
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.convert.converted_model import ConvertedModel
@@ -30,6 +29,7 @@ from shardconv.runtime.outputs import ModelRun, Outputs, RunOptions, TimedScores
 from shardconv.runtime.prompts import Codec, check_input, check_positions, default_ids, parse_ids
 from shardconv.runtime.rank_tensors import refuse_quantized, require_quantized
 from shardconv.runtime.ranks import check_config, find_model_class
+from shardconv.support import Progress
 from shardconv.support.errors import PlanWarning, RunError, UsageError, is_connection_error
 
 #: Opens a progress display; see :func:`~shardconv.load`.

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.output.destination import NewFolder, joined_folder
 from shardconv.checkpoint.output.staging import as_output_errors, parent_folders
 from shardconv.checkpoint.output.writer import Checksums, Team
 from shardconv.distributed.agreement import View, difference
 from shardconv.files.folder import AnyPath
+from shardconv.support import Progress
 from shardconv.support.errors import PeerError, RunError, UsageError
 from shardconv.support.exits import Removal
 

@@ -4,6 +4,9 @@ import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+#: Called with the finished amount of an activity, in bytes or as a count, and with the total.
+Progress = Callable[[int, int], None]
+
 
 def modules_on_use(package: str, names: Sequence[str]) -> Callable[[str], ModuleType]:
     """The ``__getattr__`` of a package: import one of its modules when the attribute with its name is first read.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import Struct
 
+from shardconv.support import Progress
 from shardconv.support.formatting import json_text, size, time_left, visible
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def discard_unwritten() -> list[str]:
 BAR_SECONDS, LINE_SECONDS = 0.5, 10.0
 #: Characters of a bar; with the amounts it fits 80 columns.
 _BAR_WIDTH = 20
-
-Progress = Callable[[int, int], None]
 
 
 class Display:

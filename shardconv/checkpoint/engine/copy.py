@@ -21,6 +21,7 @@ import xxhash
 from shardconv.checkpoint.engine.geometry import Geometry
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import Grid
+from shardconv.support import Progress
 from shardconv.support.errors import IntegrityError
 
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
@@ -38,8 +39,6 @@ _MAX_THREADS = 8
 #: Seconds between two calls of the progress callback.
 _REPORT_SECONDS = 0.1
 
-#: Called with the number of copied bytes and the total.
-Progress = Callable[[int, int], None]
 #: Fills a buffer with the bytes of a tensor from an offset on.
 ReadTensor = Callable[[str, int, Bytes], None]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS, lay_out_source
 from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.verify import is_source_of
@@ -24,6 +23,7 @@ from shardconv.files.containers.safetensors import Header, build_header
 from shardconv.files.folder import AnyPath, permissions, relative_name
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import is_weights
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, option
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter
 from shardconv.checkpoint.adapters.lora_file import fuse_in_diffusers
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.combined import combine
@@ -38,6 +37,7 @@ from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.engines import SHARDCONV
 from shardconv.plan.planner import CANDIDATE_TPS, Planner
+from shardconv.support import Progress
 from shardconv.support.errors import (
     PlanError,
     ShardconvError,

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from msgspec.structs import asdict, fields, replace
 
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
 from shardconv.checkpoint.operations.split import SplitReport, chosen_tp, split
@@ -35,6 +34,7 @@ from shardconv.layouts.choice import check_stages, choose_layout, engine_of, wit
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, option
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Unpack
 
 from shardconv.checkpoint.adapters.adapter import AnyAdapter
-from shardconv.checkpoint.engine.copy import Progress
 from shardconv.checkpoint.operations.foreign_writer import ForeignLayout, write_foreign
 from shardconv.checkpoint.operations.megatron_writer import MegatronLayout
 from shardconv.checkpoint.operations.meta_writer import MetaLayout
@@ -31,6 +30,7 @@ from shardconv.layouts.layout import NATIVE
 from shardconv.plan.plan import Plan
 from shardconv.plan.planner import MAX_TP, NO_PADDING, PaddingReport, Planner, padding_report
 from shardconv.plan.stages import Stages, chosen_stages
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import UsageError, check_count, option
 

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Stripe, held_stripes
+from shardconv.checkpoint.engine.copy import CopyJob, Reader, Stripe, held_stripes
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.engine.shards import Comparer
 from shardconv.checkpoint.operations.pipeline import check_not_exchanged, on_pipelines, verify_each
@@ -36,6 +36,7 @@ from shardconv.layouts import LAYOUTS
 from shardconv.layouts.choice import engine_of
 from shardconv.layouts.layout_file import layout_file
 from shardconv.plan.plan import TensorSpec
+from shardconv.support import Progress
 from shardconv.support.arguments import checked
 from shardconv.support.errors import IntegrityError, SourceError, SplitCheckpointError, UsageError, option
 

@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple, Self, TypedDict
 
 from msgspec import Struct, field
 
-from shardconv.checkpoint.engine.copy import CopyJob, Progress, Reader, Shards, Stripe, held_stripes
+from shardconv.checkpoint.engine.copy import CopyJob, Reader, Shards, Stripe, held_stripes
 from shardconv.checkpoint.engine.layout import Layout
 from shardconv.checkpoint.engine.shards import ShardWriter
 from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles, NewText
@@ -28,6 +28,7 @@ from shardconv.checkpoint.output.journal import Journal, ResumableWriter
 from shardconv.files.fileio import LocalOutputFiles
 from shardconv.files.folder import AnyPath, permissions
 from shardconv.files.input_files import InputFiles
+from shardconv.support import Progress
 from shardconv.support.errors import UsageError, option
 
 #: For each rank the checksum of each stripe; each file of an unsharded checkpoint counts as a rank.
