@@ -174,9 +174,6 @@ def layout_note(layout: str) -> str:
 
 # --- reports as one page ----------------------------------------------------------------------------------------------
 
-#: The beginning of every page, by which a page is known before it is replaced.
-MARK = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="shardconv">\n'
-
 
 class HtmlFile(Struct, frozen=True):
     """The file of ``--html``, which may be written."""
@@ -233,6 +230,8 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise OutputError(f"{path}: exists: choose another file for --html, or pass --overwrite")
+    from shardconv.html import MARK
+
     with path.open("rb") as file:
         if (begin := file.read(len(MARK))) and begin != MARK:
             raise OutputError(f"{path}: is not a page of shardconv, so it is not overwritten: choose another file")

@@ -93,6 +93,10 @@ def _asset(name: str) -> str:
     return (_ASSETS / name).read_text("utf-8")
 
 
+#: The beginning of every page, by which a page is known before it is replaced.
+MARK = _asset("page.html").partition("<meta charset")[0].encode()
+
+
 Value = TypeVar("Value")
 #: Values of consecutive ranks: each value with the number of ranks that have it.
 Runs = tuple[tuple[Value, int], ...]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import shardconv
-from shardconv.commands.shared import MARK
+from shardconv.html import MARK
 from tests.support.checkpoints import DEMO, llama_config, write_checkpoint
 from tests.support.command import call
 from tests.support.matrix import MATRIX, needs_torch

@@ -4,8 +4,7 @@ import base64
 import re
 from hashlib import sha256
 
-from shardconv.commands.shared import MARK
-from shardconv.html import write_page
+from shardconv.html import MARK, write_page
 from tests.support.pages import HOSTILE, Parsed, many_tensors, plan_report, tensor_report
 
 
@@ -42,6 +41,7 @@ def test_policy_allows_the_script_and_style_of_the_page_only():
 def test_page_begins_with_the_mark():
     """By which --overwrite knows a page."""
     assert write_page(plan_report([tensor_report("a")])).startswith(MARK)
+    assert MARK.endswith(b'<meta name="generator" content="shardconv">\n')
 
 
 def test_page_of_100_000_tensors_is_small():
