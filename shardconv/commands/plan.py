@@ -14,7 +14,8 @@ from click.core import ParameterSource
 
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
 from shardconv.commands.command import CHECKS, REPORT, Command, Flag, Option, chosen
-from shardconv.commands.cost import COST_OPTIONS, MEMORY, TPS, ListedSizes, measured_link, show_cost
+from shardconv.commands.cost import COST_OPTIONS, measured_link, show_cost
+from shardconv.commands.listed_sizes import MEMORY, TPS, ListedSizes
 from shardconv.commands.options import (
     BASE,
     FAMILY,
