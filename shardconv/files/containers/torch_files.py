@@ -26,7 +26,7 @@ from typing import IO, Any, NamedTuple, Self
 from msgspec import Struct
 
 from shardconv.files.containers.safetensors import DTYPE_BITS, TensorFile, TensorInfo, num_bytes
-from shardconv.files.containers.unpickle import DTYPES, STORAGES, max_seconds
+from shardconv.files.containers.unpickle import DTYPES, NUM_TOGETHER, STORAGES, ends, max_seconds
 from shardconv.files.folder import NUM_REQUESTS, START_BYTES, AnyPath, text_problem
 from shardconv.files.input_files import FileState, InputFiles, file_states, open_file
 from shardconv.plan.plan import TensorSpec
@@ -190,8 +190,6 @@ def _tensor(dtype: str, shape: Sequence[int], strides: Sequence[int], start: int
 
 # --- chunks whose archives are equal but for values -------------------------------------------------------------------
 
-#: Bytes at each end of a chunk that are compared, and the number of chunks whose ends are read together.
-_END_BYTES, _NUM_TOGETHER = 2**11, 64
 #: The end of an archive without a comment: mark, number of entries, size and position of their directory.
 _END = struct.Struct("<4s6xHII2x")
 #: The record between directory and end of an archive, if there is one: the size and position again, with marks.
@@ -283,12 +281,8 @@ def _ends(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator
         if not 0 <= start < start + size <= files[file].size:
             raise SourceError(f"{files[file].path}: {_TRUNCATED}")
     with InputFiles([file.path for file in files], [b""] * len(files), [file.size for file in files]) as opened:
-        for first in range(0, len(chunks), _NUM_TOGETHER):
-            ranges = [
-                (file, at, min(at + _END_BYTES, start + size))
-                for file, start, size in chunks[first : first + _NUM_TOGETHER]
-                for at in (start, max(start, start + size - _END_BYTES))
-            ]
+        for first in range(0, len(chunks), NUM_TOGETHER):
+            ranges = ends((file, start, start + size) for file, start, size in chunks[first : first + NUM_TOGETHER])
             blocks = map(bytes, _blocks(opened, ranges))
             yield from zip(blocks, blocks, strict=True)
 

@@ -55,7 +55,7 @@ _MAX_LISTED = 4
 #: The size of an item in the list of tensors, without its characters, and with each number.
 _ITEM_SIZE, _NUMBER_SIZE = 64, 8
 #: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
-_END_BYTES, _NUM_TOGETHER = 2**11, 64
+_END_BYTES, NUM_TOGETHER = 2**11, 64
 #: Bytes that are fetched at once elsewhere.
 _BUFFER_BYTES = 2**16
 #: The first objects in a file of torch before 1.6.
@@ -83,6 +83,15 @@ def fetch(ranges: list[tuple[int, int, int]]) -> list[bytes]:
     if ranges:
         write({"ranges": ranges})
     return [sys.stdin.buffer.read(stop - start) for _, start, stop in ranges]
+
+
+def ends(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The first and the last bytes of each range of a file, as two ranges."""
+    return [
+        (number, at, min(at + _END_BYTES, stop))
+        for number, start, stop in ranges
+        for at in (start, max(start, stop - _END_BYTES))
+    ]
 
 
 def write(line: Mapping[str, object]) -> None:
@@ -789,14 +798,10 @@ def answer(name: str, file: File) -> Listed:
 
 def answers(requests: list[tuple[str, int, int, int]]) -> Listed:
     """The results of requests. The ends of several files or chunks are fetched together."""
-    for first in range(0, len(requests), _NUM_TOGETHER):
-        some = requests[first : first + _NUM_TOGETHER]
-        ends = [
-            (number, at, min(at + _END_BYTES, stop))
-            for _, number, start, stop in some
-            for at in (start, max(start, stop - _END_BYTES))
-        ]
-        fetched = iter(zip(ends, fetch(ends), strict=True))
+    for first in range(0, len(requests), NUM_TOGETHER):
+        some = requests[first : first + NUM_TOGETHER]
+        wanted = ends(one[1:] for one in some)
+        fetched = iter(zip(wanted, fetch(wanted), strict=True))
         for (name, number, _, stop), *both in zip(some, fetched, fetched, strict=True):
             yield from answer(name, File(number, stop, {at: data for (_, at, _), data in both}))
 
