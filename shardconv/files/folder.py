@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shardconv.files.storage.remote_file import RemoteFile
 
 #: Names that a file can have on every system.
-_NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,200}")
+_NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,255}")
 #: Bytes of the largest remote file that is copied for code that reads local files only.
 _MAX_COPIED = 2**28
 #: Maximum number of simultaneous requests to a store that need little data each.
@@ -179,9 +179,8 @@ def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> Rem
         SourceError: if a name is not valid, or is both a file and a folder.
     """
     children: dict[str, dict[str, None]] = {"": {}}
+    check_portable(url, files)
     for each in files:
-        if not all(_is_valid(part) for part in each.split("/")):
-            raise SourceError(f"{url}: the name of file {each!r:.100} is not valid on every system: rename it")
         child = each
         while child:
             parent, _, last = child.rpartition("/")
@@ -190,11 +189,22 @@ def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> Rem
     if both := next((each for each in files if each in children), None):
         raise SourceError(f"{url}/{both}: is the name of a file and of a folder: rename one")
     listed = {folder: tuple(names) for folder, names in children.items()}
-    return RemotePath(RemoteFolder(name if _is_valid(name) else "checkpoint", url, files, listed))
+    return RemotePath(RemoteFolder(name if is_portable_name(name) else "checkpoint", url, files, listed))
 
 
-def _is_valid(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and name not in {".", ".."}
+def is_portable_name(name: str) -> bool:
+    """Whether an untrusted name is a plain file name, without folders, on every system."""
+    return name not in {".", ".."} and _NAME.fullmatch(name) is not None
+
+
+def check_portable(folder: object, names: Iterable[str]) -> None:
+    """Check the names of files in a folder, with / as separator, as they are checked when a manifest has them.
+
+    Raises:
+        SourceError: if one is not valid on every system.
+    """
+    if name := next((name for name in names if not all(map(is_portable_name, name.split("/")))), None):
+        raise SourceError(f"{folder}: the name of file {name!r:.100} is not valid on every system: rename it")
 
 
 def walk(folder: AnyPath, *, hidden: bool = False) -> Iterator[AnyPath]:

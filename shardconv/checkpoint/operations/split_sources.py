@@ -9,8 +9,7 @@ from shardconv.checkpoint import adapters as adapter_modules
 from shardconv.checkpoint.adapters.adapter import AnyAdapter, open_adapter, plan_adapter
 from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, as_names, plan_source
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_files import is_portable_name
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.paths import SourcePath, local_path, open_path
 from shardconv.files.weight_formats import ADAPTER_FILES, DIFFUSERS_LORA
 from shardconv.support.errors import UsageError, option

@@ -14,12 +14,11 @@ from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.source import StoredTensors
-from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
 from shardconv.files.containers.torch_files import TorchChunk, list_metadata, read_torch_chunks
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.input_files import file_states
 from shardconv.plan.placement import Interval, Placement
 from shardconv.plan.plan import TensorSpec

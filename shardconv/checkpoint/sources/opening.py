@@ -10,8 +10,8 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME
 from shardconv.checkpoint.sources.folder_files import SourceFolder, leave_out_weights, list_folder
 from shardconv.checkpoint.sources.layout_files import find_layout, refuse_rank_file, with_iteration
 from shardconv.checkpoint.sources.source import Source
-from shardconv.checkpoint.sources.source_files import WeightFiles, check_portable, find_weight_files, read_weights
-from shardconv.files.folder import AnyPath, read_json
+from shardconv.checkpoint.sources.source_files import WeightFiles, find_weight_files, read_weights
+from shardconv.files.folder import AnyPath, check_portable, read_json
 from shardconv.files.paths import check_link, missing_hint, unfinished
 from shardconv.files.weight_formats import (
     ADAPTER_FILES,

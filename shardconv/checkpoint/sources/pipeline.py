@@ -13,8 +13,7 @@ from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.diffusers_classes import diffusers_classes
 from shardconv.checkpoint.sources.folder_files import SourceFolder, ignore_options, list_folder
 from shardconv.checkpoint.sources.source import model_name
-from shardconv.checkpoint.sources.source_files import check_portable, is_portable_name
-from shardconv.files.folder import AnyPath, read_json
+from shardconv.files.folder import AnyPath, check_portable, is_portable_name, read_json
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
     INDEX_NAME,

@@ -6,7 +6,6 @@ share it, and all others are read with their strides.
 """
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensor
 from shardconv.checkpoint.sources.transforms import Transform
 from shardconv.files import containers
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
-from shardconv.files.folder import AnyPath, Compressed, parse_object, read_text
+from shardconv.files.folder import AnyPath, Compressed, is_portable_name, parse_object, read_text
 from shardconv.files.paths import check_link
 from shardconv.files.weight_formats import (
     CONFIG_NAME,
@@ -242,21 +241,6 @@ def with_total_size(text: str | bytes, total: int) -> str:
     if isinstance(index.get("metadata"), dict) and "total_size" in index["metadata"]:
         index["metadata"]["total_size"] = total
     return json.dumps(index, indent=2, ensure_ascii=False) + "\n"
-
-
-def is_portable_name(name: str) -> bool:
-    """Whether an untrusted name is a plain file name, without folders, on every system."""
-    return name not in {"", ".", ".."} and not re.search(r"[/\\:\x00-\x1f\ud800-\udfff]", name)
-
-
-def check_portable(path: AnyPath, names: Iterable[str]) -> None:
-    """Check the names of files in a folder, with / as separator, as they are checked when a manifest has them.
-
-    Raises:
-        SourceError: if one is not valid on every system.
-    """
-    if name := next((name for name in names if not all(map(is_portable_name, name.split("/")))), None):
-        raise SourceError(f"{path}: the name of file {name!r:.100} is not valid on every system: rename it")
 
 
 def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:

@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from shardconv import __version__
 from shardconv.checkpoint.engine.geometry import geometry
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PADDING_NAME, PIPELINE_NAME
-from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.files.containers.safetensors import Header, parse_header
 from shardconv.files.fileio import create
-from shardconv.files.folder import AnyPath, Compressed, RemotePath, file_bytes
+from shardconv.files.folder import AnyPath, Compressed, RemotePath, file_bytes, is_portable_name
 from shardconv.files.paths import locked, missing_hint, unfinished
 from shardconv.files.weight_formats import refuse_rank_files, refuse_sharded_state
 from shardconv.plan.planner import MAX_TP

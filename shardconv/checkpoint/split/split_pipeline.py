@@ -11,13 +11,12 @@ from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.layout import MANIFEST_NAME, PIPELINE_NAME
 from shardconv.checkpoint.sources.pipeline import Pipeline, without_manifest
-from shardconv.checkpoint.sources.source_files import is_portable_name
 from shardconv.checkpoint.split.manifest import Manifest
 from shardconv.checkpoint.split.manifest_file import is_split, read_manifest, read_sealed
 from shardconv.checkpoint.split.split_folders import is_regular_file
 from shardconv.files.checksums import checksum_file
 from shardconv.files.containers.safetensors import total_bytes
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.paths import missing_hint
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.support.errors import SplitCheckpointError
