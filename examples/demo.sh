@@ -8,7 +8,14 @@ cd "$work"
 ln -s "$here/demo-model" demo-model
 
 show() {
-    printf '\n$ %s\n' "$*"
+    printf '\n$'
+    for word; do
+        case $word in
+            *' '*) printf ' "%s"' "$word" ;;
+            *) printf ' %s' "$word" ;;
+        esac
+    done
+    printf '\n'
     "$@"
 }
 

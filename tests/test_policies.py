@@ -394,7 +394,7 @@ def test_only_classes_of_policies_are_accepted(policy):
     "policy", [BertPolicy(None), [BertPolicy, "auto"], None], ids=["instance", "list with a name", "None"]
 )
 def test_other_rules_than_classes_and_names_are_refused(policy):
-    with pytest.raises(UsageError, match=r"rules is .* \(expected .* a class or a sequence of classes\): correct it"):
+    with pytest.raises(UsageError, match=r"rules is .* a class or a sequence of classes\): pass the name"):
         shardconv.convert_model(nn.Linear(2, 2), policy)
 
 

@@ -114,7 +114,7 @@ IGNORE = Option(
 )  # fmt: skip
 CONFIG = Option(
     SOURCE, "--config", "Read this config.json, or the config of this folder. [default: the config.json beside the "
-    "weights of SRC]",
+    "weights]",
     type=PATH,
 )  # fmt: skip
 FROM = Option(

@@ -80,7 +80,6 @@ def convert_parallel_linear(
         ``module``, whose layers have the same parameters as before, now shards.
 
     Raises:
-        TypeError: if ``counts`` is a str.
         ValueError: if a size does not divide, a layer was converted otherwise, is of a class derived from nn.Linear, or
             is tied to a layer that is not in ``module`` or cannot be sharded with it; if an nn.Sequential would pass a
             shard to a layer that needs all features; if the forward of a module that contains the layers divides their
@@ -91,8 +90,6 @@ def convert_parallel_linear(
         >>> convert_parallel_linear(torch.nn.Linear(20, 30), dim=-1)
         ColumnParallelLinear(in_features=20, out_features=30, bias=True, dim=-1, tp=1)
     """
-    if isinstance(counts, str):
-        raise TypeError(f"counts is {counts!r} (expected a list of names): pass a list, counts=[{counts!r}]")
     spec = LayerSpec(layer_class.class_for(dim), {"gather_output": gather_output})
     return _convert_layers(module, spec, as_axis(group), counts)
 

@@ -3,10 +3,10 @@
 Owns the comparison and its messages. Reads headers and config only, and allocates no memory for values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import config_path
 from shardconv.formats.detect import with_grids
@@ -27,7 +27,7 @@ def check_source(
     *,
     config: StrPath | None = None,
     follow_links: bool = False,
-    ignore: Sequence[str] = (),
+    ignore: tuple[str, ...] = (),
     source_layout: str | None = None,
 ) -> ModelCheck:
     """Check that a checkpoint has the tensors of the model that its config names.
@@ -51,9 +51,7 @@ def check_source(
         'LlamaForCausalLM'
     """
     path, beside = open_path(src), config_path(config)
-    source = open_source(
-        path, config=beside, follow_links=follow_links, ignore=as_names(ignore), source_layout=source_layout
-    )
+    source = open_source(path, config=beside, follow_links=follow_links, ignore=ignore, source_layout=source_layout)
     tensors = logical_tensors(with_grids(source.specs, source.config_with_quantization()))
     return require_model(source.config or {}, tensors, str(path))
 

@@ -29,7 +29,7 @@ from shardconv.checkpoint.output.destination import Destination, find_destinatio
 from shardconv.checkpoint.output.job import settings_of
 from shardconv.checkpoint.output.writer import CheckpointWriter, Weights, WriteOptions, WriteReport
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.planning import StrPath, as_names, refuse_other_contents
+from shardconv.checkpoint.sources.planning import StrPath, refuse_other_contents
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.source_files import with_total_size
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
@@ -135,9 +135,9 @@ def pad(  # noqa: D417 - WriteOptions has the descriptions
     given = find_destination(dst, resume=resume)
     check_count(tp, "tp", MAX_TP)
     check_count(vocab_multiple, "vocab_multiple", MAX_MULTIPLE)
-    if components := as_names(components):
+    if components:
         raise UsageError(f"{src}: {option(components=[*components])} only applies to pipelines: remove it")
-    source = open_source(open_path(src), follow_links=follow_links, ignore=as_names(ignore))
+    source = open_source(open_path(src), follow_links=follow_links, ignore=ignore)
     planned = _plan_padding(source, tp, vocab_multiple, check_model=check_model)
     destination = given or Destination(Path(f"{source.name}-pad{tp}"))
     writer = _writer(source, planned.config, destination, how)

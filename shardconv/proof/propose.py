@@ -9,7 +9,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from shardconv.checkpoint.sources.opening import open_source
-from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.convert.model import DTYPE_NAMES
 from shardconv.convert.protocols import PretrainedModel
 from shardconv.files.paths import SourcePath, open_path
@@ -178,7 +178,7 @@ def propose_plan(
         open_path(src),
         config=beside,
         follow_links=follow_links,
-        ignore=as_names(ignore),
+        ignore=ignore,
         source_layout=source_layout,
     )
     model = small_model(require_config(source))

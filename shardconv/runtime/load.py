@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardconv.checkpoint.adapters.adapter import SplitAdapter
 from shardconv.checkpoint.operations.pipeline import on_pipelines
-from shardconv.checkpoint.sources.planning import PlanOptions, StrPath, as_names
+from shardconv.checkpoint.sources.planning import PlanOptions, StrPath
 from shardconv.checkpoint.split.loadable import Loadable, open_loadable, placements_in_memory, runnable_plan
 from shardconv.checkpoint.split.manifest_file import comparable
 from shardconv.convert.converted_model import ConvertedModel, extend_model_class
@@ -127,7 +127,7 @@ def load(
     """
     if component is not None:
         raise UsageError(f"{path}: {option(component=component)} only applies to pipelines: remove it")
-    dtype, unused = as_torch_dtype(dtype), as_names(unused)
+    dtype = as_torch_dtype(dtype)
     if model is not None:
         check_builder(model)
     find = partial(_open, path, tp, pp, stages, options)

@@ -1,7 +1,7 @@
 """Types of the arguments of public functions, checked against the annotations of their signatures."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -20,23 +20,27 @@ _NOUNS: Mapping[object, str] = {
     bool: "flag", int: "integer", SupportsIndex: "integer", float: "number", str: "string", type: "class",
     Callable: "function or class",
 }  # fmt: skip
+#: Remedies for other types of an argument, where "correct it" is not enough.
+_REMEDIES = {"rules": f"pass the name of a family, or {option(rules='FILE')} with a plan file"}
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function so that it refuses arguments of types that are not in its annotations."""
+    """Decorate a public function so that it refuses arguments of types that are not in its annotations.
+
+    The function gets the items of an iterator or a collection as a tuple, and a single string as a tuple of one.
+    """
     signature = inspect.signature(function)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs)
         except TypeError:
             return function(*args, **kwargs)  # raises an error that names the function
         hints = _hints(function)
-        for name, value in {**given, **given.pop("options", {})}.items():
-            if name in hints:  # the function refuses options that it does not have
-                _check(value, name, hints[name])
-        return function(*args, **kwargs)
+        for given in (bound.arguments, bound.arguments.get("options", {})):
+            given |= {name: _check(given[name], name, hints[name]) for name in given if name in hints}
+        return function(*bound.args, **bound.kwargs)  # which refuses options that it does not have
 
     return call
 
@@ -50,18 +54,30 @@ def _hints(function: Callable[..., object]) -> dict[str, object]:
     return hints
 
 
-def _check(value: object, name: str, hint: object) -> None:
-    """Check an argument.
+def _check(value: object, name: str, hint: object) -> object:
+    """Check an argument, and return it with its items as a tuple, if it has items.
 
     Raises:
         UsageError: if the value has another type, or is a count and not positive.
     """
-    if not _fits(value, hint):
-        fitting = (option(**{name: one}) for one in _similar(value, hint) if _fits(one, hint))
-        remedy = next(map("pass {}".format, fitting), "correct it")
+    found = _with_items(value, hint)
+    if not _fits(found, hint):
+        fitting = (f"pass {option(**{name: one})}" for one in _similar(value, hint) if _fits(one, hint))
+        remedy = next(fitting, _REMEDIES.get(name, "correct it"))
         raise UsageError(f"{option(name)} is {value!r:.40} (expected {_expected(hint)}): {remedy}")
     if name in _COUNTS and value is not None:
         check_count(value, name)
+    return found
+
+
+def _with_items(value: object, hint: object) -> object:
+    """A value with its items as a tuple, unless an alternative without items fits it."""
+    members = _alternatives(hint)
+    if not isinstance(value, Iterable) or isinstance(value, Mapping) or not any(map(_has_items, members)):
+        return value
+    if any(_fits(value, one) for one in members if not _has_items(one)):
+        return value
+    return (value,) if isinstance(value, (str, bytes)) else tuple(value)
 
 
 def _similar(value: object, hint: object) -> Iterator[object]:
@@ -69,7 +85,7 @@ def _similar(value: object, hint: object) -> Iterator[object]:
     if isinstance(value, str) and value.isdecimal():
         yield int(value)
     if not _fits("", hint):
-        yield [value]
+        yield (value,)
 
 
 def _fits(value: object, hint: object) -> bool:
@@ -82,7 +98,7 @@ def _fits(value: object, hint: object) -> bool:
     if kind is type and members:
         return isinstance(value, type) and issubclass(value, members[0])
     if _has_items(hint):
-        return _all_fit(value, members[0], takes_iterators=kind is Iterable)
+        return isinstance(value, tuple) and all(_fits(one, members[0]) for one in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)  # type: ignore[arg-type]
@@ -99,15 +115,6 @@ def _has_items(hint: object) -> bool:
     """Whether a type is of sequences or other collections, with the type of their items."""
     origin = get_origin(hint)
     return isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping)
-
-
-def _all_fit(value: object, item: object, *, takes_iterators: bool) -> bool:
-    """Whether a value is a collection of such items; the items of an iterator are not examined."""
-    if isinstance(value, (str, bytes)):
-        return _fits(value, item)
-    if not isinstance(value, Collection):
-        return takes_iterators and isinstance(value, Iterable)
-    return not isinstance(value, Mapping) and all(_fits(one, item) for one in value)
 
 
 def _expected(hint: object) -> str:

@@ -144,6 +144,8 @@ def test_every_public_function_with_arguments_is_tried():
         (split, {"config": 5}, "config is 5 (expected a string or a Path): correct it"),
         (make_plan, {"head_dim": 0}, "head_dim is 0 (expected a positive integer): correct it"),
         (shardconv.pad, {"vocab_multiple": 0}, "vocab_multiple is 0 (expected a positive integer): correct it"),
+        (load, {"rules": {"norm": "replicate"}}, "rules is {'norm': 'replicate'} (expected a string, a Path, a Plan, a "
+         "class or a sequence of classes): pass the name of a family, or rules=FILE with a plan file"),
         (load, {"dtype": ["a"]}, "dtype is ['a'] (expected a dtype or a string): correct it"),
     ],
 )  # fmt: skip
@@ -153,8 +155,11 @@ def test_message_names_the_argument_and_the_remedy(function, wrong, message):
     assert str(caught.value).startswith(message)
 
 
-def test_single_names_and_iterators_are_accepted():
-    assert split(DEMO, tp=2, ignore="generation_config.json", ranks=iter([0]), dry_run=True).ranks == (0,)
+@pytest.mark.parametrize("names", ["lm_head.weight", ["lm_head.weight"], {"lm_head.weight"}, iter(["lm_head.weight"])])
+def test_single_names_and_iterators_are_accepted(names):
+    plan = make_plan(DEMO, tp=2, replicate=names, ignore="generation_config.json")
+    assert plan.placement("lm_head.weight").dim is None
+    assert split(DEMO, tp=2, ranks=iter([0]), dry_run=True).ranks == (0,)
 
 
 def test_too_many_positional_arguments_name_the_function():

@@ -18,7 +18,7 @@ from shardconv.checkpoint.engine.layout import PADDING_NAME
 from shardconv.checkpoint.operations.split_sources import open_adapters, without_adapters
 from shardconv.checkpoint.output.combined import combine
 from shardconv.checkpoint.sources.pipeline import Pipeline, is_pipeline, open_pipeline
-from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, as_names, given_options, plan_source, record_planners
+from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, given_options, plan_source, record_planners
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
@@ -123,8 +123,8 @@ def open_source_pipeline(paths: Sequence[AnyPath], options: Options) -> Pipeline
     options |= {"adapters": adapters} if adapters else {}
     pipeline = open_pipeline(
         path,
-        components=as_names(options.pop("components", ())),
-        ignore=as_names(without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"]),
+        components=options.pop("components", ()),
+        ignore=without_adapters(path, adapters, {"ignore": options.pop("ignore", ())})["ignore"],
         follow_links=options.get("follow_links", False),
     )
     if len(pipeline.components) > 1 and (given := given_options(options, _OF_ONE_MODEL)):
@@ -289,7 +289,7 @@ def _open_against(pipeline: Pipeline, path: AnyPath, options: Options) -> Pipeli
         path,
         components=[*pipeline.components],
         follow_links=options["follow_links"],
-        ignore=as_names(options["ignore"]),
+        ignore=options["ignore"],
         optional_ignore=pipeline.ignore,
     )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from shardconv.checkpoint import adapters as adapter_modules
 from shardconv.checkpoint.adapters.adapter import AnyAdapter, open_adapter, plan_adapter
-from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, as_names, plan_source
+from shardconv.checkpoint.sources.planning import PlannedSource, PlanOptions, StrPath, plan_source
 from shardconv.checkpoint.sources.source import Source
 from shardconv.files.folder import AnyPath, is_portable_name
 from shardconv.files.paths import SourcePath, local_path, open_path
@@ -83,7 +83,7 @@ def open_adapters(adapters: StrPath | Sequence[StrPath | AnyAdapter], *, follow_
 
 def _plan_alone(src: AnyPath, base: StrPath, layout: str, options: PlanOptions) -> PlannedSource:
     """Plan an adapter; ``ignore`` has patterns of its files, and other options apply to its base model."""
-    follow_links, ignore = options.get("follow_links", False), as_names(options.get("ignore", ()))
+    follow_links, ignore = options.get("follow_links", False), options.get("ignore", ())
     adapter = open_adapter(src, follow_links=follow_links, ignore=ignore)
     of_base: PlanOptions = {**options, "ignore": ()}
     return plan_adapter(adapter, base, layout=layout, **of_base)
@@ -101,7 +101,7 @@ def without_adapters(src: AnyPath | Source, adapters: Sequence[AnyAdapter], opti
             found += [name for name in (*ADAPTER_FILES, DIFFUSERS_LORA) if (folder / name).exists()]
         elif path.is_relative_to(folder):
             found.append(escape(path.relative_to(folder).as_posix()))
-    return {**options, "ignore": (*as_names(options.get("ignore", ())), *found)} if found else options
+    return {**options, "ignore": (*options.get("ignore", ()), *found)} if found else options
 
 
 def _named(adapters: Sequence[tuple[AnyAdapter, PlannedSource]]) -> dict[str, PlannedSource]:

@@ -15,7 +15,7 @@ from shardconv.checkpoint.output.auxiliary import AuxiliaryFiles
 from shardconv.checkpoint.output.combined import every, path_keys, paths, some, texts, total, union
 from shardconv.checkpoint.sources.dtype_conversion import with_dtype
 from shardconv.checkpoint.sources.opening import open_files, open_source
-from shardconv.checkpoint.sources.planning import StrPath, as_names
+from shardconv.checkpoint.sources.planning import StrPath
 from shardconv.checkpoint.sources.source import Source
 from shardconv.checkpoint.sources.stored_tensors import open_tensors
 from shardconv.checkpoint.split.chosen_ranks import name_ranks
@@ -202,7 +202,7 @@ def verify(
     if other is not None:
         _check_not_merged(split)
         source = open_source(
-            other, follow_links=follow_links, ignore=as_names(ignore), optional_ignore=manifest.ignore,
+            other, follow_links=follow_links, ignore=ignore, optional_ignore=manifest.ignore,
             source_layout=None if external else source_layout,
         )  # fmt: skip
         source = source if manifest.dtype is None else with_dtype(source, manifest.dtype)

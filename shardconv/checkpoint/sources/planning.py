@@ -1,6 +1,6 @@
 """Plans of checkpoints on disk: options, source and rules."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -173,7 +173,7 @@ def plan_source(
         raise UsageError(
             f"{late}: only applies when a source is opened (got {src.path}, which is open): remove it, or pass the path"
         )
-    if components := as_names(given["components"]):
+    if components := given["components"]:
         raise UsageError(
             f"{option(components=[*components])}: only applies to pipelines (got "
             f"{src.path if isinstance(src, Source) else src}): remove it"
@@ -185,7 +185,7 @@ def plan_source(
     settings = source.config_with_quantization()
     tensors, rules = with_grids(source.specs, settings), given["rules"]
     request = PlanRequest(
-        None, None, as_names(given["replicate"]), given["head_dim"],
+        None, None, tuple(given["replicate"]), given["head_dim"],
         1 if given["ep"] is None else given["ep"],
         given["engine"], allow_unmatched_rules, int(given["pad"]),
     )  # fmt: skip
@@ -213,7 +213,7 @@ def _open(src: SourcePath, options: PlanOptions) -> Source:
     config = options["config"]
     return open_source(
         open_path(src), config=config_path(config), follow_links=options["follow_links"],
-        ignore=as_names(options["ignore"]), source_layout=options["source_layout"],
+        ignore=options["ignore"], source_layout=options["source_layout"],
     )  # fmt: skip
 
 
@@ -325,11 +325,6 @@ def _changed(request: PlanRequest) -> list[str]:
     """The fields of a request that change the plan of an engine."""
     fields = ("family", "plan_file", "replicate", "head_dim", "ep", "pad")
     return [name for name in fields if getattr(request, name) != getattr(PlanRequest(), name)]
-
-
-def as_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Convert a single name or several names to a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 @checked
