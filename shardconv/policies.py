@@ -141,8 +141,8 @@ class Policy(ABC):
             world_size: number of ranks.
 
         Returns:
-            Path of an attribute, relative to the module, to its value per rank, as ``{"attn.num_heads": 4}``. Where
-            layers with ``ignore_checker`` are missing, attributes of their modules may be missing, too.
+            Path of an attribute, relative to the module, to its value per rank, such as ``{"attn.num_heads": 4}``.
+            Where layers with ``ignore_checker`` are missing, attributes of their modules may be missing, too.
         """
         return {}
 

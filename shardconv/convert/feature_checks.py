@@ -50,7 +50,7 @@ def check_chains(
             assumed to compute with shards. Otherwise it is refused, because its computation is unknown.
 
     Raises:
-        ValueError: if one does; names both layers.
+        ValueError: if such a layer gets a shard; names both layers.
     """
     for layers in _chains(module) if tp > 1 else ():
         found = _find_mismatch([(label, replacements.get(layer, layer)) for label, layer in layers], is_planned)

@@ -102,7 +102,7 @@ class ParallelMultiheadAttention(Sharded):
         if not (weight and is_same) or any(_heads_of(weight, one, self.head_dim) is None for one in range(axis.size)):
             raise ValueError(
                 f"{self.name_in_model}: in_proj_weight and in_proj_bias of a MultiheadAttention are sharded by heads: "
-                f"give both style packed_colwise with the unit of heads of {self.head_dim} rows for each of 3 segments"
+                f"give both the style packed_colwise and 3 segments, each with a unit of {self.head_dim} rows"
             )
 
     def forward(

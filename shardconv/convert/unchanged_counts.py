@@ -216,8 +216,8 @@ def _name(module: nn.Module, count: Count) -> str:
 def owners_outside(module: nn.Module, layers: Collection[nn.Module]) -> list[nn.Module]:
     """Find the modules outside of ``module`` that contain one of the layers, also in a container.
 
-    Searches all objects that Python's garbage collector tracks, if ``module`` does not contain other modules than
-    containers and layers; otherwise its own modules contain them. A module that holds a layer otherwise than as a
+    If ``module`` contains only containers and layers, all objects that Python's garbage collector tracks are searched;
+    otherwise its own modules contain the layers. A module that holds a layer otherwise than as a
     submodule, such as in a list, is not found.
     """
     inside, known = set(module.modules()), set(layers)
@@ -264,7 +264,7 @@ def count_overrides(owners: Iterable[nn.Module], names: Collection[str], tp: int
     for name in names:
         if not any(_has_count(owner, name) for owner in owners):
             kinds = sorted({type(owner).__name__ for owner in owners})
-            raise ValueError(f"counts: {name!r} names no integer attribute of {', '.join(kinds) or 'a module'}")
+            raise ValueError(f"counts: {name!r} is not an integer attribute of {', '.join(kinds) or 'a module'}")
     named = [one for one in owners if any(_has_count(one, name) for name in names)]
     return [Overrides(owner, attributes=_local_counts(owner, names, tp)) for owner in named]
 

@@ -47,7 +47,7 @@ class RemoteFolder(Struct, frozen=True, eq=False):
     Attributes:
         name: its name.
         url: its URL, as it is shown.
-        files: name, relative to the folder, to file.
+        files: file name, relative to the folder, to file.
         children: relative name of each folder in it, "" for itself, to the names of its files and folders.
     """
 
@@ -171,9 +171,9 @@ def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> Rem
     """The path of a remote folder.
 
     Args:
-        name: of the folder.
-        url: of the folder, as it is shown.
-        files: name, relative to the folder, to file.
+        name: the name of the folder.
+        url: the URL of the folder, as messages show it.
+        files: file name, relative to the folder, to file.
 
     Raises:
         SourceError: if a name is not valid, or is both a file and a folder.

@@ -13,8 +13,8 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.*.json", "tekken.json", "*.mod
 _TOKENIZER_FILES = (*_VOCABULARY_FILES, "tokenizer_config.json")
 
 _REMEDY = (
-    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, or pass token ids: "
-    '--token-ids "1 2 3". --check without a prompt needs no tokenizer.'
+    "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json, ...) into the folder, pass token ids by "
+    '--token-ids "1 2 3", or pass --check without a prompt'
 )
 
 
@@ -30,7 +30,7 @@ def check_tokenizer(path: AnyPath) -> None:
         RunError: if it does not.
     """
     if not has_tokenizer(path):
-        raise RunError(f"{path}: does not have a tokenizer, which text needs: {_REMEDY}")
+        raise RunError(f"{path}: does not have a tokenizer: {_REMEDY}")
 
 
 def load_tokenizer(path: AnyPath, *, is_trusted: bool) -> Any:

@@ -39,8 +39,8 @@ class FileTensor(Data, frozen=True):
             of E numbers or a matrix of E rows.
         implied: names of further source tensors, which are not in the file, as their values follow from their grids.
         dim: the dim of the members along which they are concatenated.
-        is_head: whether it is a head that is tied to the embedding, its only member, whose name it has on pipeline
-            stages without the head.
+        is_head: whether it is a head that is tied to the embedding, its only member. On pipeline stages without the
+            head, it has the name of the embedding.
     """
 
     name: str

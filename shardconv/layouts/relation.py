@@ -174,7 +174,7 @@ class LayoutRule(msgspec.Struct, frozen=True, eq=False):
         """The names of the source tensors of one file tensor, in order.
 
         Args:
-            texts: of each ``*``.
+            texts: the text that each ``*`` matched.
             count: number of experts.
         """
         return [source.name(Match(texts, expert)) for expert in range(count) for source in self.sources]
@@ -185,10 +185,10 @@ class LayoutRule(msgspec.Struct, frozen=True, eq=False):
         """The source tensors of the file tensor of one module, in order, and the number of experts.
 
         Args:
-            texts: of each ``*``.
+            texts: the text that each ``*`` matched.
             experts: the source tensors that exist, each of one expert.
             config: contents of config.json.
-            remedy: the end of messages.
+            remedy: the remedy in messages.
 
         Raises:
             PlanError: if a source tensor is missing, or the number of experts differs from the config.

@@ -27,7 +27,7 @@ from shardconv.support.errors import PlanError
 
 
 class Strided(NamedTuple):
-    """The elements of one side: the sizes of all dims, and the strides of these dims in the elements of the other."""
+    """A strided view: the sizes of its dims, and their strides in the elements that are viewed."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

@@ -252,9 +252,9 @@ class Attention(NamedTuple):
     """The entries of a plan file for one attention module.
 
     Attributes:
-        rules: by the names of layers and tensors.
-        units: by name.
-        overrides: of its attributes.
+        rules: name of a layer or tensor to rule.
+        units: name to unit.
+        overrides: the overrides of its attributes.
     """
 
     rules: dict[str, Rule]

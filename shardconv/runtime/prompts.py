@@ -117,7 +117,7 @@ def default_ids(model: PretrainedModel) -> str:
     if rows is None and not isinstance(model.input_modalities, str):
         raise no_text_model(model, " and ".join(model.input_modalities))
     if rows is None:
-        raise RunError(f"the vocabulary size of a {type(model).__name__} is unknown: give --token-ids")
+        raise RunError(f"the vocabulary size of a {type(model).__name__} is unknown: pass --token-ids")
     special = set(_special_ids(model.config.to_dict()))
     usable = [number for number in range(rows) if number not in special]
     return " ".join(str(usable[place * (len(usable) - 1) // (_NUM_IDS - 1)]) for place in range(_NUM_IDS))

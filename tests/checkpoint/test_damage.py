@@ -246,7 +246,7 @@ def replace_by_link_out(path: Path) -> None:
 
 
 WAYS = [
-    (remove, f"{{path.name}}: is missing (expected all {TP} rank files)"),
+    (remove, f"{{path.name}}: is missing (expected {TP} rank files)"),
     (replace_by_pipe, "{path.name}: is missing"),
     (replace_by_link_out, "{path.name}: is a link out of its folder"),
     *((resize(change), "{path}: was modified or truncated (got ") for change in (-1, 1, -10_000)),

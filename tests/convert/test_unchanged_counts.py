@@ -409,7 +409,7 @@ def test_module_that_contains_a_lone_layer_is_examined(axis):
     module = FORMS["counts"]()
     with pytest.raises(ValueError, match=r"^counts: .* num_heads"):
         convert_parallel_linear(module.q, -1, group=axis)
-    with pytest.raises(ValueError, match="counts: 'heads' names no integer attribute of counts"):
+    with pytest.raises(ValueError, match="counts: 'heads' is not an integer attribute of counts"):
         convert_parallel_linear(module.q, -1, counts=["heads"], group=axis)
     module.odd = 3
     with pytest.raises(ValueError, match=r"counts: odd = 3 of counts is not a multiple of 2 ranks"):

@@ -423,9 +423,9 @@ def test_difference_from_a_source_that_is_not_quantized_names_the_quantized_one(
 # --- errors before ranks start --------------------------------------------------------------------------------------
 
 NEEDS_TOKENIZER = (
-    "without-tokenizer: does not have a tokenizer, which text needs: copy the model's tokenizer files (tokenizer.json, "
-    'tokenizer_config.json, ...) into the folder, or pass token ids: --token-ids "1 2 3". --check without a prompt '
-    "needs no tokenizer.\n"
+    "without-tokenizer: does not have a tokenizer: copy the model's tokenizer files (tokenizer.json, "
+    'tokenizer_config.json, ...) into the folder, pass token ids by --token-ids "1 2 3", or pass --check without '
+    "a prompt\n"
 )
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters of PEFT: open one as a source or as a split checkpoint, and plan it by the plan of its base model.
 
 An adapter is split, merged, verified and resharded as a checkpoint of its own. It follows the rules of the base model,
-and the grids of its tensors say which weight each of them covers.
+and the grid of each of its tensors names the weight that it covers.
 """
 
 from collections.abc import Mapping

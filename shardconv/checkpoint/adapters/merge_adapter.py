@@ -59,7 +59,7 @@ class StoredMatrix(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row; of a vector, of an element."""
+        """Bytes of a row, or of an element of a vector."""
         return self.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
 
     def read(self, read: ReadTensor, start: int = 0, stop: int | None = None) -> Array:

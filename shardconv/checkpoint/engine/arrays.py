@@ -63,7 +63,7 @@ def copy_boxes(block: Bytes, boxes: Sequence[Box], other: Bytes) -> None:
 
 
 def is_padding_zero(boxes: Sequence[Box], local: Bytes) -> bool:
-    """Whether a shard's range is zero outside of the boxes; overwrites the boxes with zero."""
+    """Whether a shard's range is zero outside of the boxes. Overwrites the boxes with zeros."""
     for box in boxes:
         _local(local, box)[...] = 0
     return not np.frombuffer(local, np.uint8).any()

@@ -41,8 +41,8 @@ class Written(Struct, frozen=True):
         open: opens the pipeline that is read.
         name: the default name of the destination, with ``{name}`` for the name of the pipeline, and options.
         is_split: whether the result is a split pipeline.
-        is_finished: whether a component that an interrupted run has written is right, by the folders it was made from;
-            if that is unknown, it is written again.
+        is_finished: whether a component that an interrupted run has written is correct, given the folders that it was
+            made from; by default none is, and all are written again.
     """
 
     command: str

@@ -163,13 +163,13 @@ class Concatenation:
 
 
 def rotary_rows(stored: str, spec: TensorSpec, head_rows: int, *, to_halves: bool = True) -> "StridedTensor":
-    """A tensor whose heads have their rows in the other order than the stored tensor.
+    """A tensor with the rows of each head in another order: rotary pairs are neighbors, or half a head apart.
 
     Args:
         stored: the name of the stored tensor.
         spec: dtype and shape of both.
         head_rows: rows per head.
-        to_halves: whether stored pairs are neighbors, and pairs of the tensor half a head apart; else the inverse.
+        to_halves: whether the stored pairs are neighbors; otherwise pairs of the tensor are.
 
     Raises:
         PlanError: if rows of a head do not form pairs.

@@ -63,11 +63,11 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         ignore: patterns of files of the source that the user left out.
         derived: the reasons why a merge does not restore the files that were split, one phrase each.
         merged_adapter: name of the adapter that was merged into the weights; None without one.
-        dtype: the dtype that floating-point tensors were converted to, by its name as an option; None if they were not.
+        dtype: the dtype that floating-point tensors were converted to, such as "bf16"; None if they were not.
         adapters: names of the adapters that were split with it, each a split checkpoint in a folder of its own.
         original_config: text of the source's config.json in the manifest of a padded checkpoint; None for a split
             checkpoint.
-        sample: in a folder with some ranks the checksum of a sample of the source's values, see
+        sample: in a folder with some ranks, the checksum of a sample of the source's values, see
             :func:`~shardconv.checkpoint.sources.stored_tensors.sample_checksum`.
         is_config_given: whether the user passed the config, which replaces the source's.
         created_by: name and version of the program that wrote it.

@@ -82,7 +82,7 @@ def _existing_files(folder: SplitFolder, *, for_report: bool) -> list[AnyPath]:
     paths, manifest = folder.manifest.rank_paths(folder.path), folder.manifest
     for path in paths:
         if not path.is_file():
-            expected = f"all {manifest.num_ranks} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
+            expected = f"{manifest.num_ranks} rank files" if manifest.is_complete else name_ranks(manifest.ranks)
             remedy = "" if for_report else ": copy it to this folder, or split the source again"
             raise IntegrityError(f"{path}: is missing (expected {expected}){remedy}")
         if leads_out(path, folder.path):

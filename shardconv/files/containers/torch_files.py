@@ -67,7 +67,7 @@ def read_torch_files(paths: Sequence[AnyPath]) -> list[TensorFile]:
 def read_torch_chunks(files: Sequence[TensorFile], chunks: Sequence[TorchChunk]) -> Iterator[TensorInfo]:
     """Yield the tensor in each range of bytes of these files.
 
-    Of archives that are equal but for the values of their tensor, only the first is unpickled.
+    Unpickles only the first of several archives that differ only in the values of their tensor.
 
     Raises:
         SourceError: if a range does not hold a tensor.

@@ -41,7 +41,7 @@ class RemoteLock:
     """The lock of a destination: a file that only one run can create, and that only this run removes.
 
     Args:
-        key: its place.
+        key: the key of the file in the store.
         shown: URL of the destination.
         requests: the requests of the destination.
 

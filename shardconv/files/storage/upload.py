@@ -193,11 +193,11 @@ class Upload:
     """A new file of a known size, which threads write at any position. It is visible after :meth:`complete` only.
 
     Args:
-        key: its place.
-        size: in bytes.
+        key: its key in the store.
+        size: its size in bytes.
         part_bytes: bytes of each part except the last one.
-        memory: of the parts.
-        rooms: of the requests of all files.
+        memory: the memory for parts.
+        rooms: the limits of requests, shared by all files.
 
     Attributes:
         is_completing: whether the file may be visible.
