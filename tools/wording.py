@@ -70,6 +70,7 @@ WARNINGS = {
     r"\bin place of\b": "instead of",
     r"\bthose (?:that|which|with)\b": "repeat the noun",
     r"\bwhat (?:is|are|was|were|has|have|it|they|the|a|an|no)\b": "the noun",
+    r"^ +\w+: of (?!which)": "the noun: size: the size of ...",
 }
 _SUFFIXES = {".py", ".md", ".toml"}
 
