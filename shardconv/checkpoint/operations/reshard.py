@@ -4,13 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec.structs import asdict, fields, replace
 
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.pipeline import on_pipelines, open_split_folders
-from shardconv.checkpoint.operations.split import SplitReport, chosen_tp, split
+from shardconv.checkpoint.operations.split import chosen_tp, split
 from shardconv.checkpoint.operations.split_writing import write_ranks
 from shardconv.checkpoint.operations.verify import is_right
 from shardconv.checkpoint.operations.written_pipeline import Written
@@ -134,38 +134,27 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     )
     given = find_destination(dst, resume=resume)
     found = open_folders(src, source_layout, config=config)
-    if (source := found.source) is not None:
-        saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
-        layout = layout or (source.layout if saved_for else None) or NATIVE.name
-        engine = engine or (None if layout == DCP.name else saved_for)
-        report = split(
-            source, given, tp=tp, pp=pp, stages=stages, ep=ep, layout=layout, max_file_size=max_file_size,
-            engine=engine, pad=pad, **asdict(how),
+    if found.source is not None:
+        return _split_external(
+            found.source, given, layout, engine,
+            tp=tp, pp=pp, stages=stages, ep=ep, max_file_size=max_file_size, pad=pad, **asdict(how),
         )  # fmt: skip
-        return _of_split(report, source)
-    old, multiple = found.manifest, int(pad)
-    if layout in FOREIGN:
-        merged, folders = old.source_name + "-merged", " ".join(map(str, found.paths))
-        size = "" if tp is None else f" --tp {tp}"
-        raise UsageError(
-            f"{folders}: layout {layout} is written from a source, and not from a split checkpoint: shardconv merge "
-            f"{folders} -o {merged}, then shardconv split {merged}{size} --layout {layout}"
-        )
-    tp = chosen_tp(tp)
+    _refuse_foreign(found, layout, tp)
+    old, tp = found.manifest, chosen_tp(tp)
     how = replace(how, checksums=checksums and old.checksums is not None)  # new ones would hide errors
     chosen = chosen_stages(pp, stages, default=old.plan.stages)
     ep = old.plan.ep if ep is None else ep
     destination = given or Destination(Path(f"{found.name}{size_suffix(tp, ep, chosen.count)}"))
     is_identified = how.checksums and not destination.is_remote
     new, padding = _plan_reshard(
-        old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=multiple,
+        old, tp, chosen, ep, layout=layout, max_file_size=max_file_size, engine=engine, pad=int(pad),
         checksums=is_identified,
     )  # fmt: skip
     auxiliary = AuxiliaryFiles.of_split(old, found.first)
     writer = CheckpointWriter(destination, how, auxiliary, like=found.first)
     adapters = found.adapters()
     for adapter in adapters.values():
-        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), ep, pad=multiple, checksums=how.checksums)
+        _plan_reshard(adapter.manifest, tp, StageChoice.of(new.plan.stages), ep, pad=int(pad), checksums=how.checksums)
     write = partial(_write, old=found, new=new, adapters=adapters)
     return ReshardReport(
         **writer.run(found.paths, write, began=began, check=found.check_readable),
@@ -185,8 +174,18 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
     )
 
 
-def _of_split(report: SplitReport, source: Source) -> ReshardReport:
-    """The report of a split of rank files of another tool."""
+def _split_external(
+    source: Source,
+    dst: Destination | None,
+    layout: str | None,
+    engine: str | None,
+    **options: Any,  # noqa: ANN401 - other options of split
+) -> ReshardReport:
+    """Split rank files of another tool; those of an engine by default for the same engine."""
+    saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
+    layout = layout or (source.layout if saved_for else None) or NATIVE.name
+    engine = engine or (None if layout == DCP.name else saved_for)
+    report = split(source, dst, layout=layout, engine=engine, **options)
     written = {each.name: getattr(report, each.name) for each in fields(WriteReport)}
     return ReshardReport(
         **written,
@@ -202,6 +201,17 @@ def _of_split(report: SplitReport, source: Source) -> ReshardReport:
         padding=report.padding,
         files_per_rank=report.files_per_rank,
     )
+
+
+def _refuse_foreign(found: SplitFolders, layout: str | None, tp: int | None) -> None:
+    """Refuse a layout that is written from a source only."""
+    if layout in FOREIGN:
+        merged, folders = found.manifest.source_name + "-merged", " ".join(map(str, found.paths))
+        size = "" if tp is None else f" --tp {tp}"
+        raise UsageError(
+            f"{folders}: layout {layout} is written from a source, and not from a split checkpoint: shardconv merge "
+            f"{folders} -o {merged}, then shardconv split {merged}{size} --layout {layout}"
+        )
 
 
 def _plan_reshard(
