@@ -82,6 +82,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Call
     return write
 
 
+@pytest.fixture(scope="module")
+def source_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the checkpoint of one of the KINDS of a module, once."""
+    return cache(lambda kind: request.module.KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
+
+
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the ranks that this process launches, to save their imports: see support/forked.py."""

@@ -19,7 +19,7 @@ from shardconv.checkpoint.engine.copy import CopyJob
 from shardconv.checkpoint.operations.split import split
 from shardconv.checkpoint.output import auxiliary, staging
 from shardconv.support.errors import OutputError, ShardconvError
-from tests.support.checkpoints import contents
+from tests.support.checkpoints import contents, left
 from tests.support.command import Result, call
 from tests.support.faults import (
     beside,
@@ -119,10 +119,6 @@ def test_refused_destination_leaves_no_parent_folders(job, target, monkeypatch):
     result = job.call(target.parent / "a" / "b" / "result")
     assert (result.code, "too little free space" in result.err) == (1, True)
     assert left(target.parent) == []
-
-
-def left(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
 def test_parent_folders_are_created(job, target):

@@ -54,11 +54,6 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 @pytest.fixture(scope="module")
-def source_of(tmp_path_factory):
-    return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
-
-
-@pytest.fixture(scope="module")
 def written(source_of, tmp_path_factory):
     """The checkpoint of Megatron-Core of a kind."""
 

@@ -54,11 +54,6 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def source_of(tmp_path_factory):
-    return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
-
-
-@pytest.fixture(scope="module")
 def split_of(source_of, tmp_path_factory):
     """Split a kind of checkpoint in a layout for a tp, once; tests do not change it."""
 

@@ -7,7 +7,6 @@ all parameters; tensors exactly.
 import json
 import multiprocessing
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron.core import dist_checkpointing
 
 import shardconv
 from tests.megatron.gpt import Sizes, Work, serve
-from tests.support.megatron import KINDS, load_dcp
+from tests.support.megatron import load_dcp
 from tests.support.models import change_config, read
 
 pytestmark = pytest.mark.timeout(400)
@@ -30,11 +29,6 @@ CASES = [
     *((kind, sizes) for kind in DENSE for sizes in SIZES),
     *((kind, sizes) for kind in MOE for sizes in [*SIZES, Sizes(1, 1, 2), Sizes(2, 1, 2)]),
 ]
-
-
-@pytest.fixture(scope="module")
-def source_of(tmp_path_factory):
-    return cache(lambda kind: KINDS[kind].write(tmp_path_factory.mktemp("sources") / "source"))
 
 
 def run(work: Work) -> dict[str, torch.Tensor]:

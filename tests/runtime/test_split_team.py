@@ -17,7 +17,7 @@ import pytest
 import shardconv
 from shardconv.runtime import split_team
 from shardconv.support.errors import UsageError
-from tests.support.checkpoints import contents, llama_config, write_checkpoint
+from tests.support.checkpoints import contents, left, llama_config, write_checkpoint
 from tests.support.command import ENVIRONMENT, Result, call, finish, start, wait_until
 from tests.support.faults import SLOW
 from tests.support.forked import Popen
@@ -74,10 +74,6 @@ def check_failed(results: list[Result], message: str) -> None:
     assert len(errors) == 1, results
     assert re.search(message, errors[0]), errors
     assert all(result.out == "" for result in results)
-
-
-def left(folder: Path) -> list[str]:
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
 # --- results --------------------------------------------------------------------------------------------------------

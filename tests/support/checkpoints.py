@@ -139,6 +139,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def left(folder: Path) -> list[str]:
+    """The relative names of everything under a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
 def with_other_rows(data: bytes) -> bytes:
     """A safetensors file with other values at the end of its largest tensor."""
     (length,) = struct.unpack("<Q", data[:8])

@@ -16,3 +16,9 @@ declare_operators()
 def plugin() -> None:
     """Register the load format, as vLLM does in its own processes."""
     register()
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the checkpoints, each of which is written once."""
+    return tmp_path_factory.mktemp("sources")

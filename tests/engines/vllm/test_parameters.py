@@ -24,11 +24,6 @@ from tools.model_matrix.trial import small
 pytestmark = pytest.mark.usefixtures("plugin")
 
 
-@pytest.fixture(scope="session")
-def sources(tmp_path_factory):
-    return tmp_path_factory.mktemp("sources")
-
-
 def has_layout(model_type):
     """Whether vLLM's layout supports a model type."""
     return model_type in tomllib.loads(Path(choice.__file__).with_name("vllm.toml").read_text())["types"]

@@ -22,11 +22,6 @@ from tools.vllm_kernels import without_kernels
 pytestmark = pytest.mark.usefixtures("plugin")
 
 
-@pytest.fixture(scope="session")
-def sources(tmp_path_factory):
-    return tmp_path_factory.mktemp("sources")
-
-
 @pytest.fixture(autouse=True)
 def missing_kernels():
     with without_kernels() as missing:
