@@ -14,7 +14,7 @@ from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.operations.pipeline import Options, component_errors, open_source_pipeline, open_split_folders
 from shardconv.checkpoint.sources.pipeline import Pipeline
 from shardconv.checkpoint.sources.planning import PLAN_DEFAULTS, StrPath, given_options
-from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_tp
+from shardconv.checkpoint.split.loadable import Loadable, open_loadable, refuse_other_sizes
 from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pipeline_manifest
@@ -89,7 +89,8 @@ def _open(path: AnyPath, options: Options, opened: list[tuple[Pipeline, dict[str
         raise UsageError(f"{path}: {given} is for one component: choose it with {option(component='NAME')}")
     is_split = is_split_pipeline(path)
     if is_split:
-        refuse_other_tp(path, read_pipeline_manifest(path).tp, options["tp"])
+        stored = read_pipeline_manifest(path).tp
+        refuse_other_sizes(path, option(tp=stored), {"tp": stored}, {"tp": options["tp"]})
     pipeline = (open_split_folders if is_split else open_source_pipeline)([path], options)
     if not is_split and options["tp"] is None:
         raise SplitCheckpointError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardconv.checkpoint.engine.layout import ADAPTERS
 from shardconv.checkpoint.sources.pipeline import is_pipeline, open_pipeline
 from shardconv.checkpoint.sources.planning import PlanOptions
-from shardconv.checkpoint.split.loadable import refuse_other_tp, unapplied
+from shardconv.checkpoint.split.loadable import refuse_other_sizes, unapplied
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, open_split_pipeline
 from shardconv.distributed.agreement import gather, is_first_rank, run_on_first
 from shardconv.files.folder import AnyPath
@@ -120,7 +120,7 @@ def check_pipeline_run(path: AnyPath, prompts: Sequence[str], options: PipelineO
         raise SourceError(f"{options.check}: is not an unsharded pipeline ({INDEX_NAME}): pass the source of the split")
     if is_split_pipeline(path):
         pipeline = open_split_pipeline([path])
-        refuse_other_tp(path, pipeline.tp, options.tp)
+        refuse_other_sizes(path, option(tp=pipeline.tp), {"tp": pipeline.tp}, {"tp": options.tp})
         if options.adapter is not None:
             adapted_components(pipeline, options.adapter)
         return pipeline.tp

@@ -308,27 +308,22 @@ def _refuse_options(
     plan, layers = manifest.plan, ",".join(map(str, chosen.num_layers))
     stages = {"stages": layers} if layers else {"pp": chosen.count}
     own = {"tp": plan.tp, "ep": plan.ep, "pp": plan.pp, "stages": ",".join(map(str, plan.num_layers))}
-    given: dict[str, object] = {"tp": tp, "ep": options.get("ep"), **stages}
-    if other := {name: size for name, size in given.items() if size not in (None, own[name])}:
-        named = " ".join(option(**{name: size}) for name, size in other.items())
-        again = " ".join(f"--{name} {size}" for name, size in {"tp": plan.tp, **other}.items())
-        raise UsageError(
-            f"{path}: is split for {manifest.size_options} (got {named}): remove it, or make another one with "
-            f"shardconv reshard {path} {again}"
-        )
+    refuse_other_sizes(path, manifest.size_options, own, {"tp": tp, "ep": options.get("ep"), **stages})
     refuse_changes(path, {**options, "ep": None})
 
 
-def refuse_other_tp(path: AnyPath, stored: int, tp: int | None) -> None:
-    """Refuse a tensor parallel size other than the split pipeline's; None is accepted.
+def refuse_other_sizes(path: AnyPath, stored: str, own: Mapping[str, object], given: Mapping[str, object]) -> None:
+    """Refuse sizes other than those of a split checkpoint or pipeline, whose options are ``stored``.
 
     Raises:
-        UsageError: if ``tp`` is another one.
+        UsageError: if a given size is neither None nor its own.
     """
-    if tp not in (None, stored):
+    if other := {name: size for name, size in given.items() if size not in (None, own[name])}:
+        named = " ".join(option(**{name: size}) for name, size in other.items())
+        again = " ".join(f"--{name} {size}" for name, size in {"tp": own["tp"], **other}.items())
         raise UsageError(
-            f"{path}: is split for {option(tp=stored)} (got {option(tp=tp)}): remove it, or make another one with "
-            f"shardconv reshard {path} --tp {tp}"
+            f"{path}: is split for {stored} (got {named}): remove it, or make another one with shardconv reshard "
+            f"{path} {again}"
         )
 
 
