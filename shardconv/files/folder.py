@@ -339,10 +339,13 @@ START_BYTES = 64
 class Compressed:
     """A text that is compressed in memory, such as one with the names of all tensors."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "_size")
 
     def __init__(self, raw: bytes | bytearray) -> None:
-        self._data = zlib.compress(raw, zlib.Z_BEST_SPEED)
+        self._data, self._size = zlib.compress(raw, zlib.Z_BEST_SPEED), len(raw)
+
+    def __len__(self) -> int:
+        return self._size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compressed) and self._data == other._data
@@ -353,6 +356,10 @@ class Compressed:
     def raw(self) -> bytes:
         """The text."""
         return zlib.decompress(self._data)
+
+
+#: Bytes that are known.
+Literal = bytes | bytearray | Compressed
 
 
 def read_json(path: AnyPath) -> dict[str, object]:

@@ -171,7 +171,7 @@ class InputFiles:
     def __init__(
         self,
         paths: Sequence[AnyPath],
-        prefixes: Sequence[bytes],
+        prefixes: Iterable[bytes],
         sizes: Sequence[int],
         states: Iterable[FileState | None] = (),
         *,
@@ -221,12 +221,13 @@ class InputFiles:
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Prefetch the ranges that this thread reads next: number of the file, offset and size of each."""
-        merged = _merged(ranges)
-        for number, start, stop in merged:
+        if self._ahead is not None:
+            ranges = [*ranges]
+            merged = _merged(one for one in ranges if one[0] in self._remote)
+            self._ahead.announce((self._remote[number], start, stop) for number, start, stop in merged)
+        for number, start, stop in _joined(ranges):
             if isinstance(file := self._files[number], LocalFile):
                 will_need(file.descriptor, start, stop - start)
-        if self._ahead is not None:
-            self._ahead.announce((self._remote[one[0]], one[1], one[2]) for one in merged if one[0] in self._remote)
 
     def views(self) -> list[Bytes]:
         """The bytes of each file: mapped into memory, or read into it where it is remote or cannot be mapped.
@@ -304,6 +305,22 @@ class InputFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _joined(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield number of the file, start and stop of ranges. A range that touches the last one of its file extends it.
+
+    Args:
+        ranges: number of the file, offset and size of each; there may be many thousands.
+    """
+    last: dict[int, tuple[int, int]] = {}
+    for number, offset, size in ranges:
+        start, stop = last.get(number, (offset, offset))
+        if offset != stop:
+            yield number, start, stop
+            start = offset
+        last[number] = start, offset + size
+    yield from ((number, start, stop) for number, (start, stop) in last.items())
 
 
 def _merged(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

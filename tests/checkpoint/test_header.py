@@ -117,7 +117,7 @@ def test_files_of_the_reference_library_are_read(file, tensors, metadata):
     header = read_header(file)
     assert {name: (info.dtype, info.shape) for name, info in header.tensors().items()} == tensors
     assert header.metadata == metadata
-    assert header.prefix() == file.read_bytes()[: header.data_offset]
+    assert header.prefix.raw() == file.read_bytes()[: header.data_offset]
     assert header.file_bytes == file.stat().st_size
 
 
@@ -145,7 +145,7 @@ def test_every_dtype_of_the_reference_library_is_known(file):
 def test_built_headers_are_read_by_the_reference_library(file, tensors, metadata):
     expected = {name: (dtype, (*shape, 4)) for name, (dtype, shape) in tensors.items()}  # full bytes for every dtype
     header = build_header(((name, TensorSpec(*one)) for name, one in expected.items()), metadata)
-    put(file, header.prefix() + bytes(header.data_bytes))
+    put(file, header.prefix.raw() + bytes(header.data_bytes))
     assert header.data_offset % 8 == 0
     assert reference(file) == expected
     assert read_header(file) == header

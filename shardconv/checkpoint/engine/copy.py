@@ -11,7 +11,7 @@ A block is small enough to stay in the processor's cache between the read and th
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -247,7 +247,7 @@ class Side(Protocol):
 
     tensors: Sequence[Shards]
 
-    def prefetch(self, stripe: Stripe) -> None:
+    def prefetch(self, stripe: Iterable[Span]) -> None:
         """Start to read a stripe. The calling thread copies stripes in the order in which it prefetched them."""
 
     def cancel(self) -> None:

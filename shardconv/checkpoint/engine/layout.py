@@ -57,7 +57,7 @@ class Layout(Struct, frozen=True):
     def prefixes(self) -> list[bytes]:
         """The bytes of each file before its shards; equal ones are one object."""
         first = dict(zip(accumulate(self.files_per_rank, initial=0), self.constants, strict=False))
-        parts = [(header.prefix(), first.get(number, b"")) for number, header in enumerate(self.headers)]
+        parts = [(header.prefix.raw(), first.get(number, b"")) for number, header in enumerate(self.headers)]
         joined = {(prefix, constants): prefix + constants for prefix, constants in parts}
         return [joined[part] for part in parts]
 

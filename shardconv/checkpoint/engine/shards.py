@@ -162,7 +162,7 @@ class ShardReader:
         files = sorted({file for span in stripe for file in self.tensors[span.tensor].files})
         return ", ".join(self._labels[file] for file in files if self._rank_of[file] == rank)
 
-    def prefetch(self, stripe: Stripe) -> None:
+    def prefetch(self, stripe: Iterable[Span]) -> None:
         """Prefetch a stripe."""
         self._files.prefetch(
             (shards.files[rank], offset, size)
@@ -223,7 +223,7 @@ class ShardWriter:
                 state.update(self._rank_of[file], data)
             self._files.write_ranges(file, data, shards.ranges(rank, low, high))
 
-    def prefetch(self, stripe: Stripe) -> None:
+    def prefetch(self, stripe: Iterable[Span]) -> None:
         """Do nothing: nothing is read."""
 
     def cancel(self) -> None:
@@ -287,9 +287,9 @@ class Comparer:
         if at is not None and not state.problem:
             state.problem = f"{self._names[span.tensor]}: byte {span.start + at} of the tensor differs from the source"
 
-    def prefetch(self, stripe: Stripe) -> None:
+    def prefetch(self, stripe: Iterable[Span]) -> None:
         """Prefetch a stripe."""
-        self._reader.prefetch(tuple(self._common(stripe)))
+        self._reader.prefetch(self._common(stripe))
 
     def cancel(self) -> None:
         """Cancel pending requests."""

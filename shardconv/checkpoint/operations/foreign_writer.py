@@ -149,7 +149,7 @@ def write_foreign(
     """
     literals = dict(_literals(files))
     copied = sorted(_copied(files, literals), key=lambda one: (one.shards.offsets[0], one.shards.files[0]))
-    stored = source.stored
+    stored = source.stored_as_ranges
     for layer in (*files.layers, literals):
         stored = stored.with_layer(layer)
     source = replace(source, converted_from=stored)

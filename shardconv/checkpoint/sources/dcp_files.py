@@ -6,14 +6,13 @@ Each chunk is a file of torch.save inside of a file. A child process lists the m
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.source import StoredTensors
+from shardconv.checkpoint.sources.source import StoredTensors, file_name
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
@@ -138,8 +137,7 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
     Raises:
         SourceError: if chunks do not form their tensors.
     """
-    sizes = enumerate(file.size for file in listed.files)
-    shards = {_file_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
+    shards = {**StoredTensors.of_files(listed.files).shards}
     transforms: dict[str, Transform] = {}
     for name, (spec, chunks) in listed.tensors.items():
         try:
@@ -156,19 +154,13 @@ def stored_tensors(folder: AnyPath, listed: ChunkedFiles) -> StoredTensors:
     return StoredTensors(listed.files, shards).with_layer(transforms)
 
 
-@cache
-def _file_name(number: int) -> str:
-    """The name by which the bytes of a file are read as a tensor. No tensor has it."""
-    return f"\0{number}"
-
-
 def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> Concatenation | None:
     """A tensor whose chunks follow one another in its bytes, as ranges of files; None for other tensors."""
     contents = Concatenation()
     for start, chunk in sorted((_start(spec, chunk), chunk) for chunk in chunks if 0 not in chunk.sizes):
         if start != contents.size:
             return None
-        contents.add(_file_name(chunk.file), num_bytes(spec.dtype, chunk.sizes), chunk.offset)
+        contents.add(file_name(chunk.file), num_bytes(spec.dtype, chunk.sizes), chunk.offset)
     return contents if contents.size == num_bytes(spec.dtype, spec.shape) else None
 
 

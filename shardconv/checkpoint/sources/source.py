@@ -1,7 +1,7 @@
 """A source: a checkpoint that can be split, and where its files store its tensors."""
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -9,9 +9,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from shardconv.checkpoint.engine.copy import Shards
+from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import lay_out_source
-from shardconv.checkpoint.sources.transforms import Transform, Transforms
-from shardconv.files.containers.safetensors import Header, TensorFile
+from shardconv.checkpoint.sources.transforms import Concatenation, Transform, Transforms
+from shardconv.files.containers.safetensors import Header, TensorFile, num_bytes
 from shardconv.files.folder import AnyPath, Compressed
 from shardconv.files.input_files import InputFiles
 from shardconv.files.paths import absolute_path, folder_name
@@ -32,6 +33,12 @@ def model_name(folder: AnyPath) -> str:
     return folder.parent.parent.name.rpartition("--")[2] if is_snapshot(folder) else folder_name(folder)
 
 
+@cache
+def file_name(number: int) -> str:
+    """The name by which the bytes of a file are read as a tensor. No tensor has it."""
+    return f"\0{number}"
+
+
 class StoredTensors(Struct, frozen=True):
     """The positions of the stored tensors of a source, and the transforms to its other tensors.
 
@@ -45,6 +52,13 @@ class StoredTensors(Struct, frozen=True):
     files: tuple[TensorFile, ...]
     shards: Mapping[str, Shards]
     layers: tuple[Transforms, ...] = ()
+
+    @classmethod
+    def of_files(cls, files: Sequence[TensorFile]) -> Self:
+        """The files themselves, each as a tensor of bytes by its :func:`file_name`."""
+        sizes = enumerate(file.size for file in files)
+        shards = {file_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
+        return cls(tuple(files), shards)
 
     def transform_of(self, name: str) -> Transform | None:
         """The last transform of a tensor; None if it is stored under its name."""
@@ -88,9 +102,43 @@ class StoredTensors(Struct, frozen=True):
         """
         files = self.files
         return InputFiles(
-            [file.path for file in files], [file.prefix for file in files], [file.size for file in files],
+            [file.path for file in files],
+            (b"" if file.prefix is None else file.prefix.raw() for file in files),
+            [file.size for file in files],
             [file.state for file in files],
         )  # fmt: skip
+
+
+class _Ranges(Mapping[str, Transform]):
+    """The ranges of files that are tensors, found when they are read.
+
+    Args:
+        headers: of each file.
+    """
+
+    def __init__(self, headers: Sequence[Header]) -> None:
+        self._file_of = {name: number for number, header in enumerate(headers) for name in header.specs}
+        self._headers, self._starts = headers, lru_cache(32)(self._starts_in)
+
+    def _starts_in(self, number: int) -> dict[str, int]:
+        """Name to offset in its file of each tensor of a file."""
+        header = self._headers[number]
+        return {name: header.data_offset + info.start for name, info in header.tensors().items()}
+
+    def __getitem__(self, name: str) -> Concatenation:
+        number, found = self._file_of[name], Concatenation()
+        dtype, shape, _ = self._headers[number].specs[name]
+        found.add(file_name(number), num_bytes(dtype, shape), self._starts(number)[name])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
 
 
 class SourceFile(Struct, frozen=True):
@@ -162,10 +210,19 @@ class Source(Struct, frozen=True, dict=True):
         if self.converted_from is not None:
             return self.converted_from
         shards = lay_out_source([file.header for file in self.files], self.specs).shards
-        files = tuple(
-            TensorFile(file.path, file.header.file_bytes, {}, prefix=file.header.prefix()) for file in self.files
-        )
-        return StoredTensors(files, dict(zip(self.specs, shards, strict=True)))
+        return StoredTensors(self._tensor_files, dict(zip(self.specs, shards, strict=True)))
+
+    @property
+    def stored_as_ranges(self) -> StoredTensors:
+        """The same, where each tensor is a range of a file: the positions of many tensors take much memory."""
+        if self.converted_from is not None:
+            return self.converted_from
+        return StoredTensors.of_files(self._tensor_files).with_layer(_Ranges([file.header for file in self.files]))
+
+    @property
+    def _tensor_files(self) -> tuple[TensorFile, ...]:
+        headers = ((file.path, file.header) for file in self.files)
+        return tuple(TensorFile(path, header.file_bytes, {}, prefix=header.prefix) for path, header in headers)
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:

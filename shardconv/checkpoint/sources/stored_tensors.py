@@ -42,7 +42,8 @@ def open_tensors(
     Raises:
         SourceError: if a file does not match its header.
     """
-    edits = {} if plan is None else {name: edits_of(name, spec, plan) for name, spec in tensors.items()}
+    found = () if plan is None else ((name, edits_of(name, spec, plan)) for name, spec in tensors.items())
+    edits = {name: edit for name, edit in found if edit is not None}
     return _open(source.stored, tensors, edits, for_report=for_report)
 
 
@@ -74,14 +75,14 @@ def read_values(stored: StoredTensors, tensors: Mapping[str, TensorSpec]) -> Ite
 def _open(
     stored: StoredTensors,
     tensors: Mapping[str, TensorSpec],
-    edits: Mapping[str, Edits | None],
+    edits: Mapping[str, Edits],
     *,
     for_report: bool = False,
 ) -> tuple[Reader, InputFiles]:
     """Open the files, with a reader of these tensors, whose values are compared with the edits."""
     shards = {name: stored.shards[name] for name in (stored.shards if stored.layers else tensors)}
     for name, edit in edits.items():
-        if edit is not None and stored.transform_of(name) is None:
+        if stored.transform_of(name) is None:
             shards[name] = shards[name]._replace(edits=edit)
     inputs = stored.open()
     reader = ShardReader(
@@ -111,13 +112,13 @@ class _TransformedReader:
         names: Sequence[str],
         stored: StoredTensors,
         tensors: Mapping[str, TensorSpec],
-        edits: Mapping[str, Edits | None],
+        edits: Mapping[str, Edits],
     ) -> None:
         self._reader, self._layers = reader, stored.layers
         self._numbers = {name: number for number, name in enumerate(names)}
         self._names = list(tensors)
         self.tensors: Sequence[Shards] = [
-            Shards(_in_units(num_bytes(*spec[:2]), transform.unit), (), (), edits.get(name))
+            _computed(num_bytes(*spec[:2]), transform.unit, edits.get(name))
             if (transform := stored.transform_of(name)) is not None
             else reader.tensors[self._numbers[name]]
             for name, spec in tensors.items()
@@ -145,11 +146,11 @@ class _TransformedReader:
         """The number of the last one of the first ``count`` layers that computes a tensor; 0 for a stored tensor."""
         return next((number for number in range(count, 0, -1) if name in self._layers[number - 1]), 0)
 
-    def prefetch(self, stripe: Stripe) -> None:
+    def prefetch(self, stripe: Iterable[Span]) -> None:
         """Prefetch the stored ranges of which a stripe consists, or is computed."""
         count = len(self._layers)
         ranges = (self._stored(count, self._names[span.tensor], span.start, span.stop) for span in stripe)
-        self._reader.prefetch(tuple(chain.from_iterable(ranges)))
+        self._reader.prefetch(chain.from_iterable(ranges))
 
     def _stored(self, count: int, name: str, start: int, stop: int) -> Iterator[Span]:
         """Yield the stored ranges that the first ``count`` layers read for a range of a tensor."""
@@ -173,13 +174,18 @@ class _TransformedReader:
             raise IntegrityError(state.problem)
 
 
+def _computed(size: int, unit: int, edits: Edits | None) -> Shards:
+    """The shards of a computed tensor of ``size`` bytes with rows of ``unit`` bytes."""
+    return _in_units(size, unit) if edits is None else _in_units(size, unit)._replace(edits=edits)
+
+
 @lru_cache
-def _in_units(size: int, unit: int) -> Geometry:
-    """The geometry of a full tensor of ``size`` bytes with rows of ``unit`` bytes."""
+def _in_units(size: int, unit: int) -> Shards:
+    """The shards of a computed tensor without edits. Equal ones are one object, as models have many such tensors."""
     if unit == 0 or size % unit:
         unit = size
     rows = ShardRows.of_runs(unit, unit, [Run(0, 0, unit, is_replica=False)] if unit else [])
-    return Geometry(size, unit, (rows,))
+    return Shards(Geometry(size, unit, (rows,)), (), ())
 
 
 # --- a sample of the values -----------------------------------------------------------------------------------------

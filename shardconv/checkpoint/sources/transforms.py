@@ -12,6 +12,7 @@ from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
+from shardconv.files.folder import Compressed, Literal
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, PlanError, option
 
@@ -106,11 +107,11 @@ class Concatenation:
 
     def __init__(self, unit: int = 0) -> None:
         self.size, self.unit = 0, unit
-        self._parts: list[str | bytes | bytearray] = []
+        self._parts: list[str | Literal] = []
         self._starts, self._offsets = array("Q"), array("Q")
 
     @classmethod
-    def of_parts(cls, parts: Iterable[bytes | bytearray]) -> Self:
+    def of_parts(cls, parts: Iterable[Literal]) -> Self:
         """These bytes."""
         found = cls()
         for part in parts:
@@ -130,7 +131,7 @@ class Concatenation:
         """All rows of a stored tensor."""
         return cls.of_rows([Rows(stored, 0, num_bytes(*spec[:2]))], num_bytes(spec.dtype, spec.shape[1:]))
 
-    def add(self, part: str | bytes | bytearray, size: int, offset: int = 0) -> None:
+    def add(self, part: str | Literal, size: int, offset: int = 0) -> None:
         """Add bytes at the end: of the tensor of this name from ``offset`` on, or these, followed by zeros."""
         if size:
             self._parts.append(part)
@@ -145,14 +146,14 @@ class Concatenation:
             if isinstance(part, str):
                 read(part, low, piece)
             else:
-                literal = memoryview(part)[low:high]
+                literal = memoryview(part.raw() if isinstance(part, Compressed) else part)[low:high]
                 piece[: len(literal)], piece[len(literal) :] = literal, bytes(len(piece) - len(literal))
 
     def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
         """Yield the ranges that are read to fill these bytes."""
         return ((part, low, high) for part, low, high in self._within(start, stop) if isinstance(part, str))
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[str | bytes | bytearray, int, int]]:
+    def _within(self, start: int, stop: int) -> Iterator[tuple[str | Literal, int, int]]:
         """Yield the parts that have these bytes, and the range of each."""
         at = bisect_right(self._starts, start) - 1
         while start < stop:

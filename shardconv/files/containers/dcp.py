@@ -6,7 +6,7 @@ as data, without torch.
 
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import (
@@ -17,11 +17,14 @@ from shardconv.files.containers.torch_files import (
     text_opcodes,
 )
 from shardconv.files.containers.unpickle import DTYPES
+from shardconv.files.folder import Compressed, Literal
 from shardconv.plan.plan import TensorSpec
 
 METADATA_NAME = ".metadata"
 #: Chunks begin at multiples of this, so that chunks of one dtype and shape have the same bytes around their data.
 _ALIGNMENT = 64
+#: Bytes of opcodes that are compressed together.
+_BLOCK_BYTES = 2**16
 
 
 class ChunkPosition(NamedTuple):
@@ -82,6 +85,26 @@ class _Entry(NamedTuple):
     chunks: bytearray
 
 
+class _Opcodes:
+    """Opcodes in blocks, which are compressed, as those of many chunks take much memory."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Compressed] = []
+        self._open = bytearray()
+
+    def __iadd__(self, opcodes: bytes) -> Self:
+        self._open += opcodes
+        if len(self._open) >= _BLOCK_BYTES:
+            self._blocks.append(Compressed(self._open))
+            self._open.clear()
+        return self
+
+    def parts(self) -> Iterator[Literal]:
+        """Yield the opcodes."""
+        yield from self._blocks
+        yield self._open
+
+
 class MetadataPickle:
     """The pickle in ``.metadata``, to which tensors and objects are added.
 
@@ -92,7 +115,7 @@ class MetadataPickle:
         self._count = 0
         self._known: dict[object, bytes] = {}
         self._tensors: dict[str, _Entry] = {}
-        self._start, self._objects, self._stored = bytearray(b"\x80\x02"), bytearray(), bytearray()
+        self._start, self._objects, self._stored = bytearray(b"\x80\x02"), _Opcodes(), _Opcodes()
 
     def add_chunk(
         self, name: str, spec: TensorSpec, offsets: tuple[int, ...], sizes: tuple[int, ...], position: ChunkPosition
@@ -120,20 +143,17 @@ class MetadataPickle:
         self._objects += _remembered(text_opcodes(name), number) + pushed
         self._stored += self._index(number, _NONE) + stored
 
-    def parts(self) -> Iterator[bytes | bytearray]:
+    def parts(self) -> Iterator[Literal]:
         """Yield the bytes of the pickle."""
-        tensors = [(name, entry, self._tensor(entry)) for name, entry in self._tensors.items()]
+        described = _Opcodes()
+        for name, entry in self._tensors.items():
+            before, after = self._tensor(entry)
+            described += _remembered(text_opcodes(name), entry.number) + before + entry.chunks + after
         meta = self._object("StorageMeta", checkpoint_id=_NONE, save_id=_NONE, load_id=_NONE, modules=_EMPTY_LIST)
         start = self._name("Metadata") + b")\x81}(" + self._text("state_dict_metadata") + b"}("
         between = b"u" + self._text("storage_data") + b"}("
         end = b"u" + self._items(planner_data=_EMPTY_DICT, storage_meta=meta) + b"ub."
-        yield self._start
-        yield start
-        for name, entry, (before, after) in tensors:
-            yield _remembered(text_opcodes(name), entry.number) + before
-            yield entry.chunks
-            yield after
-        yield from (self._objects, between, self._stored, end)
+        yield from (self._start, start, *described.parts(), *self._objects.parts(), between, *self._stored.parts(), end)
 
     def _number(self) -> int:
         self._count += 1

@@ -75,7 +75,7 @@ class TensorFile(NamedTuple):
         size: its size in bytes.
         tensors: name to tensor.
         data_offset: the offset in the file to which the positions of tensors are relative.
-        prefix: its expected first bytes, if these have the positions.
+        prefix: its expected first bytes, if these have the positions; None if they have not.
         state: its state when its tensors were listed, if the prefix does not have their positions.
         left_out: names of entries that hold no weights, such as the epoch of a training checkpoint.
     """
@@ -84,7 +84,7 @@ class TensorFile(NamedTuple):
     size: int
     tensors: Mapping[str, TensorInfo]
     data_offset: int = 0
-    prefix: bytes = b""
+    prefix: Compressed | None = None
     state: FileState | None = None
     left_out: tuple[str, ...] = ()
 
@@ -96,34 +96,31 @@ class Header:
         specs: name to dtype and shape of each tensor, in the order of the data, where one follows the other.
         metadata: the ``__metadata__`` strings of the file, or None.
         data_offset: offset of the data section in the file.
+        prefix: the bytes of the file before its data section: the length of the JSON text, and this text.
     """
 
     specs: Mapping[str, TensorSpec]
     metadata: dict[str, str] | None
     data_offset: int
+    prefix: Compressed
 
-    __slots__ = ("_text", "data_offset", "metadata", "specs")
+    __slots__ = ("data_offset", "metadata", "prefix", "specs")
 
     def __init__(
         self, raw: bytes | bytearray, specs: Mapping[str, TensorSpec], metadata: dict[str, str] | None
     ) -> None:
         self.specs, self.metadata, self.data_offset = specs, metadata, _LENGTH.size + len(raw)
-        self._text = Compressed(raw)
+        self.prefix = Compressed(_LENGTH.pack(len(raw)) + raw)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Header) and self._text == other._text
+        return isinstance(other, Header) and self.prefix == other.prefix
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self.prefix)
 
     def raw(self) -> bytes:
         """The JSON text exactly as in the file, with its padding."""
-        return self._text.raw()
-
-    def prefix(self) -> bytes:
-        """The bytes of the file before its data section: the length of the JSON text, and this text."""
-        raw = self.raw()
-        return _LENGTH.pack(len(raw)) + raw
+        return self.prefix.raw()[_LENGTH.size :]
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Name to tensor, in the order of the data; computed, as the positions of many tensors take much memory."""
@@ -147,7 +144,7 @@ class Header:
 
     def file(self, path: AnyPath) -> TensorFile:
         """The file with this header."""
-        return TensorFile(path, self.file_bytes, self.tensors(), self.data_offset, self.prefix())
+        return TensorFile(path, self.file_bytes, self.tensors(), self.data_offset, self.prefix)
 
 
 def target_dtype(name: object) -> str:
