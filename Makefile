@@ -40,7 +40,7 @@ $(VENV)/torchao: $(VENV)/.installed
 	touch $@
 
 test-torchao: $(VENV)/.installed $(VENV)/torchao
-	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py
+	PYTHONPATH="$(CURDIR)/$(VENV)/torchao" $(BIN)/python -m pytest -n 2 tests/formats/test_torchao.py tests/runtime/test_quantized_diffusion.py
 
 # Azurite, Microsoft's emulation of Azure Blob Storage
 $(VENV)/azurite/.installed:
