@@ -6,6 +6,7 @@ files), ``warning`` (exit code 0, on stderr also with ``-q``), or ``na`` with th
 one more entry in ``CASES``.
 """
 
+import io
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ import shutil
 import warnings
 from collections import ChainMap, Counter
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -358,6 +359,31 @@ def metadata_that_repeats_a_long_path(source: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
 
 
+def chunk_of(value: object) -> Change:
+    """Replace a chunk of a checkpoint by an archive with another value, to which the list of chunks refers."""
+
+    def apply(source: Path) -> None:
+        folder = source / "iter_0000500"
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        index = next(one for one in metadata.storage_data if one.fqn == FINAL_NORM)
+        position = metadata.storage_data[index]
+        torch.save(value, file := io.BytesIO())
+        with (folder / position.relative_path).open("ab") as chunks:
+            metadata.storage_data[index] = replace(position, offset=chunks.tell(), length=len(file.getvalue()))
+            chunks.write(file.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return apply
+
+
+def odd_heads(found: Tensors) -> None:
+    """Remove the last of the 16 features of each head."""
+    for name, tensor in found.items():
+        if "self_attn" in name:
+            dim = int("o_proj" in name)
+            found[name] = tensor.unflatten(dim, (-1, 16)).narrow(dim + 1, 0, 15).flatten(dim, dim + 1)
+
+
 # --- damages of a split checkpoint ----------------------------------------------------------------------------------
 
 Damage = Callable[[Path, Path], object]
@@ -577,6 +603,7 @@ Q, UP, DOWN, NORM = (
 )
 BIAS = f"{LAYER}.self_attn.q_proj.bias"
 QKV = f"{LAYER}.self_attn.qkv_proj.weight (colwise instead of packed_colwise)"
+FINAL_NORM = "decoder.final_layernorm.weight"
 FUSED_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 NO_RULE = "no rule of family llama matches it"
 
@@ -675,6 +702,10 @@ CASES: Mapping[str, Case] = {
         both(vocabulary(1996), config(num_local_experts=None, rope_parameters={"rope_type": "linear", "factor": 2.0})),
         "does not support rotary embeddings of type 'linear'", "--layout native",
     ),
+    "layout of Meta, heads of an odd size": in_meta_layout(
+        both(vocabulary(1996), tensors(odd_heads), config(num_local_experts=None, head_dim=15)),
+        "self_attn.", "has heads of 15 rows (expected an even number): correct head_dim",
+    ),
     "layout of Megatron-Core, a tensor that it does not have": in_megatron_layout(
         error("layout megatron does not have this tensor", "inv_freq"),
         tensors(lambda found: found.update({f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
@@ -704,6 +735,12 @@ CASES: Mapping[str, Case] = {
     ),
     "checkpoint of Megatron-Core, a long path in the list of chunks": of_megatron(
         metadata_that_repeats_a_long_path, "repeats names and sizes too often (expected a list of at most"
+    ),
+    "checkpoint of Megatron-Core, a chunk that executes code": of_megatron(
+        chunk_of(Bomb()), "__0_0.distcp", "posix._exit"
+    ),
+    "checkpoint of Megatron-Core, a chunk of another shape": of_megatron(
+        chunk_of(torch.ones(63)), FINAL_NORM, "63"
     ),
     "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
         remove("iter_0000500/.metadata"),
@@ -1286,7 +1323,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 522, "warning": 10, "na": 1067}
+COUNTS = {"right": 271, "error": 529, "warning": 10, "na": 1090}
 
 
 def counts() -> Counter[str]:
