@@ -1335,8 +1335,8 @@ def test_reliability_page_has_the_counts():
     found = counts()
     expected = (
         f"a table of {len(CASES) - 1} unusual inputs and {len(COMMANDS)} commands",
-        f"{found['right']} are right, {found['error']} an error",
-        f"{found['warning']} a warning",
+        f"{found['right']} are correct results, {found['error']} are errors",
+        f"{found['warning']} are warnings",
     )
     assert [each for each in expected if each not in " ".join(text.split())] == []
 
