@@ -8,12 +8,9 @@ import errno
 import json
 import os
 import re
-import shutil
 import stat
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
@@ -275,6 +272,9 @@ def remote_versions(paths: Iterable[AnyPath]) -> dict[str, str]:
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Make a temporary folder, removed at the end; a signal that interrupts this says that files may be left."""
+    import shutil  # noqa: PLC0415 - slow, and few commands need them
+    import tempfile  # noqa: PLC0415
+
     folder = Path(tempfile.mkdtemp(prefix="shardconv-")).resolve()
     try:
         yield folder
@@ -297,6 +297,8 @@ def local_copy(folder: AnyPath, is_needed: Callable[[str], bool]) -> Iterator[Pa
     if isinstance(folder, Path):
         yield folder
         return
+    from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415 - slow, and local folders do not need it
+
     with temporary_folder() as top:
         copied = top / folder.name
         needed = (path for path in walk(folder) if path.is_file() and is_needed(relative_name(path, folder)))

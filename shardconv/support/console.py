@@ -6,7 +6,6 @@ with rate and time left. Imports rich only for bars.
 
 import json
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -206,7 +205,7 @@ class Console:
             return
         rows = [[visible(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) + 2 for column in zip(columns, *rows, strict=True)]
-        terminal_width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths)
+        terminal_width = _terminal_width() if sys.stdout.isatty() else sum(widths)
         if sum(widths) - 2 <= terminal_width:
             lines = [_aligned(row, widths, is_last_dim=ends_with_remark) for row in rows]
         elif ends_with_remark and sum(widths[:-1]) - 2 <= terminal_width:
@@ -240,6 +239,12 @@ class Console:
             self._shown = outer
             if outer is None:
                 display.close()
+
+
+def _terminal_width() -> int:
+    import shutil  # slow, and only tables on a terminal need it
+
+    return shutil.get_terminal_size().columns
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int], *, is_last_dim: bool = False) -> str:

@@ -12,7 +12,6 @@ A block is small enough to stay in the processor's cache between the read and th
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -308,6 +307,8 @@ class CopyJob:
             IntegrityError: if the data has a problem and ``on_problem`` is None.
             OSError: if a file cannot be written.
         """
+        from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait  # noqa: PLC0415 - slow; plans copy nothing
+
         threads = threads or default_threads()
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
