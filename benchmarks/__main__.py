@@ -74,30 +74,41 @@ def write_llama(path: Path, *options: str) -> int:
     return path.stat().st_size
 
 
-#: Reads or writes a file in blocks, or copies it from one file to the other, and does nothing else.
+#: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, and does nothing else.
 _LOOP = """
 import os, sys
-kind, source, target = sys.argv[1:]
+kind, size, source, *targets = sys.argv[1:]
 block = memoryview(bytearray(2**18))
 read = os.open(source, os.O_RDONLY)
-write = os.open(target, os.O_CREAT | os.O_WRONLY)
-for offset in range(0, os.fstat(read).st_size, len(block)):
+write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
+for offset in range(0, int(size), len(block)):
     if kind != "write":
         os.preadv(read, [block], offset)
     if kind != "read":
-        os.pwrite(write, block, offset)
+        for target in write:
+            os.pwrite(target, block, offset)
 """
 
 
 def bounds(place: Place) -> Iterator[Row]:
-    """One thread that reads or writes the bytes of the source and does nothing else, compared with ``cp``."""
+    """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
+
+    A split of the adapter of another section writes 3.8 bytes for each one that it reads. The usual script is the one
+    of another section.
+    """
     with llama(place) as source:
-        copied, out = source.parent / "cp.out", source.parent / "out"
+        copied, size = source.parent / "cp.out", source.stat().st_size
+        targets = tuple(source.parent / f"out{number}" for number in range(4))
+        pairs_of = partial(run_pairs, outputs=(copied, *targets), rounds=ROUNDS, warm_bytes=place.warm_bytes)
+        loop, copy = (sys.executable, "-c", _LOOP), ("cp", source, copied)
         for kind in ("read", "write", "copy"):
-            loop = (sys.executable, "-c", _LOOP, kind, source, out)
-            copy = ("cp", source, copied)
-            pairs = run_pairs(loop, copy, outputs=(copied, out), rounds=ROUNDS, warm_bytes=place.warm_bytes)
+            pairs = pairs_of((*loop, kind, str(size), source, targets[0]), copy)
             yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
+        pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets), copy)
+        yield _pair_row(f"read a quarter, and write it four times / cp, {place.kind}", "(none)", pairs, "cp")
+        script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, copied, "8")
+        pairs = pairs_of(script, (*loop, "copy", str(size), source, targets[0]))
+        yield _pair_row(f"usual script / copy in blocks of 256 KiB, {place.kind}", "(none)", pairs, "copy")
 
 
 def hosts(place: Place) -> Iterator[Row]:
@@ -522,11 +533,14 @@ def loading_a_source(place: Place) -> Iterator[Row]:
         source, split = folder / "source", folder / "split"
         running.write_model(source)
         run(shardconv("split", source, "--tp", str(running.RANKS), "-o", split))
-        forms = {"theirs": source, "source": source, "ours": split, "verified": split}
+        forms = {"theirs": source, "source": source, "ours": split, "verified": split, "read": split}
         found = running.compare_cold(forms, folder, ROUNDS)
     finally:
         remove(folder)
-    names = {"source": "source", "ours": "split, without verification", "verified": "split", "theirs": "transformers"}
+    names = {
+        "source": "source", "ours": "split, without verification", "verified": "split", "theirs": "transformers",
+        "read": "split, without verification, after one read of the rank's file",
+    }  # fmt: skip
     for (kind, is_cold), figures in found.items():
         base = found["theirs", is_cold]
         ratio = (figures["load"] + figures["first"]) / (base["load"] + base["first"])

@@ -47,6 +47,21 @@ def copy(start):
 with ThreadPoolExecutor(8) as pool:
     list(pool.map(copy, range(0, size, CHUNK)))
 """,
+    "obstore with hashes": """
+import os, sys, obstore, xxhash
+from concurrent.futures import ThreadPoolExecutor
+store = obstore.store.S3Store("b", endpoint=os.environ["AWS_ENDPOINT_URL"], client_options={"allow_http": True})
+target = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)
+size = obstore.head(store, sys.argv[1])["size"]
+CHUNK, BLOCK = 8 * 2**20, 2**18
+def copy(start):
+    data = memoryview(obstore.get_range(store, sys.argv[1], start=start, end=min(start + CHUNK, size)))
+    for at in range(0, len(data), BLOCK):
+        xxhash.xxh3_128(data[at : at + BLOCK])
+        os.pwrite(target, data[at : at + BLOCK], start + at)
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(copy, range(0, size, CHUNK)))
+""",
     "boto3": """
 import sys, boto3
 boto3.client("s3").download_file("b", sys.argv[1], sys.argv[2])

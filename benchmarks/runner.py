@@ -20,13 +20,26 @@ from benchmarks.run import PROMPT, TOKENS
 
 
 def load(kind: str, path: str) -> Any:  # noqa: ANN401 - a model of transformers
-    """Load the model: a split checkpoint (``ours``, ``verified``) or a source, or with transformers (``theirs``)."""
-    if kind in {"ours", "verified"}:
+    """Load the model: a split checkpoint (``ours``, ``verified``) or a source, or with transformers (``theirs``).
+
+    With ``read``, the rank's file is read once before it is loaded: the least that a verification does.
+    """
+    if kind == "read":
+        read_file(Path(path, f"rank-{dist.get_rank()}-of-{dist.get_world_size()}.safetensors"))
+    if kind in {"ours", "verified", "read"}:
         return shardconv.load(path, device="cpu", verify=kind == "verified")  # transformers does not verify
     if kind == "source":
         return shardconv.load(path, device="cpu", tp=dist.get_world_size())
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
     return transformers.AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype="auto").eval()
+
+
+def read_file(path: Path) -> None:
+    """Read a file in blocks, and do nothing else."""
+    block = bytearray(2**20)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
 
 
 class Watch:
