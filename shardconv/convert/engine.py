@@ -10,7 +10,6 @@ parameters stay tied. Nothing is changed before all ranks have passed all checks
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from shardconv.convert.converted_model import refuse_methods
@@ -203,7 +202,5 @@ def shard_parameters(replacements: Sequence[ParallelModule]) -> None:
                 made[id(parameter)] = _Shards(parameter, take_shard(parameter.data, placement, rank).clone(), gradient)
     for parameter, shard, gradient in made.values():
         parameter.grad = None
-        # outputs of the unsharded model may keep its gradient accumulator, which torch replaces for another dtype only
-        parameter.data = shard.new_empty(0, dtype=torch.float16 if shard.dtype == torch.float32 else torch.float32)
         parameter.data = shard
         parameter.grad = gradient

@@ -184,16 +184,6 @@ REFUSED = {
 }  # fmt: skip
 
 
-@on_ranks("pair")
-def test_gradients_while_outputs_of_the_unsharded_layer_exist(axis):
-    layer, x = nn.Linear(4, 6), torch.arange(12.0).view(3, 4)
-    unsharded = layer(x)
-    expected = torch.autograd.grad(unsharded.sum(), layer.weight, retain_graph=True)[0].chunk(2)[axis.rank]
-    convert_parallel_linear(layer, -1, gather_output=True, group=axis)
-    layer(x).sum().backward()
-    assert torch.equal(layer.weight.grad, expected)
-
-
 @on_ranks("four")
 def test_ranks_that_differ(axis):
     """Check that all ranks raise, and none waits for another."""
