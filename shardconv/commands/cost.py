@@ -170,17 +170,15 @@ _COLUMNS = (
 def _head(report: "CostReport") -> list[str]:
     """The settings of the counted run."""
     layers = f", {counted(report.num_layers, 'layer')}" if report.num_layers else ""
-    prompts, tokens = counted(report.batch, "prompt"), counted(report.seq, "token")
+    prompts = counted(report.batch, "prompt") + (f" of {counted(report.seq, 'token')}" if report.seq else "")
     frames = f" and {counted(report.frames, 'frame')}" if report.frames and report.frames > 1 else ""
-    step = (
-        f"a denoising step of {report.width} x {report.height} pixels{frames}"
-        if report.height
-        else "a step for the next token of each"
-    )
+    pixels = f" of {report.width} x {report.height} pixels{frames}" if report.height else ""
+    is_denoising = any(cost.decode and not cost.prefill for cost in report.costs)
+    step = f"a denoising step{pixels}" if is_denoising else "a step for the next token of each"
     is_counted = any(cost.not_counted is None for cost in report.costs)
     return [
         f"{report.source}: {report.model or 'no model'}, family {report.family}{layers}{stages_note(report.stages)}",
-        f"per rank{f', with {prompts} of {tokens}, and {step}' if is_counted else ''}, in {report.dtype}",
+        f"per rank{f', with {prompts}, and {step}' if is_counted else ''}, in {report.dtype}",
         f"link: {_link(report.link)}; times: communication only; ring collectives; upper bound",
         *report.notes,
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardconv.convert.model import config_fields
 from shardconv.convert.protocols import ModelConfig, PretrainedModel
@@ -31,7 +31,7 @@ from shardconv.hf.derived_inputs import (
     text_inputs,
     vocabulary_size,
 )
-from shardconv.hf.diffusion import of_class, table
+from shardconv.hf.diffusion import default_fields, of_class, table
 from shardconv.plan.families.config_fields import Fields, lookup
 from shardconv.support.errors import RunError, UsageError, option
 
@@ -150,7 +150,7 @@ class _Values:
     def _each(self, table: _Table) -> Tensor:
         return torch.tensor([self._evaluated(table["each"])] * BATCH)
 
-    def _evaluated(self, value: object) -> object:
+    def _evaluated(self, value: Any) -> Any:
         if isinstance(value, list):
             return [self._evaluated(item) for item in value]
         return self._fields.evaluate(value) if isinstance(value, str) else value
@@ -202,12 +202,18 @@ _CHOSEN = {
 }  # fmt: skip
 
 
-def step_sizes(config: Mapping[str, object], given: Mapping[str, int | None]) -> dict[str, Any]:
+def step_sizes(
+    kind: type[nn.Module], config: Mapping[str, object], given: Mapping[str, int | None]
+) -> dict[str, int | None]:
     """The sizes of a denoising step of a model of real size: ``batch``, ``seq``, ``height``, ``width`` and ``frames``.
 
     Args:
+        kind: the class of the model.
         config: the content of ``config.json``.
         given: values that replace defaults; None for the default.
+
+    Returns:
+        None for a size that no input has.
 
     Raises:
         RunError: if the step is not counted.
@@ -215,34 +221,50 @@ def step_sizes(config: Mapping[str, object], given: Mapping[str, int | None]) ->
     if reason := _why_not_counted(config):
         raise RunError(reason)
     fields = _fields_of_step(config, given)
-    return {name: fields.evaluate(size) for name, size in _CHOSEN.items()}
+    return {name: fields.evaluate(_CHOSEN[name]) if is_used else None for name, is_used in _used(kind, config).items()}
 
 
-def check_step(config: Mapping[str, object], given: Mapping[str, int]) -> None:
-    """Check the sizes of the result of a denoising step.
+def check_step(kind: type[nn.Module], config: Mapping[str, object], given: Mapping[str, int]) -> None:
+    """Check the sizes of a denoising step.
 
     Args:
+        kind: the class of the model.
         config: the content of ``config.json``.
-        given: the ``height``, ``width`` and ``frames`` that the user passed.
+        given: the sizes that the user passed.
 
     Raises:
-        UsageError: if a side is not a multiple of a patch, or ``frames`` is passed for a model of images.
+        UsageError: if a side is not a multiple of a patch, or no input of the model has a size.
     """
     if _why_not_counted(config):
         return
-    step, patch = of_class(config.get("_class_name"))["step"], _fields_of_step(config, {}).evaluate("patch_pixels")
+    used, patch = _used(kind, config), _fields_of_step(config, {}).evaluate("patch_pixels")
     for name, size in given.items():
-        if name == "frames" and "pixel_frames" not in step:
-            raise UsageError(f"{option(frames=size)} is only for models of videos: remove it")
-        if name != "frames" and (rest := size % patch):
+        if not used[name]:
+            raise UsageError(f"no input of a {kind.__name__} depends on {option(**{name: size})}: remove it")
+        if name in ("height", "width") and (rest := size % patch):
             other = " or ".join(option(**{name: near}) for near in (size - rest, size - rest + patch) if near)
             raise UsageError(f"{option(**{name: size})} is not a multiple of {patch}: pass {other}")
+
+
+def _used(kind: type[nn.Module], config: Mapping[str, object]) -> dict[str, bool]:
+    """Whether an input has a size, of those that users choose."""
+    fields = _fields_of_step(full := {**default_fields(kind), **config}, {})
+    with torch.device("meta"):
+        _draw(kind, full, _DiffusionValues(torch.Generator(), fields), is_small=False)
+    return {name: size in fields.read for name, size in _CHOSEN.items()}
 
 
 def _fields_of_step(config: Mapping[str, object], given: Mapping[str, int | None]) -> Fields:
     chosen = {_CHOSEN[name]: size for name, size in given.items() if size is not None}
     step = of_class(config.get("_class_name"))["step"]
-    return Fields(config, {**table()["sizes"], **table()["steps"], **step, **chosen})
+    return _fields_of(config, {**table()["steps"], **step, **chosen})
+
+
+def _fields_of(config: Mapping[str, object], step: Mapping[str, Any]) -> Fields:
+    """The names in expressions: fields, with bools as 0 or 1, ``num_`` with the name of a list, and sizes."""
+    lengths = {f"num_{name}": len(value) for name, value in config.items() if isinstance(value, list | tuple)}
+    numbers = {name: int(value) if isinstance(value, bool) else value for name, value in config.items()}
+    return Fields({**lengths, **numbers}, {**table()["sizes"], **step})
 
 
 def _why_not_counted(config: Mapping[str, object]) -> str:
@@ -264,13 +286,23 @@ def diffusion_inputs(
         generator: of the random values.
         step: the sizes of a denoising step of a model of real size, see :func:`step_sizes`; None for a small model.
     """
-    entry, config = of_class(type(model).__name__), config_fields(model)
+    config = config_fields(model)
+    fields = _fields_of(config, {}) if step is None else _fields_of_step(config, step)
+    return _draw(type(model), config, _DiffusionValues(generator, fields), is_small=step is None)
+
+
+def _draw(
+    kind: type[nn.Module], config: Mapping[str, object], values: "_DiffusionValues", *, is_small: bool
+) -> dict[str, Any]:
+    """The inputs of a class; those that determine sizes are on the CPU."""
+    entry = of_class(kind.__name__)
     given = {**table()["inputs"], **table()["latents"].get(entry.get("latents"), {}), **entry.get("inputs", {})}
-    given |= {} if step is None else entry.get("step_inputs", {})
-    names = [name for name in inspect.signature(model.forward).parameters if _has(config, given.get(name, {}))]
-    fields = Fields(config, table()["sizes"]) if step is None else _fields_of_step(config, step)
-    values = _DiffusionValues(generator, fields)
-    return {name: values.draw(given[name]) for name in names}
+    given |= {} if is_small else entry.get("step_inputs", {})
+    names = [name for name in inspect.signature(kind.forward).parameters if _has(config, given.get(name, {}))]
+    with_values = entry.get("sized_by", ())
+    return {
+        name: values.draw_on("cpu", given[name]) if name in with_values else values.draw(given[name]) for name in names
+    }
 
 
 def _has(config: Mapping[str, object], entry: Any) -> bool:
@@ -285,8 +317,13 @@ class _DiffusionValues(_Values):
         """The values that a table describes; for a list, the values of each item."""
         return [self.draw(one) for one in table] if isinstance(table, list) else super().draw(table)
 
+    def draw_on(self, device: str, table: Any) -> Any:
+        """The values that a table describes, on this device instead of the default one."""
+        with torch.device(device):
+            return self.draw(table)
+
     def _full(self, table: Mapping[str, Any]) -> Tensor:
-        return torch.full(self._shape(table["full"]), table["fill"])
+        return torch.full(self._shape(table["full"]), self._evaluated(table["fill"]))
 
     def _complex(self, table: Mapping[str, Any]) -> Tensor:
         shape = self._shape(table["complex"])

@@ -26,7 +26,7 @@ from shardconv.distributed import Axis
 from shardconv.hf.build import build_on_meta
 from shardconv.hf.classes import model_class
 from shardconv.hf.diffusion import DiffusersConfig, of_class
-from shardconv.hf.inputs import diffusion_inputs, step_sizes
+from shardconv.hf.inputs import check_step, diffusion_inputs, step_sizes
 from shardconv.hf.names import DiskTensors, disk_tensors
 from shardconv.hf.package import hide_warnings
 from shardconv.plan.request import PlanRequest
@@ -300,8 +300,13 @@ class MetaModel:
             RunError: if the inputs of a class of diffusers are not known.
         """
         if self.is_diffuser:
-            return step_sizes(self._given, given)
+            return step_sizes(self._kind, self._given, given)
         return {**given, "seq": given["seq"] or min(SEQ, self.max_length or SEQ)}
+
+    def check_sizes(self, given: Mapping[str, int]) -> None:
+        """Check the sizes that the user passed, see :func:`~shardconv.hf.inputs.check_step`."""
+        if self.is_diffuser:
+            check_step(self._kind, self._given, given)
 
     def on_disk(self) -> DiskTensors:
         """Return the tensors of its checkpoint, unquantized and without values."""
@@ -372,7 +377,8 @@ def denoise(model: MetaModel, request: PlanRequest, tp: int, step: Mapping[str, 
     """
     group = CountingGroup(tp)
     built = model.build_converted(request, group)
-    drawn = diffusion_inputs(built, torch.Generator(), step)
+    with torch.device("meta"):
+        drawn = diffusion_inputs(built, torch.Generator(), step)
     with_values = of_class(model.name).get("sized_by", ())
     inputs = {name: value if name in with_values else _on_meta(value, model.dtype) for name, value in drawn.items()}
     live = LiveBytes([*built.parameters(), *built.buffers(), *held_tensors(inputs)])

@@ -24,7 +24,6 @@ from shardconv.files.paths import SourcePath, open_path
 from shardconv.files.weight_formats import CONFIG_NAME, is_index, is_weights
 from shardconv.formats.detect import stored_tensors
 from shardconv.formats.settings import describe_settings
-from shardconv.hf.inputs import check_step
 from shardconv.hf.names import DiskTensors
 from shardconv.hf.package import diffusers_name
 from shardconv.plan.plan import Plan, TensorSpec
@@ -130,12 +129,12 @@ class CostReport(Struct, frozen=True):
         dtype: dtype of activations and cache.
         num_layers: number of layers of the decoder, or of the model if it has none; 0 if unknown.
         batch: prompts per batch.
-        seq: tokens per prompt.
+        seq: tokens per prompt; None for models without text.
         link: the link between the ranks.
         costs: the cost at each tp size.
         notes: notes on the figures.
         stages: number of layers of each pipeline stage; empty for one stage.
-        height: height in pixels of the result of a denoising step; None for models that are not of diffusers.
+        height: height in pixels of the result of a denoising step; None for models that do not make pictures.
         width: its width.
         frames: its number of frames.
     """
@@ -146,7 +145,7 @@ class CostReport(Struct, frozen=True):
     dtype: str
     num_layers: int
     batch: int
-    seq: int
+    seq: int | None
     link: Link
     costs: tuple[TpCost, ...]
     notes: tuple[str, ...]
@@ -271,11 +270,13 @@ def estimate_cost(
     pipeline_stages = planner.stages(chosen)
     plans = [planner.plan(size, pipeline_stages) for size in sizes]
     num_layers = () if pipeline_stages is None else pipeline_stages.num_layers
-    _check_size(source, {name: size for name, size in given.items() if name in _OF_RESULT and size is not None})
+    _check_size(source, {name: size for name in _OF_RESULT if (size := given[name]) is not None})
     link = Link() if link is None else link
     stored = _stored_dtype(source)
     models, problem = attempt(partial(_model_of, source, stored))
     model = models[0] if models else None
+    if model is not None:
+        model.check_sizes({name: size for name, size in given.items() if size is not None})
     inputs, problem = attempt(partial(model.input_sizes, given)) if model else ([], problem)
     shown = inputs[0] if inputs else dict[str, Any]({**given, "seq": seq or SEQ})
     count = partial(_count, model, request, sizes=inputs[0], stages=num_layers) if model and inputs else None
@@ -317,11 +318,9 @@ def _costs(
 
 
 def _check_size(source: Source, given: Mapping[str, int]) -> None:
-    """Refuse the size of a result that the model does not make."""
-    config = source.config or {}
-    if given and diffusers_name(config) is None:
+    """Refuse the size of a result for a model without one."""
+    if given and diffusers_name(source.config or {}) is None:
         raise UsageError(f"{source.path}: {option(**given)} is for transformers of diffusers: remove it")
-    check_step(config, given)
 
 
 def _count(model: MetaModel, request: PlanRequest, tp: int, sizes: Mapping[str, Any], stages: Sequence[int]) -> Usage:
@@ -427,7 +426,9 @@ def _model_of(source: Source, stored: torch.dtype) -> MetaModel:
     return MetaModel(source.config, stored)
 
 
-def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, has_weights: bool) -> Iterator[str]:
+def _notes(
+    source: Source, model: MetaModel, stored: torch.dtype, seq: int | None, *, has_weights: bool
+) -> Iterator[str]:
     dtype = _name(model.dtype)
     if has_weights and source.has_quantization:
         yield f"the weights are quantized; activations and cache are counted in {dtype}"
@@ -436,7 +437,7 @@ def _notes(source: Source, model: MetaModel, stored: torch.dtype, seq: int, *, h
             f"the weights are stored as {_name(stored)}, and loaded as {dtype} by the config; the bytes of weights are "
             f"those on disk"
         )
-    if model.max_length and seq > model.max_length:
+    if model.max_length and seq and seq > model.max_length:
         yield f"{seq} tokens are more than the {model.max_length} that the model is made for"
     if model.has_encoder:
         yield "the encoder processes the prompts, and the decoder starts with one token"

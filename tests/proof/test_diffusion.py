@@ -178,9 +178,24 @@ def test_height_between_patches_is_refused(tmp_path, name, fields, height, expec
 
 
 @pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("DiTTransformer2DModel", "seq"),
+        ("HunyuanDiT2DModel", "seq"),  # its config has the numbers of tokens
+        ("LatteTransformer3DModel", "frames"),  # likewise
+        ("PriorTransformer", "height"),
+        ("StableAudioDiTModel", "width"),
+    ],
+)
+def test_sizes_that_a_step_does_not_have_are_refused(tmp_path, name, size):
+    with pytest.raises(UsageError, match=f"no input of a {name} depends on {size}=16: remove it"):
+        cost_of_config(tmp_path, name, {size: 16}, **config_fields(small_model(name)))
+
+
+@pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("PriorTransformer", "the inputs of a PriorTransformer of real size are not known"),
+        ("AceStepTransformer1DModel", "the inputs of a AceStepTransformer1DModel of real size are not known"),
         (
             "SanaWMLTX2RefinerTransformer3DModel",
             "the inputs of a SanaWMLTX2RefinerTransformer3DModel of real size are not known",
@@ -206,6 +221,9 @@ STEP = {"batch": 2, "seq": 6, "height": 64, "width": 64, "frames": 17}
 def check_counted(axis, name, calls):
     """The collectives of a small model on real ranks are those of a dry run."""
     model, recording = small_model(name), recording_axis(axis)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)  # LuminaNextDiT2DModel does not initialize all
     inputs = diffusion_inputs(model, torch.Generator().manual_seed(0), STEP)
     convert_model(model, group=recording)
     recording.group.taken()

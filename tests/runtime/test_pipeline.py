@@ -162,7 +162,7 @@ def test_size_of_a_picture_is_for_diffusion_only(made):
         shardconv.estimate_cost(source / "text_encoder", height=64)
     with pytest.raises(UsageError, match=r"component text_encoder .*height=64 is for transformers of diffusers"):
         shardconv.estimate_cost(source, height=64, components=["text_encoder"])
-    with pytest.raises(UsageError, match=r"component transformer .*frames=5 is only for models of videos: remove it"):
+    with pytest.raises(UsageError, match=r"component transformer .*depends on frames=5: remove it"):
         shardconv.estimate_cost(source, frames=5)
 
 
