@@ -218,7 +218,7 @@ def step_sizes(
     Raises:
         RunError: if the step is not counted.
     """
-    if reason := _why_not_counted(config):
+    if reason := _why_not_counted(config, given):
         raise RunError(reason)
     fields = _fields_of_step(config, given)
     return {name: fields.evaluate(_CHOSEN[name]) if is_used else None for name, is_used in _used(kind, config).items()}
@@ -235,7 +235,7 @@ def check_step(kind: type[nn.Module], config: Mapping[str, object], given: Mappi
     Raises:
         UsageError: if a side is not a multiple of a patch, or no input of the model has a size.
     """
-    if _why_not_counted(config):
+    if _why_not_counted(config, given):
         return
     used, patch = _used(kind, config), _fields_of_step(config, {}).evaluate("patch_pixels")
     for name, size in given.items():
@@ -267,11 +267,13 @@ def _fields_of(config: Mapping[str, object], step: Mapping[str, Any]) -> Fields:
     return Fields({**lengths, **numbers}, {**table()["sizes"], **step})
 
 
-def _why_not_counted(config: Mapping[str, object]) -> str:
+def _why_not_counted(config: Mapping[str, object], given: Mapping[str, int | None]) -> str:
     """The reason why a denoising step is not counted; "" if it is."""
     entry = of_class(name := config.get("_class_name"))
     if "step" not in entry or "not_counted" in entry:
         return str(entry.get("not_counted", f"the inputs of a {name} of real size are not known"))
+    if entry["step"].get("text") == 0 and not given.get("seq"):
+        return f"the pipeline does not have a default number of tokens: pass {option(seq='TOKENS')}"
     missing = [one for field, one in entry.get("needs", {}).items() if config.get(field) and find_spec(one) is None]
     return f"a {name} needs {missing[0]}: pip install {missing[0]}" if missing else ""
 

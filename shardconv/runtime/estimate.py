@@ -400,7 +400,7 @@ def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, Di
     except Exception as error:
         problem = str(error).strip() or "no message"
         raise RunError(
-            f"{path}: transformers cannot build the model: {type(error).__name__}: {problem.splitlines()[0]}"
+            f"{path}: the model cannot be built from its config: {type(error).__name__}: {problem.splitlines()[0]}"
         ) from error
 
 

@@ -184,7 +184,6 @@ def test_height_between_patches_is_refused(tmp_path, name, fields, height, expec
         ("HunyuanDiT2DModel", "seq"),  # its config has the numbers of tokens
         ("LatteTransformer3DModel", "frames"),  # likewise
         ("PriorTransformer", "height"),
-        ("StableAudioDiTModel", "width"),
     ],
 )
 def test_sizes_that_a_step_does_not_have_are_refused(tmp_path, name, size):
@@ -195,10 +194,10 @@ def test_sizes_that_a_step_does_not_have_are_refused(tmp_path, name, size):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("AceStepTransformer1DModel", "the inputs of a AceStepTransformer1DModel of real size are not known"),
+        ("AceStepTransformer1DModel", "the inputs depend on the length of the audio, which no option sets"),
         (
-            "SanaWMLTX2RefinerTransformer3DModel",
-            "the inputs of a SanaWMLTX2RefinerTransformer3DModel of real size are not known",
+            "ErnieImageTransformer2DModel",
+            "the pipeline does not have a default number of tokens: pass --seq TOKENS",
         ),
         ("CosmosTransformer3DModel", "a CosmosTransformer3DModel needs torchvision: pip install torchvision"),
     ],
