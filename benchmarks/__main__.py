@@ -93,8 +93,8 @@ for offset in range(0, int(size), len(block)):
 def bounds(place: Place) -> Iterator[Row]:
     """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
 
-    A split of the adapter of another section writes 3.8 bytes for each one that it reads. The usual script is the one
-    of another section.
+    A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fourth row does. The
+    usual script is that of the section usual_script.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size

@@ -26,8 +26,10 @@ from shardconv.support.exits import Removal
 if TYPE_CHECKING:
     from shardconv.files.storage.remote_file import RemoteFile
 
-#: Names that a file can have on every system.
-_NAME = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]{1,255}")
+#: Names that a file can have on every system, of which none has more bytes.
+_NAME, _MAX_NAME_BYTES = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]+"), 255
+#: The most bytes of the name of a remote folder, which names of outputs extend, as by "-tp8".
+_MAX_FOLDER_BYTES = 200
 #: Bytes of the largest remote file that is copied for code that reads local files only.
 _MAX_COPIED = 2**28
 #: Maximum number of simultaneous requests to a store that need little data each.
@@ -186,12 +188,13 @@ def remote_folder(name: str, url: str, files: "Mapping[str, RemoteFile]") -> Rem
     if both := next((each for each in files if each in children), None):
         raise SourceError(f"{url}/{both}: is the name of a file and of a folder: rename one")
     listed = {folder: tuple(names) for folder, names in children.items()}
-    return RemotePath(RemoteFolder(name if is_portable_name(name) else "checkpoint", url, files, listed))
+    name = name if is_portable_name(name, _MAX_FOLDER_BYTES) else "checkpoint"
+    return RemotePath(RemoteFolder(name, url, files, listed))
 
 
-def is_portable_name(name: str) -> bool:
+def is_portable_name(name: str, max_bytes: int = _MAX_NAME_BYTES) -> bool:
     """Whether an untrusted name is a plain file name, without folders, on every system."""
-    return name not in {".", ".."} and _NAME.fullmatch(name) is not None
+    return name not in {".", ".."} and _NAME.fullmatch(name) is not None and len(name.encode()) <= max_bytes
 
 
 def check_portable(folder: object, names: Iterable[str]) -> None:

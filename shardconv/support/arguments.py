@@ -1,7 +1,7 @@
 """Types of the arguments of public functions, checked against the annotations of their signatures."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ParamSpec, SupportsIndex, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -27,7 +27,7 @@ _REMEDIES = {"rules": f"pass the name of a family, or {option(rules='FILE')} wit
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function so that it refuses arguments of types that are not in its annotations.
 
-    The function gets the items of an iterator or a collection as a tuple, and a single string as a tuple of one.
+    The function gets the items of an iterator or a collection as a tuple, and a single item as a tuple of one.
     """
     signature = inspect.signature(function)
 
@@ -62,8 +62,9 @@ def _check(value: object, name: str, hint: object) -> object:
     """
     found = _with_items(value, hint)
     if not _fits(found, hint):
-        fitting = (f"pass {option(**{name: one})}" for one in _similar(value, hint) if _fits(one, hint))
-        remedy = next(fitting, _REMEDIES.get(name, "correct it"))
+        remedy = _REMEDIES.get(name, "correct it")
+        if isinstance(value, str) and value.isdecimal() and _fits(number := int(value), hint):
+            remedy = f"pass {option(**{name: number})}"
         raise UsageError(f"{option(name)} is {value!r:.40} (expected {_expected(hint)}): {remedy}")
     if name in _COUNTS and value is not None:
         check_count(value, name)
@@ -72,20 +73,17 @@ def _check(value: object, name: str, hint: object) -> object:
 
 def _with_items(value: object, hint: object) -> object:
     """A value with its items as a tuple, unless an alternative without items fits it."""
-    members = _alternatives(hint)
-    if not isinstance(value, Iterable) or isinstance(value, Mapping) or not any(map(_has_items, members)):
+    items = [get_args(one)[0] for one in _alternatives(hint) if _has_items(one)]
+    if not items or any(_fits(value, one) for one in _alternatives(hint) if not _has_items(one)):
         return value
-    if any(_fits(value, one) for one in members if not _has_items(one)):
+    if any(_fits(value, one) for one in items):
+        return (value,)
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         return value
-    return (value,) if isinstance(value, (str, bytes)) else tuple(value)
-
-
-def _similar(value: object, hint: object) -> Iterator[object]:
-    """Values of other types that the user may mean."""
-    if isinstance(value, str) and value.isdecimal():
-        yield int(value)
-    if not _fits("", hint):
-        yield (value,)
+    try:
+        return tuple(value)
+    except TypeError:  # of an array without dims
+        return value
 
 
 def _fits(value: object, hint: object) -> bool:

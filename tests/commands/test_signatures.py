@@ -2,8 +2,10 @@
 
 import re
 from inspect import isfunction, signature
+from pathlib import Path
 from typing import get_args, get_type_hints
 
+import numpy as np
 import pytest
 import torch.nn as nn
 from msgspec.structs import fields
@@ -25,7 +27,7 @@ from shardconv.proof.prove import prove
 from shardconv.runtime.estimate import estimate_cost
 from shardconv.runtime.load import load
 from shardconv.runtime.outputs import RunOptions
-from shardconv.support.errors import UsageError
+from shardconv.support.errors import SourceError, UsageError
 from tests.support.checkpoints import DEMO
 
 #: The options that the class of a command turns into its console.
@@ -128,8 +130,7 @@ def test_every_public_function_with_arguments_is_tried():
 @pytest.mark.parametrize(
     ("function", "wrong", "message"),
     [
-        (prove, {"tps": 2}, "tps is 2 (expected a sequence of integers): pass tps=[2]"),
-        (estimate_cost, {"tps": 2}, "tps is 2 (expected a sequence of integers): pass tps=[2]"),
+        (prove, {"tps": 2.5}, "tps is 2.5 (expected a sequence of integers): correct it"),
         (estimate_cost, {"tps": "2"}, "tps is '2' (expected a sequence of integers): correct it"),
         (split, {"tp": "2"}, "tp is '2' (expected an integer): pass tp=2"),
         (split, {"tp": 0}, "tp is 0 (expected a positive integer): correct it"),
@@ -137,7 +138,8 @@ def test_every_public_function_with_arguments_is_tried():
         (split, {"threads": 0}, "threads is 0 (expected a positive integer): correct it"),
         (split, {"make_vocab_size_divisible_by": "7"},
          "make_vocab_size_divisible_by is '7' (expected an integer): pass make_vocab_size_divisible_by=7"),
-        (split, {"stages": 2}, "stages is 2 (expected a string, a sequence of integers or a Stages): correct it"),
+        (split, {"stages": 2.5}, "stages is 2.5 (expected a string, a sequence of integers or a Stages): correct it"),
+        (split, {"stages": np.array(2.5)}, "stages is array(2.5) (expected a string, a sequence "),
         (split, {"pad": "x"}, "pad is 'x' (expected True or False): correct it"),
         (split, {"ignore": 5}, "ignore is 5 (expected a sequence of strings): correct it"),
         (split, {"adapters": [5]}, "adapters is [5] (expected a sequence of strings, Paths, Adapters or LoraFiles): "),
@@ -155,11 +157,17 @@ def test_message_names_the_argument_and_the_remedy(function, wrong, message):
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("names", ["lm_head.weight", ["lm_head.weight"], {"lm_head.weight"}, iter(["lm_head.weight"])])
-def test_single_names_and_iterators_are_accepted(names):
+@pytest.mark.parametrize("collection", [str, list, set, iter])
+def test_single_items_and_iterators_are_accepted(collection):
+    names = "lm_head.weight" if collection is str else collection(["lm_head.weight"])
     plan = make_plan(DEMO, tp=2, replicate=names, ignore="generation_config.json")
     assert plan.placement("lm_head.weight").dim is None
     assert split(DEMO, tp=2, ranks=iter([0]), dry_run=True).ranks == (0,)
+
+
+def test_a_single_path_is_an_item():
+    with pytest.raises(SourceError, match=r"^missing: does not exist"):
+        split(DEMO, tp=2, adapters=Path("missing"))
 
 
 def test_too_many_positional_arguments_name_the_function():

@@ -6,6 +6,8 @@ from weakref import ref
 
 import pytest
 
+from shardconv.files import input_files
+from shardconv.files.input_files import InputFiles
 from shardconv.files.storage import read_ahead
 from shardconv.files.storage.read_ahead import ReadAhead
 
@@ -184,3 +186,27 @@ def test_a_cancellation_before_a_request_is_registered_cancels_it(budget):
     ahead.announce([(file, 0, 1000)])
     assert future.cancelled()
     assert budget.take(ROOM)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "calls"),
+    [
+        ([(0, 0, 4), (1, 2, 3), (0, 4, 5), (1, 5, 1)], 2),
+        ([(0, 6, 4), (0, 0, 6)], 2),
+        ([(0, 0, 6), (0, 3, 4), (0, 9, 0)], 3),
+        ([], 0),
+    ],
+    ids=["touch", "descend", "overlap", "none"],
+)
+def test_local_files_are_prefetched_in_few_calls(tmp_path, monkeypatch, ranges, calls):
+    asked = []
+    monkeypatch.setattr(input_files, "will_need", lambda *one: asked.append(one))
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.write_bytes(bytes(10))
+    with InputFiles(paths, [b"", b""], [10, 10]) as files:
+        number_of = {file.descriptor: number for number, file in enumerate(files._files)}
+        files.prefetch(iter(ranges))
+    wanted = {(number, at) for number, start, size in ranges for at in range(start, start + size)}
+    assert {(number_of[one], at) for one, start, size in asked for at in range(start, start + size)} == wanted
+    assert len(asked) == calls

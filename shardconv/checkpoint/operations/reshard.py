@@ -181,7 +181,7 @@ def _split_external(
     engine: str | None,
     **options: Any,  # noqa: ANN401 - other options of split
 ) -> ReshardReport:
-    """Split rank files of another tool; those of an engine by default for the same engine."""
+    """Split rank files of another tool. The default layout and engine for files of an engine are its own."""
     saved_for = engine_of(str(source.layout)) if source.layout in LAYOUTS else None
     layout = layout or (source.layout if saved_for else None) or NATIVE.name
     engine = engine or (None if layout == DCP.name else saved_for)

@@ -44,7 +44,6 @@ def plan_sources(
         SourceError: if a source cannot be read.
         PlanError: if no plan is known to be correct, or an adapter does not fit.
     """
-    adapters = [adapters] if isinstance(adapters, StrPath) else adapters
     if merge_adapter and len(adapters) != 1:
         raise UsageError(
             f"{option(merge_adapter=True)} merges one adapter (got {len(adapters)}): pass "
@@ -73,11 +72,11 @@ def plan_sources(
     return SplitSources(adapter_modules.merge_adapter.with_merged_adapter(model, adapter), {})
 
 
-def open_adapters(adapters: StrPath | Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
-    """Open the adapters that are not open yet. A path alone is one adapter."""
+def open_adapters(adapters: Sequence[StrPath | AnyAdapter], *, follow_links: bool) -> list[AnyAdapter]:
+    """Open the adapters that are not open yet."""
     return [
         one if isinstance(one, AnyAdapter) else open_adapter(local_path(one), follow_links=follow_links)
-        for one in ([adapters] if isinstance(adapters, StrPath) else adapters)
+        for one in adapters
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import geometry, unsharded
 from shardconv.checkpoint.sources.folder_files import SourceFolder
-from shardconv.checkpoint.sources.source import StoredTensors, file_name
+from shardconv.checkpoint.sources.source import StoredTensors, file_tensor_name
 from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import TensorFile, num_bytes
@@ -160,7 +160,7 @@ def _contents(spec: TensorSpec, chunks: Sequence[StoredChunk]) -> Concatenation 
     for start, chunk in sorted((_start(spec, chunk), chunk) for chunk in chunks if 0 not in chunk.sizes):
         if start != contents.size:
             return None
-        contents.add(file_name(chunk.file), num_bytes(spec.dtype, chunk.sizes), chunk.offset)
+        contents.add(file_tensor_name(chunk.file), num_bytes(spec.dtype, chunk.sizes), chunk.offset)
     return contents if contents.size == num_bytes(spec.dtype, spec.shape) else None
 
 

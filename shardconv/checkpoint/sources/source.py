@@ -1,7 +1,10 @@
 """A source: a checkpoint that can be split, and where its files store its tensors."""
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -34,7 +37,7 @@ def model_name(folder: AnyPath) -> str:
 
 
 @cache
-def file_name(number: int) -> str:
+def file_tensor_name(number: int) -> str:
     """The name by which the bytes of a file are read as a tensor. No tensor has it."""
     return f"\0{number}"
 
@@ -55,9 +58,9 @@ class StoredTensors(Struct, frozen=True):
 
     @classmethod
     def of_files(cls, files: Sequence[TensorFile]) -> Self:
-        """The files themselves, each as a tensor of bytes by its :func:`file_name`."""
+        """The files themselves, each as a tensor of bytes by its :func:`file_tensor_name`."""
         sizes = enumerate(file.size for file in files)
-        shards = {file_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
+        shards = {file_tensor_name(number): Shards(unsharded(size), (number,), (0,)) for number, size in sizes}
         return cls(tuple(files), shards)
 
     def transform_of(self, name: str) -> Transform | None:
@@ -110,35 +113,35 @@ class StoredTensors(Struct, frozen=True):
 
 
 class _Ranges(Mapping[str, Transform]):
-    """The ranges of files that are tensors, found when they are read.
+    """Each tensor of some files as a range of its file, made on use: the ranges of many tensors take much memory.
 
     Args:
-        headers: of each file.
+        headers: the header of each file.
     """
 
     def __init__(self, headers: Sequence[Header]) -> None:
-        self._file_of = {name: number for number, header in enumerate(headers) for name in header.specs}
-        self._headers, self._starts = headers, lru_cache(32)(self._starts_in)
-
-    def _starts_in(self, number: int) -> dict[str, int]:
-        """Name to offset in its file of each tensor of a file."""
-        header = self._headers[number]
-        return {name: header.data_offset + info.start for name, info in header.tensors().items()}
+        names = chain.from_iterable(header.specs for header in headers)
+        self._headers, self._number_of = headers, {name: number for number, name in enumerate(names)}
+        self._first, self._starts = [0], array("Q")
+        for header in headers:
+            self._starts.extend(header.data_offset + info.start for info in header.tensors().values())
+            self._first.append(len(self._starts))
 
     def __getitem__(self, name: str) -> Concatenation:
-        number, found = self._file_of[name], Concatenation()
-        dtype, shape, _ = self._headers[number].specs[name]
-        found.add(file_name(number), num_bytes(dtype, shape), self._starts(number)[name])
+        number, found = self._number_of[name], Concatenation()
+        file = bisect_right(self._first, number) - 1
+        dtype, shape, _ = self._headers[file].specs[name]
+        found.add(file_tensor_name(file), num_bytes(dtype, shape), self._starts[number])
         return found
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._number_of)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._number_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._number_of
 
 
 class SourceFile(Struct, frozen=True):
@@ -214,7 +217,7 @@ class Source(Struct, frozen=True, dict=True):
 
     @property
     def stored_as_ranges(self) -> StoredTensors:
-        """The same, where each tensor is a range of a file: the positions of many tensors take much memory."""
+        """Where each tensor is stored, as a range of its file: takes less memory than :attr:`stored`, and more time."""
         if self.converted_from is not None:
             return self.converted_from
         return StoredTensors.of_files(self._tensor_files).with_layer(_Ranges([file.header for file in self.files]))

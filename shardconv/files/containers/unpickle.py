@@ -54,8 +54,10 @@ _MAX_DIMS, _MAX_CHARACTERS = 64, 2**12
 _MAX_LISTED = 4
 #: The size of an item in the list of tensors, without its characters, and with each number.
 _ITEM_SIZE, _NUMBER_SIZE = 64, 8
-#: Bytes at each end of a file or chunk, and the number of files and chunks whose ends are fetched together.
-_END_BYTES, NUM_TOGETHER = 2**11, 64
+#: Bytes at each end of a file or chunk.
+_END_BYTES = 2**11
+#: The number of files or chunks whose ends are fetched together.
+NUM_TOGETHER = 64
 #: Bytes that are fetched at once elsewhere.
 _BUFFER_BYTES = 2**16
 #: The first objects in a file of torch before 1.6.
