@@ -217,7 +217,7 @@ class Source(Struct, frozen=True, dict=True):
 
     @property
     def stored_as_ranges(self) -> StoredTensors:
-        """Where each tensor is stored, as a range of its file: takes less memory than :attr:`stored`, and more time."""
+        """Positions of the tensors as ranges of their files, made on use: need less memory than :attr:`stored`."""
         if self.converted_from is not None:
             return self.converted_from
         return StoredTensors.of_files(self._tensor_files).with_layer(_Ranges([file.header for file in self.files]))

@@ -312,8 +312,10 @@ def _refuse_options(
     refuse_changes(path, {**options, "ep": None})
 
 
-def refuse_other_sizes(path: AnyPath, stored: str, own: Mapping[str, object], given: Mapping[str, object]) -> None:
-    """Refuse sizes other than those of a split checkpoint or pipeline, whose options are ``stored``.
+def refuse_other_sizes(
+    path: AnyPath, size_options: str, own: Mapping[str, object], given: Mapping[str, object]
+) -> None:
+    """Refuse sizes other than those of a split checkpoint or pipeline, with these options.
 
     Raises:
         UsageError: if a given size is neither None nor its own.
@@ -322,7 +324,7 @@ def refuse_other_sizes(path: AnyPath, stored: str, own: Mapping[str, object], gi
         named = " ".join(option(**{name: size}) for name, size in other.items())
         again = " ".join(f"--{name} {size}" for name, size in {"tp": own["tp"], **other}.items())
         raise UsageError(
-            f"{path}: is split for {stored} (got {named}): remove it, or make another one with shardconv reshard "
+            f"{path}: is split for {size_options} (got {named}): remove it, or make another one with shardconv reshard "
             f"{path} {again}"
         )
 
