@@ -549,7 +549,7 @@ def test_activation_that_may_need_all_features_is_refused(ranks, tmp_path, activ
 
 @on_ranks("pair", plan=PLAN_FILE.replace("count = 4, size = 2", "count = 8").split('"**.linear1"')[0])
 def test_boundary_in_a_head_is_refused(axis, path):
-    with pytest.raises(ValueError, match=r"^m: in_proj_weight and in_proj_bias .* by heads: .* heads of 8 rows"):
+    with pytest.raises(ValueError, match=r"^m: in_proj_weight and in_proj_bias .* by heads: .* unit of 8 rows"):
         shardconv.convert_model(Holder(nn.MultiheadAttention(WIDTH, 1)), str(path), group=axis)
 
 
