@@ -195,7 +195,7 @@ _READERS: dict[str, Callable[[Mapping[str, object]], Iterable[Scheme]]] = {
 
 #: Methods that are known and refused, with the reason.
 _REFUSED = {
-    "hqq": "with 4 bits, a byte has elements of groups g and g + n / 2 of n groups, so a shard would have halves of bytes",
+    "hqq": "with 4 bits, a byte has elements of groups g and g + n / 2 of n groups, so shards would have half bytes",
     "eetq": "its weights are interleaved for the kernels of one GPU architecture, which the checkpoint does not name",
     "aqlm": "its codebooks are shared by all rows",
     "bitnet": "its weights are packed over the rows of the full weight",
