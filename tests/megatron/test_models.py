@@ -16,7 +16,7 @@ from megatron.core import dist_checkpointing
 
 import shardconv
 from tests.megatron.gpt import Sizes, Work, serve
-from tests.support.megatron import load_dcp
+from tests.support.megatron import KINDS, load_dcp
 from tests.support.models import change_config, read
 
 pytestmark = pytest.mark.timeout(400)
@@ -24,6 +24,7 @@ TOLERANCE = 1e-4
 DENSE = ["gemma", "gemma2", "gemma3", "llama", "llama, tied", "mistral", "olmo", "qwen2", "qwen3"]
 MOE = ["gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2"]
 WITH_MTP = {"glm4_moe", "deepseek_v3"}
+assert {*MOE, *DENSE} <= KINDS.keys()  # which the fixture source_of writes
 SIZES = [Sizes(), Sizes(2), Sizes(4), Sizes(1, 2), Sizes(2, 2)]
 CASES = [
     *((kind, sizes) for kind in DENSE for sizes in SIZES),
