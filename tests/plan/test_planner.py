@@ -58,7 +58,7 @@ def test_a_rule_for_a_weight_applies_to_its_scale(tmp_path, pattern):
         ),
         (
             {"settings": {"quant_method": "hqq"}},
-            "quantization 'hqq' is not supported, as a byte of 4 bits holds groups",
+            "quantization 'hqq' is not supported, as with 4 bits, a byte has elements of groups",
         ),
         ({"replicate": (SCALE,)}, "add a rule for their module, 'down'"),
         ({"settings": {"quant_method": "fp8"}}, r"down.weight_scale_inv needs a block size.* pass config=FILE"),

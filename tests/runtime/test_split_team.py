@@ -176,6 +176,18 @@ def test_variables_of_other_launchers_do_not_make_a_group(source, tmp_path):
 
 
 @pytest.fixture
+def held(tmp_path_factory) -> Path:
+    """A program that is the command, and whose writes wait for a file beside it."""
+    path = tmp_path_factory.mktemp("held") / "held.py"
+    path.write_text(
+        "import os, time\nfrom pathlib import Path\nfrom shardconv.cli import main\nwrite = os.pwrite\n"
+        "def wait(*arguments):\n    while not Path(__file__).with_name('go').exists():\n        time.sleep(0.02)\n"
+        "    return write(*arguments)\nos.pwrite = wait\nmain()\n"
+    )
+    return path
+
+
+@pytest.fixture
 def slow(tmp_path_factory) -> Path:
     """A program that is the command on a slow disk."""
     path = tmp_path_factory.mktemp("slow") / "slow.py"
@@ -294,13 +306,14 @@ def test_destination_exists(source, tmp_path):
     assert left(tmp_path) == ["out", "out/notes.txt"]
 
 
-def test_destination_that_appears_on_one_host_leaves_no_folder_on_the_others(source, tmp_path, slow):
+def test_destination_that_appears_on_one_host_leaves_no_folder_on_the_others(source, tmp_path, held):
     processes = begin(
-        *([source, "--tp", 4, "-o", tmp_path / name / "out"] for name in "ab"), scripts=dict.fromkeys((0, 1), slow)
+        *([source, "--tp", 4, "-o", tmp_path / name / "out"] for name in "ab"), scripts=dict.fromkeys((0, 1), held)
     )
     wait_until(lambda: copying(tmp_path / "a") and copying(tmp_path / "b"))
     (tmp_path / "b" / "out").mkdir()
     (tmp_path / "b" / "out" / "notes.txt").write_text("mine")
+    held.with_name("go").touch()
     results = [finish(each) for each in processes]
     assert left(tmp_path) == ["b", "b/out", "b/out/notes.txt"]
     check_failed(results, "b/out: does not hold a checkpoint")
@@ -311,11 +324,12 @@ def copying(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("process", [0, 1], ids=["leader", "other"])
-def test_killed_process(source, tmp_path, slow, process):
+def test_killed_process(source, tmp_path, held, process):
     """The other ends with an error; what a killed leader leaves is removed by the next split."""
-    processes = begin(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2, scripts=dict.fromkeys((0, 1), slow))
+    processes = begin(*[[source, "--tp", 4, "-o", tmp_path / "out"]] * 2, scripts=dict.fromkeys((0, 1), held))
     wait_until(lambda: copying(tmp_path))
     processes[process].kill()
+    held.with_name("go").touch()
     began = time.monotonic()
     results = [finish(each) for each in processes]
     assert time.monotonic() - began < PATIENCE
