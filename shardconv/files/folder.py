@@ -363,10 +363,6 @@ class Compressed:
         return zlib.decompress(self._data)
 
 
-#: Bytes that are known.
-Literal = bytes | bytearray | Compressed
-
-
 def read_json(path: AnyPath) -> dict[str, object]:
     """Read a JSON object.
 

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.stored_tensors import read_values
-from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform, WithCopies
+from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform, TransformsOnUse, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments
@@ -99,11 +99,10 @@ def read_megatron(
         raise SourceError(
             f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
         ) from error
-    rows = _SourceRows(found)
-    specs = rows.specs
-    stored = stored_tensors(folder.path, found.listed).with_layer(rows)
+    specs, target_of = _source_tensors(found)
+    stored = stored_tensors(folder.path, found.listed).with_layer(_rows(found, target_of))
     for name in _check_constants(stored, specs, implied_tensors(found.rules, found.sizes)):
-        del specs[name], rows.target_of[name]
+        del specs[name], target_of[name]
     stored = stored.with_layer(found.tied_embedding() | _reordered(found, specs)).with_layer(_copies(found, specs))
     return specs, stored, (*found.listed.left_out, *_removed(found.held, found.views))
 
@@ -154,37 +153,21 @@ def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:
     return _Found(rules, sizes, listed, views, held, has_head)
 
 
-class _SourceRows(Mapping[str, Transform]):
-    """The rows of each source tensor, found when they are read: there may be tens of thousands of tensors.
+def _source_tensors(found: _Found) -> tuple[dict[str, TensorSpec], dict[str, str]]:
+    """Name of each source tensor to its dtype and shape, and to the name of its file tensor."""
+    specs: dict[str, TensorSpec] = {}
+    target_of: dict[str, str] = {}
+    for name, tensor in found.held.tensors.items():
+        specs |= (sources := tensor.sources())
+        target_of |= dict.fromkeys(sources, name)
+    return specs, target_of
 
-    Args:
-        found: the tensors of the checkpoint.
 
-    Attributes:
-        specs: name to dtype and shape of each source tensor.
-        target_of: name of each source tensor to the name of its file tensor.
-    """
-
-    def __init__(self, found: _Found) -> None:
-        held, views = found.held.tensors, found.views  # without the chunks
-        self.specs: dict[str, TensorSpec] = {}
-        self.target_of: dict[str, str] = {}
-        for name, tensor in held.items():
-            self.specs |= (sources := tensor.sources())
-            self.target_of |= dict.fromkeys(sources, name)
-        self._rows = lru_cache(64)(lambda name: dict(_source_rows(held[name], views[name])))
-
-    def __getitem__(self, name: str) -> Concatenation:
-        return self._rows(self.target_of[name])[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.target_of)
-
-    def __len__(self) -> int:
-        return len(self.target_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.target_of
+def _rows(found: _Found, target_of: Mapping[str, str]) -> TransformsOnUse[str]:
+    """The rows of each source tensor in its file tensor."""
+    held, views = found.held.tensors, found.views  # without the chunks
+    rows_of = lru_cache(64)(lambda target: dict(_source_rows(held[target], views[target])))
+    return TransformsOnUse(target_of, lambda name, target: rows_of(target)[name])
 
 
 def _reordered(found: _Found, specs: dict[str, TensorSpec]) -> dict[str, Transform]:

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shardconv.checkpoint.engine.copy import Shards
 from shardconv.checkpoint.engine.geometry import unsharded
 from shardconv.checkpoint.engine.layout import lay_out_source
-from shardconv.checkpoint.sources.transforms import Concatenation, Transform, Transforms
+from shardconv.checkpoint.sources.transforms import Concatenation, Transform, Transforms, TransformsOnUse
 from shardconv.files.containers.safetensors import Header, TensorFile, num_bytes
 from shardconv.files.folder import AnyPath, Compressed
 from shardconv.files.input_files import InputFiles
@@ -112,36 +112,21 @@ class StoredTensors(Struct, frozen=True):
         )  # fmt: skip
 
 
-class _Ranges(Mapping[str, Transform]):
-    """Each tensor of some files as a range of its file, made on use: the ranges of many tensors take much memory.
+def _ranges(headers: Sequence[Header]) -> TransformsOnUse[int]:
+    """Each tensor of files with these headers as a range of its file."""
+    first, starts = [0], array("Q")
+    for header in headers:
+        starts.extend(header.data_offset + info.start for info in header.tensors().values())
+        first.append(len(starts))
 
-    Args:
-        headers: the header of each file.
-    """
-
-    def __init__(self, headers: Sequence[Header]) -> None:
-        names = chain.from_iterable(header.specs for header in headers)
-        self._headers, self._number_of = headers, {name: number for number, name in enumerate(names)}
-        self._first, self._starts = [0], array("Q")
-        for header in headers:
-            self._starts.extend(header.data_offset + info.start for info in header.tensors().values())
-            self._first.append(len(self._starts))
-
-    def __getitem__(self, name: str) -> Concatenation:
-        number, found = self._number_of[name], Concatenation()
-        file = bisect_right(self._first, number) - 1
-        dtype, shape, _ = self._headers[file].specs[name]
-        found.add(file_tensor_name(file), num_bytes(dtype, shape), self._starts[number])
+    def make(name: str, number: int) -> Concatenation:
+        file, found = bisect_right(first, number) - 1, Concatenation()
+        dtype, shape, _ = headers[file].specs[name]
+        found.add(file_tensor_name(file), num_bytes(dtype, shape), starts[number])
         return found
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._number_of)
-
-    def __len__(self) -> int:
-        return len(self._number_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._number_of
+    names = chain.from_iterable(header.specs for header in headers)
+    return TransformsOnUse({name: number for number, name in enumerate(names)}, make)
 
 
 class SourceFile(Struct, frozen=True):
@@ -220,7 +205,7 @@ class Source(Struct, frozen=True, dict=True):
         """Positions of the tensors as ranges of their files, made on use: need less memory than :attr:`stored`."""
         if self.converted_from is not None:
             return self.converted_from
-        return StoredTensors.of_files(self._tensor_files).with_layer(_Ranges([file.header for file in self.files]))
+        return StoredTensors.of_files(self._tensor_files).with_layer(_ranges([file.header for file in self.files]))
 
     @property
     def _tensor_files(self) -> tuple[TensorFile, ...]:

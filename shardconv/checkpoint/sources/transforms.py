@@ -2,9 +2,9 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
@@ -12,13 +12,14 @@ from shardconv.checkpoint import engine
 from shardconv.checkpoint.engine.copy import ReadTensor, Scratch
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
-from shardconv.files.folder import Compressed, Literal
+from shardconv.files.folder import Compressed
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import IntegrityError, PlanError, option
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.engine.arrays import StridedTensor
 
+K = TypeVar("K")
 #: The name of a tensor, and a range of its bytes.
 TensorRange = tuple[str, int, int]
 
@@ -43,6 +44,30 @@ class Transform(Protocol):
 
 #: Name to the transform of each tensor that a layer computes.
 Transforms = Mapping[str, Transform]
+
+
+class TransformsOnUse(Mapping[str, Transform], Generic[K]):
+    """Transforms that are made when they are used, as those of tens of thousands of tensors take much memory.
+
+    Args:
+        keys: name of each tensor to the argument of ``make``.
+        make: makes the transform of a tensor from its name and its key.
+    """
+
+    def __init__(self, keys: Mapping[str, K], make: Callable[[str, K], Transform]) -> None:
+        self._keys, self._make = keys, make
+
+    def __getitem__(self, name: str) -> Transform:
+        return self._make(name, self._keys[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
 
 
 class Rows(NamedTuple):
@@ -107,11 +132,11 @@ class Concatenation:
 
     def __init__(self, unit: int = 0) -> None:
         self.size, self.unit = 0, unit
-        self._parts: list[str | Literal] = []
+        self._parts: list[str | bytes | Compressed] = []
         self._starts, self._offsets = array("Q"), array("Q")
 
     @classmethod
-    def of_parts(cls, parts: Iterable[Literal]) -> Self:
+    def of_parts(cls, parts: Iterable[bytes | Compressed]) -> Self:
         """These bytes."""
         found = cls()
         for part in parts:
@@ -131,7 +156,7 @@ class Concatenation:
         """All rows of a stored tensor."""
         return cls.of_rows([Rows(stored, 0, num_bytes(*spec[:2]))], num_bytes(spec.dtype, spec.shape[1:]))
 
-    def add(self, part: str | Literal, size: int, offset: int = 0) -> None:
+    def add(self, part: str | bytes | Compressed, size: int, offset: int = 0) -> None:
         """Add bytes at the end: of the tensor of this name from ``offset`` on, or these, followed by zeros."""
         if size:
             self._parts.append(part)
@@ -153,7 +178,7 @@ class Concatenation:
         """Yield the ranges that are read to fill these bytes."""
         return ((part, low, high) for part, low, high in self._within(start, stop) if isinstance(part, str))
 
-    def _within(self, start: int, stop: int) -> Iterator[tuple[str | Literal, int, int]]:
+    def _within(self, start: int, stop: int) -> Iterator[tuple[str | bytes | Compressed, int, int]]:
         """Yield the parts that have these bytes, and the range of each."""
         at = bisect_right(self._starts, start) - 1
         while start < stop:

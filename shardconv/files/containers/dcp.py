@@ -17,7 +17,7 @@ from shardconv.files.containers.torch_files import (
     text_opcodes,
 )
 from shardconv.files.containers.unpickle import DTYPES
-from shardconv.files.folder import Compressed, Literal
+from shardconv.files.folder import Compressed
 from shardconv.plan.plan import TensorSpec
 
 METADATA_NAME = ".metadata"
@@ -99,10 +99,10 @@ class _Opcodes:
             self._open.clear()
         return self
 
-    def parts(self) -> Iterator[Literal]:
+    def parts(self) -> Iterator[bytes | Compressed]:
         """Yield the opcodes."""
         yield from self._blocks
-        yield self._open
+        yield bytes(self._open)
 
 
 class MetadataPickle:
@@ -143,7 +143,7 @@ class MetadataPickle:
         self._objects += _remembered(text_opcodes(name), number) + pushed
         self._stored += self._index(number, _NONE) + stored
 
-    def parts(self) -> Iterator[Literal]:
+    def parts(self) -> Iterator[bytes | Compressed]:
         """Yield the bytes of the pickle."""
         described = _Opcodes()
         for name, entry in self._tensors.items():
@@ -153,7 +153,8 @@ class MetadataPickle:
         start = self._name("Metadata") + b")\x81}(" + self._text("state_dict_metadata") + b"}("
         between = b"u" + self._text("storage_data") + b"}("
         end = b"u" + self._items(planner_data=_EMPTY_DICT, storage_meta=meta) + b"ub."
-        yield from (self._start, start, *described.parts(), *self._objects.parts(), between, *self._stored.parts(), end)
+        before = bytes(self._start) + start
+        yield from (before, *described.parts(), *self._objects.parts(), between, *self._stored.parts(), end)
 
     def _number(self) -> int:
         self._count += 1
