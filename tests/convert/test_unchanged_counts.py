@@ -405,7 +405,7 @@ def test_counts_are_those_of_the_modules_that_have_them(axis):
 
 @on_ranks("pair")
 def test_module_that_contains_a_lone_layer_is_examined(axis):
-    """Check a layer that is passed alone: the module that contains it is examined, and no count is changed before."""
+    """Check a layer that is passed without its module: the module is examined, and no count is changed before."""
     module = FORMS["counts"]()
     with pytest.raises(ValueError, match=r"^counts: .* num_heads"):
         convert_parallel_linear(module.q, -1, group=axis)

@@ -69,7 +69,7 @@ def merge(  # noqa: D417 - WriteOptions has the descriptions
 
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
-            another tool; or several folders with some of the ranks each of one split.
+            another tool; or the folders of one split that each have some of the ranks.
         dst: the output: a path that ends with ``.safetensors`` for one file, any other path for a folder with the
             source files; or the URL of either in an object store. Defaults to ``NAME-merged`` in the current folder, a
             file or a folder like the source.

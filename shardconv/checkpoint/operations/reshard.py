@@ -100,7 +100,7 @@ def reshard(  # noqa: D417 - WriteOptions has the descriptions
 
     Args:
         src: the split checkpoint, a folder that vLLM saved of a dense unquantized model, or one with rank files of
-            another tool; or several folders with some of the ranks each of one split.
+            another tool; or the folders of one split that each have some of the ranks.
         dst: the folder to write, or its URL in an object store; defaults to ``NAME-tpM`` in the current folder.
         tp: the new tensor parallel size, as in :func:`~shardconv.split`.
         pp, stages: the new pipeline stages, as in :func:`~shardconv.split`; by default as in the split checkpoint. 1

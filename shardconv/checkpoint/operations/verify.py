@@ -174,7 +174,7 @@ def verify(
     In a folder with some of the ranks, these are checked; several folders have all ranks together.
 
     Args:
-        src: the split checkpoint, the folders that have some of the ranks each, a folder that vLLM saved of a dense
+        src: the split checkpoint, folders that each have some of the ranks, a folder that vLLM saved of a dense
             unquantized model, or one with rank files of another tool.
         against: a source to compare every byte of every tensor with.
         follow_links: follow links in ``against`` that point outside of its folder.

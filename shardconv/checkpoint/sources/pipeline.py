@@ -34,7 +34,7 @@ class Pipeline(Struct, frozen=True):
     """The components of a pipeline, and its files.
 
     Attributes:
-        paths: the folder; of a split pipeline, also several folders with some of the ranks each.
+        paths: the folder; of a split pipeline, also folders that each have some of the ranks.
         components: name to class of the components that are checkpoints of their own.
         copied: name to class of the other components, with the reason why they are copied.
         files: name to path of all files that are not of ``components``.
