@@ -116,6 +116,11 @@ class TimedScores:
         return scores
 
     @property
+    def num_tokens(self) -> int:
+        """The number of tokens per prompt that were generated."""
+        return len(self._times) - 1
+
+    @property
     def first_token_seconds(self) -> float | None:
         """Time from the start to the first token; None if there is none."""
         return self._times[1] - self._times[0] if len(self._times) > 1 else None
@@ -176,8 +181,7 @@ def _generate(run: ModelRun, scores: TimedScores, streamer: Streamer | None) -> 
         tokens = model.generate(**inputs, **run.generation_arguments(), streamer=streamer, logits_processor=[scores])
     except (TypeError, ValueError) as error:
         raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
-    prompt = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    return Outputs(run.codec.decode(tokens[:, prompt:]), tokens)
+    return Outputs(run.codec.decode(tokens[:, tokens.shape[1] - scores.num_tokens :]), tokens)
 
 
 def refuse_nan(values: Tensor) -> None:

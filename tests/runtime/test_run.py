@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
@@ -255,6 +256,20 @@ def test_token_ids_as_prompts(split):
     result = run("run", split, *options, *OPTIONS[2:], "--dtype", "fp32", "-q")
     expected = [" ".join(map(str, unsharded_tokens(ids))) for ids in prompts]
     assert (result.code, result.out.splitlines(), result.err) == (0, expected, "")
+
+
+def test_only_generated_tokens_are_printed_for_an_encoder_and_decoder(tmp_path):
+    """Without the token that the decoder starts with, which transformers returns before them."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "t5")
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+    assert expected.shape == (1, 5)
+    options = ["--token-ids", "5 6 7", "--max-new-tokens", "4", "--device", "cpu", "--dtype", "fp32", "-q"]
+    result = run("run", tmp_path / "t5", "--tp", "1", *options)
+    assert (result.code, result.out.split()) == (0, [str(number) for number in expected[0, 1:].tolist()]), result.err
 
 
 def test_quantized_source_is_dequantized():
