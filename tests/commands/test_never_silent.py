@@ -32,6 +32,8 @@ from shardconv.checkpoint.operations.split_writing import split_by
 from shardconv.checkpoint.sources.planning import PlanOptions
 from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.commands.split import split as split_command
+from shardconv.hf.classes import diffusers_class
+from shardconv.hf.diffusion import default_fields
 from shardconv.layouts.layout import NATIVE
 from shardconv.proof import prove
 from shardconv.proof.ranks import REFERENCE, SMALL, SPLIT, Proof, sharded_fraction
@@ -569,6 +571,17 @@ def split_with(outcome: Outcome, change: Change, *options: str) -> Case:
     )
 
 
+def cost_of_config(text: str, name: str, *options: str) -> Case:
+    """The row of a config of a class of diffusers, without weights, whose cost is counted with these options."""
+
+    def change(source: Path) -> None:
+        (source / "model.safetensors").unlink()
+        (source / "config.json").write_text(json.dumps({**default_fields(diffusers_class(name)), "num_layers": 1}))
+
+    expected = every(COMMANDS, na("options of plan --cost")) | {"plan": error(text)}
+    return Case(expected, change, options=("--cost", *options))
+
+
 def damaged_pipeline(outcome: Outcome, damage: Damage) -> Case:
     """The row of a split pipeline that is damaged."""
     run = na("runtime/test_pipeline.py runs pipelines")
@@ -740,7 +753,7 @@ CASES: Mapping[str, Case] = {
         chunk_of(Bomb()), "__0_0.distcp", "posix._exit"
     ),
     "checkpoint of Megatron-Core, a chunk of another shape": of_megatron(
-        chunk_of(torch.ones(63)), FINAL_NORM, "63"
+        chunk_of(torch.ones(63)), f"a chunk of {FINAL_NORM} is F32 [63] (expected F32 [64])"
     ),
     "checkpoint of Megatron-Core, the list of chunks is missing": of_megatron(
         remove("iter_0000500/.metadata"),
@@ -1208,6 +1221,17 @@ CASES: Mapping[str, Case] = {
         refused(error("lm_head.weight", "no rule of family flux matches it")),
         config(model_type=None, _class_name="FluxTransformer2DModel"),
     ),
+    "height between the patches of a picture": cost_of_config(
+        "--height 1032 is not a multiple of 16: pass --height 1024 or --height 1040", "FluxTransformer2DModel",
+        "--height", "1032",
+    ),
+    "frames of a model that makes pictures": cost_of_config(
+        "no input of a FluxTransformer2DModel depends on --frames 16: remove it", "FluxTransformer2DModel",
+        "--frames", "16",
+    ),
+    "prompt of a model without text": cost_of_config(
+        "no input of a DiTTransformer2DModel depends on --seq 16: remove it", "DiTTransformer2DModel", "--seq", "16",
+    ),
     # pipelines
     "component that is missing": of_pipeline(
         error("component transformer (FluxTransformer2DModel) is missing"),
@@ -1323,7 +1347,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 #: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 529, "warning": 10, "na": 1090}
+COUNTS = {"right": 271, "error": 532, "warning": 10, "na": 1117}
 
 
 def counts() -> Counter[str]:
