@@ -118,7 +118,7 @@ def _read_config(config: Mapping[str, object], folder: AnyPath | None, *, is_tru
         model_type, known = config.get("model_type"), transformers.CONFIG_MAPPING
         name = f"{known[model_type].__name__} of transformers" if model_type in known else "transformers"
         raise RunError(
-            f"{_prefix(folder)}{name} {transformers.__version__} refuses config.json: {one_line(error).rstrip('.')}"
+            f"{_prefix(folder)}{name} {transformers.__version__} refuses config.json: {one_line(error)}"
         ) from error
 
 

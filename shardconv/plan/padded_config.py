@@ -125,7 +125,7 @@ def _check_count(padded: PaddedRule) -> None:
     if count is None or padded.group.model_rules.fields().evaluate(count) != padded.padded:
         source = "is in no known field" if count is None else f"follows from {count}, which is not one field,"
         raise PlanError(
-            f"{padded.group.name}: the number of {padded.unit or 'elements'} {source} of config.json, so the config "
+            f"{padded.group.name}: the number of {padded.unit or 'element'}s {source} of config.json, so the config "
             f"cannot express {padded.padded} instead of {padded.size}: {_REMEDY}"
         )
 

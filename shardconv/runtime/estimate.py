@@ -34,7 +34,7 @@ from shardconv.plan.stages import chosen_stages
 from shardconv.runtime.dry_run import SEQ, Call, MetaModel, Usage, denoise, dry_run
 from shardconv.support import Progress
 from shardconv.support.arguments import checked
-from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, option
+from shardconv.support.errors import PlanError, RunError, ShardconvError, UsageError, one_line, option
 from shardconv.tensor.cost import Link, bytes_sent, collective_time
 
 
@@ -398,10 +398,9 @@ def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, Di
     except ShardconvError:
         raise
     except Exception as error:
-        problem = str(error).strip() or "no message"
-        raise RunError(
-            f"{path}: the model cannot be built from its config: {type(error).__name__}: {problem.splitlines()[0]}"
-        ) from error
+        null = [name for name, value in config.items() if value is None] if isinstance(error, TypeError) else []
+        fields = f" (null in the config: {', '.join(null)})" if null else ""
+        raise RunError(f"{path}: the model cannot be built from its config: {one_line(error)}{fields}") from error
 
 
 def _source(path: AnyPath, config: dict[str, object], specs: Mapping[str, TensorSpec]) -> Source:

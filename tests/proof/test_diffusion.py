@@ -209,6 +209,12 @@ def test_steps_that_are_not_counted(tmp_path, monkeypatch, name, reason):
     assert report.costs[1].not_counted == reason
 
 
+def test_null_fields_of_a_config_are_named(tmp_path):
+    problem = r"config: TypeError: unsupported .* \(null in the config: in_channels, patch_size\)"
+    with pytest.raises(RunError, match=problem):
+        cost_of_config(tmp_path, "HunyuanDiT2DModel")
+
+
 #: Classes whose steps are counted.
 COUNTED = [name for name in RIGHT if "step" in (entry := of_class(name)) and "not_counted" not in entry]
 #: One with sizes of tokens as inputs, and two with inputs that keep their values, one of them in autocast.

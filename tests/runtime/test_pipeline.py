@@ -571,7 +571,7 @@ def test_arguments_that_a_pipeline_does_not_take(made, arguments, message):
 def test_errors_of_a_pipeline_that_does_not_check_its_inputs(made):
     class Unchecked:
         def __call__(self, prompt, num_inference_steps, height, width, generator, return_dict):
-            raise ValueError("height must be divisible by 32")
+            raise ValueError("height must be divisible by 32.")
 
         def set_progress_bar_config(self, disable):
             assert disable
