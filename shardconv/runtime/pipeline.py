@@ -106,7 +106,7 @@ def _open(path: AnyPath, options: Options, opened: list[tuple[Pipeline, dict[str
     if options["component"] is None and not isinstance(path, Path):
         raise RunError(
             f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
-            f"or load one component with {option(component='NAME')}"
+            f"or load one component in Python, shardconv.load({str(path)!r}, component=NAME)"
         )
     names = pipeline.components if options["component"] is None else [component]
     components = {name: _open_component(pipeline, name, options) for name in names}

@@ -13,6 +13,7 @@ from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
 from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
+from tests.support.pipelines import write_index
 from tests.support.s3_server import S3Server, serve_s3, upload
 
 #: Bytes of the lists of the folder, one for each rank.
@@ -54,6 +55,21 @@ def test_a_rank_file_at_a_url_is_fetched_once(ranks, split, s3, tmp_path):
     ranks("pair", check_equal, "s3://bucket/split", split, s3.url, tmp_path, {})
     needed = {name: len(data) * (1 if name.startswith("rank-") else 2) for name, data in contents(split).items()}
     assert s3.num_sent - before <= 1.02 * sum(needed.values()) + LISTS
+
+
+def check_pipeline(axis, source, endpoint, temporary):
+    os.environ.update(connection(endpoint))
+    with pytest.raises(RunError, match=r"not from a URL: .*shardconv.load\('s3://bucket/pipeline', component=NAME\)"):
+        shardconv.load("s3://bucket/pipeline", tp=2, device="cpu", group=axis)
+    check_equal(axis, "s3://bucket/pipeline", source, endpoint, temporary, {"tp": 2, "component": "text_encoder"})
+
+
+def test_a_component_of_a_pipeline_at_a_url_is_loaded(ranks, source, s3, tmp_path):
+    place = tmp_path / "pipeline"
+    shutil.copytree(source, place / "text_encoder")
+    write_index(place, {"text_encoder": ["transformers", "LlamaForCausalLM"]})
+    upload(place, "bucket", "pipeline")
+    ranks("pair", check_pipeline, place, s3.url, tmp_path)
 
 
 def check_no_room(axis, url, endpoint, num_bytes):
