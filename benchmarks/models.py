@@ -27,14 +27,20 @@ DEEPSEEK_CONFIG = {
     "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "vocab_size": 129280,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
-#: Kinds of DeepSeek-V3: as it is published, in bf16, and with as many tensors of few bytes.
+#: Sizes of tensors of few bytes.
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "vocab_size": 256, "quantization_config": None,
+}  # fmt: skip
+#: Kinds of DeepSeek-V3: as it is published, in bf16, and with as many tensors of few bytes, or as many as Kimi K2 has.
 DEEPSEEK: Mapping[str, Mapping[str, Any]] = {
     "fp8": DEEPSEEK_CONFIG,
     "bf16": DEEPSEEK_CONFIG | {"quantization_config": None},
-    "small": DEEPSEEK_CONFIG | {
-        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
-        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-        "v_head_dim": 8, "vocab_size": 256, "quantization_config": None,
+    "small": DEEPSEEK_CONFIG | _SMALL,
+    "kimi": DEEPSEEK_CONFIG | _SMALL | {
+        "num_attention_heads": 64, "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
     },
 }  # fmt: skip
 
@@ -142,11 +148,14 @@ def llama_tensors(layers: int = 10, *, vocab: int = 128256) -> dict[str, tuple[s
 
 
 def deepseek_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The tensors of DeepSeek-V3 with the sizes of a config: 61 layers and an MTP layer, 256 experts, fp8 or bf16."""
+    """The tensors of DeepSeek-V3 with the sizes of a config, in fp8 or bf16."""
     is_quantized = config["quantization_config"] is not None
     hidden, heads, vocab = (config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size"))
     q_rank, kv_rank, nope, rope = (
         config[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+    )
+    layers, mtp_layers, experts = (
+        config[name] for name in ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts")
     )
     embedding = ("BF16", (vocab, hidden))
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {"model.embed_tokens.weight": embedding}
@@ -161,7 +170,7 @@ def deepseek_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[in
         linear(f"{name}.up_proj", inner, hidden)
         linear(f"{name}.down_proj", hidden, inner)
 
-    for layer in range(62):
+    for layer in range(layers + mtp_layers):
         at = f"model.layers.{layer}"
         attention = f"{at}.self_attn"
         linear(f"{attention}.q_a_proj", q_rank, hidden)
@@ -173,26 +182,24 @@ def deepseek_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[in
             tensors[f"{attention}.{norm}.weight"] = ("BF16", (size,))
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}.{norm}.weight"] = ("BF16", (hidden,))
-        if layer < 3:
+        if layer < config["first_k_dense_replace"]:
             mlp(f"{at}.mlp", config["intermediate_size"])
             continue
-        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (256, hidden))
-        tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (256,))
+        tensors[f"{at}.mlp.gate.weight"] = ("BF16", (experts, hidden))
+        tensors[f"{at}.mlp.gate.e_score_correction_bias"] = ("F32", (experts,))
         mlp(f"{at}.mlp.shared_experts", config["moe_intermediate_size"])
-        for expert in range(256):
+        for expert in range(experts):
             mlp(f"{at}.mlp.experts.{expert}", config["moe_intermediate_size"])
-    last = "model.layers.61"
-    tensors |= {
-        f"{last}.eh_proj.weight": ("BF16", (hidden, 2 * hidden)),
-        f"{last}.enorm.weight": ("BF16", (hidden,)),
-        f"{last}.hnorm.weight": ("BF16", (hidden,)),
-        f"{last}.shared_head.norm.weight": ("BF16", (hidden,)),
-        f"{last}.shared_head.head.weight": embedding,
-        f"{last}.embed_tokens.weight": embedding,
-        "model.norm.weight": ("BF16", (hidden,)),
-        "lm_head.weight": embedding,
-    }
-    return tensors
+    for last in (f"model.layers.{layers + number}" for number in range(mtp_layers)):
+        tensors |= {
+            f"{last}.eh_proj.weight": ("BF16", (hidden, 2 * hidden)),
+            f"{last}.enorm.weight": ("BF16", (hidden,)),
+            f"{last}.hnorm.weight": ("BF16", (hidden,)),
+            f"{last}.shared_head.norm.weight": ("BF16", (hidden,)),
+            f"{last}.shared_head.head.weight": embedding,
+            f"{last}.embed_tokens.weight": embedding,
+        }
+    return tensors | {"model.norm.weight": ("BF16", (hidden,)), "lm_head.weight": embedding}
 
 
 def write_file(

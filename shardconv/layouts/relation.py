@@ -194,8 +194,8 @@ class LayoutRule(msgspec.Struct, frozen=True, eq=False):
             PlanError: if a source tensor is missing, or the number of experts differs from the config.
         """
         target, count = self.target.name(Match(texts)), 1 + max(experts.values())
-        names = self.source_names(texts, count)
-        if (missing := next((name for name in names if name not in experts), None)) is not None:
+        held, names = {name: name for name in experts}, self.source_names(texts, count)
+        if (missing := next((name for name in names if name not in held), None)) is not None:
             raise PlanError(
                 f"{missing}: is missing (got {next(iter(experts))}, expected all members of {target}): {remedy}"
             )
@@ -204,7 +204,7 @@ class LayoutRule(msgspec.Struct, frozen=True, eq=False):
             raise PlanError(
                 f"{target}: the source has {count} experts (expected {config_count!r:.20} by config.json): {remedy}"
             )
-        return names, count
+        return [held[name] for name in names], count  # the same objects, as equal ones take much memory
 
     def with_end(self, end: str, *, is_last: bool) -> Self | None:
         """The rule for the tensors of a quantized layer whose names end with ``end`` instead of ``weight``.

@@ -133,6 +133,7 @@ class RowTensor(NamedTuple):
         rule: its rule.
         match: of its name.
         spec: dtype and shape, without padding.
+        names: of the source tensors, in order: of each expert, or of a tensor without experts.
         segments: the rows of one expert, or of a tensor without experts, in order.
         is_interleaved: whether a segment of the rule is not contiguous in the rows.
     """
@@ -140,6 +141,7 @@ class RowTensor(NamedTuple):
     rule: LayoutRule
     match: Match
     spec: TensorSpec
+    names: Sequence[str]
     segments: tuple[_Segment, ...]
     is_interleaved: bool
 
@@ -170,11 +172,11 @@ class RowTensor(NamedTuple):
 
     def pieces(self) -> Iterator[list[Piece]]:
         """Yield the rows, in order; for each index of dim 0, if it is the expert dim, and else once."""
-        step = 0 if self.rule.options.permuted is None else self.spec.shape[1]  # one source tensor has all experts
+        is_permuted = self.rule.options.permuted is not None  # one source tensor has all experts
+        names_step, rows_step = (0, self.spec.shape[1]) if is_permuted else (len(self.rule.sources), 0)
         for expert in range(self.spec.shape[0] if self.has_experts else 1):
-            match, first = self.match._replace(expert=expert), expert * step
-            names = [source.name(match) for source in self.rule.sources]
-            yield [Piece(names[source], first + start, first + stop) for source, start, stop in self.segments]
+            at, first = expert * names_step, expert * rows_step
+            yield [Piece(self.names[at + source], first + start, first + stop) for source, start, stop in self.segments]
 
     def sources(self) -> dict[str, TensorSpec]:
         """Name to dtype and shape of the source tensors."""
@@ -202,7 +204,7 @@ def row_tensors_of_sources(
         if rule.options.permuted is not None:
             shape = permutation(rule.options.permuted, config).shape
         try:
-            tensor = row_tensor(rule, Match(texts), specs[0].dtype, shape, config)
+            tensor = row_tensor(rule, Match(texts), names, specs[0].dtype, shape, config)
             _check_sizes(tensor.name, rule, tensor.spec.shape, config)
         except PlanError as error:
             raise PlanError(f"{error.message}: correct the config, or {names[0]}") from error
@@ -223,13 +225,19 @@ def _is_of_layer(texts: Iterable[str]) -> bool:
 
 
 def row_tensor(
-    rule: LayoutRule, match: Match, dtype: str, shape: tuple[int, ...], config: Mapping[str, object]
+    rule: LayoutRule,
+    match: Match,
+    names: Sequence[str],
+    dtype: str,
+    shape: tuple[int, ...],
+    config: Mapping[str, object],
 ) -> RowTensor:
     """A file tensor by its rule.
 
     Args:
         rule: its rule.
         match: of its name.
+        names: of the source tensors.
         dtype: its dtype.
         shape: number of experts, or 1 without a dim of experts; rows; and the shape of a row.
         config: contents of config.json.
@@ -244,7 +252,7 @@ def row_tensor(
         is_interleaved = len(segments) > len(shares_of(rule, config))
     except PlanError as error:
         raise PlanError(f"{rule.target.name(match)}: {error.message}") from error
-    return RowTensor(rule, match, TensorSpec(dtype, full), segments, is_interleaved)
+    return RowTensor(rule, match, TensorSpec(dtype, full), names, segments, is_interleaved)
 
 
 def _segments(rule: LayoutRule, rows: int, config: Mapping[str, object]) -> Iterator[_Segment]:
@@ -307,9 +315,9 @@ def row_tensors_of_files(
         elif (first := name_of.setdefault(related.target, name)) != name:
             found.others[name] = first
         else:
-            found.tensors[name] = row_tensor(
-                *related, spec.dtype, _checked_shape(name, related.rule, spec, config), config
-            )
+            shape = _checked_shape(name, related.rule, spec, config)
+            names = related.rule.source_names(related.match.texts, shape[0] if related.rule.is_stacked else 1)
+            found.tensors[name] = row_tensor(*related, names, spec.dtype, shape, config)
     return found
 
 

@@ -297,11 +297,11 @@ def _lay_out_rank(
         else rank_metadata(metadata, plan, in_stage)
     )
     header = build_header(chain(first, fused), {**metadata, **of_rank})
-    infos = header.tensors()
+    starts = header.starts()
     positions = {
         name: position
         for tensor in file_tensors
-        for name, position in _positions(tensor, header.data_offset + infos[tensor.name].start, tensors, shapes)
+        for name, position in _positions(tensor, starts[tensor.name], tensors, shapes)
     }
     return _RankFile(header, positions, constants)
 
@@ -398,9 +398,9 @@ def _lay_out_files(
 ) -> Layout:
     """The layout of files with one shard of each tensor."""
     positions = {
-        name: (file, (header.data_offset + info.start,))
+        name: (file, (start,))
         for file, header in zip(zip(range(len(headers))), headers, strict=True)
-        for name, info in header.tensors().items()
+        for name, start in header.starts().items()
     }
     shards = (Shards(one, *positions[name]) for name, one in tensors.items())
     return Layout(tuple(headers), tuple(shards), files_per_rank)

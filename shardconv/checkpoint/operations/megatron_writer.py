@@ -168,7 +168,6 @@ class _NewFiles:
     def __init__(self, options: MegatronLayout, num_layers: int, sources: Mapping[str, TensorSpec]) -> None:
         self._options, self._num_layers = options, num_layers
         self._total, self._done = sum(num_bytes(*spec[:2]) for spec in sources.values()), 0
-        self._sources = {name: name for name in sources}  # names in pieces are further objects
         self._names = [f"__{number}_0.distcp" for number in range(options.num_files)]
         self.chunks = {f"{FOLDER}/{name}": Concatenation() for name in self._names}
         self._metadata = MetadataPickle()
@@ -199,7 +198,7 @@ class _NewFiles:
         contents.add(around.head, len(around.head))
         unit = size // (sum(piece.size for piece in pieces) or 1)
         for piece in pieces:
-            contents.add(self._sources[piece.source], piece.size * unit, piece.start * unit)
+            contents.add(piece.source, piece.size * unit, piece.start * unit)
         if not pieces:
             contents.add(b"", size)
         contents.add(around.tail, len(around.tail))

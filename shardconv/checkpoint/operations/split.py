@@ -293,10 +293,7 @@ def _ranks(
     if foreign is None:
         write = partial(write_split, source=source, manifest=manifest, adapters=adapters, read=read)
         return manifest.rank_layout.rank_bytes, write
+    settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
     files = foreign.lay_out(planned, manifest.plan)
-
-    def write_files(writer: CheckpointWriter) -> int:
-        settings = {**settings_of("split", manifest), "layout": foreign.name, **foreign.settings}
-        return write_foreign(writer, source=source, files=files, settings=settings, read=read)
-
-    return files.rank_bytes, write_files
+    write = partial(write_foreign, source=source, files=files, settings=settings, read=read)
+    return files.rank_bytes, write

@@ -1,10 +1,7 @@
 """A source: a checkpoint that can be split, and where its files store its tensors."""
 
-from array import array
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
-from itertools import chain
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -24,6 +21,10 @@ from shardconv.formats.settings import with_quantization
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import SourceError
+
+
+#: Number of files that may be read at the same time, whose positions of tensors are kept.
+_NUM_RECENT = 32
 
 
 def is_snapshot(folder: AnyPath) -> bool:
@@ -114,19 +115,14 @@ class StoredTensors(Struct, frozen=True):
 
 def _ranges(headers: Sequence[Header]) -> TransformsOnUse[int]:
     """Each tensor of files with these headers as a range of its file."""
-    first, starts = [0], array("Q")
-    for header in headers:
-        starts.extend(header.data_offset + info.start for info in header.tensors().values())
-        first.append(len(starts))
+    starts_in = lru_cache(_NUM_RECENT)(lambda file: headers[file].starts())
 
-    def make(name: str, number: int) -> Concatenation:
-        file, found = bisect_right(first, number) - 1, Concatenation()
-        dtype, shape, _ = headers[file].specs[name]
-        found.add(file_tensor_name(file), num_bytes(dtype, shape), starts[number])
+    def make(name: str, file: int) -> Concatenation:
+        found = Concatenation()
+        found.add(file_tensor_name(file), num_bytes(*headers[file].specs[name][:2]), starts_in(file)[name])
         return found
 
-    names = chain.from_iterable(header.specs for header in headers)
-    return TransformsOnUse({name: number for number, name in enumerate(names)}, make)
+    return TransformsOnUse({name: file for file, header in enumerate(headers) for name in header.specs}, make)
 
 
 class SourceFile(Struct, frozen=True):

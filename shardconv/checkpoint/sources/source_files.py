@@ -7,9 +7,12 @@ share it, and all others are read with their strides.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
+import xxhash
 from msgspec import Struct
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from shardconv.checkpoint import engine
@@ -54,10 +57,12 @@ class WeightFiles(Struct, frozen=True):
     Attributes:
         names: of the source files, sorted; all in one format.
         index: name and compressed text of their index, or None.
+        listed: file to the checksum of the names of its tensors by the index.
     """
 
     names: list[str]
     index: tuple[str, Compressed] | None = None
+    listed: Mapping[str, str] = {}
 
 
 def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFiles:
@@ -84,17 +89,17 @@ def find_weight_files(folder: SourceFolder, given_index: str | None) -> WeightFi
     weight_format = _find_format(candidates)
     indexes = {name: _read_index(folder, name, weight_format) for name in filter(weight_format.lists, candidates)}
     if given_index is None:
-        listed = [file for _, weight_map in indexes.values() for file in weight_map.values()]
-        _refuse_variants(path, set(names).difference(listed), weight_format)
+        files = chain.from_iterable(listed for _, listed in indexes.values())
+        _refuse_variants(path, set(names).difference(files), weight_format)
     index_name = given_index or _find_index(path, indexes)
     if index_name is None:
         return WeightFiles([_find_single(path, folder.kept, weight_format)])
-    text, weight_map = indexes[index_name]
-    sources = sorted(set(weight_map.values()))
+    text, listed = indexes[index_name]
+    sources = sorted(listed)
     _check_not_ignored(folder, sources)
     if given_index is None:
         _check_no_single(path, index_name, sources, names)
-    return WeightFiles(sources, (index_name, text))
+    return WeightFiles(sources, (index_name, text), listed)
 
 
 def _check_not_ignored(folder: SourceFolder, names: Collection[str]) -> None:
@@ -109,11 +114,20 @@ def _find_format(files: Collection[str]) -> WeightFormat:
 
 
 def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) -> tuple[Compressed, dict[str, str]]:
-    """The text of an index, and the file of each tensor by it."""
+    """The text of an index, and for each file the checksum of the names of its tensors by it."""
     _check_not_ignored(folder, [name])
     folder.check_link(name)
     text = read_text(folder.path / name)
-    return Compressed(text.encode()), _weight_map(folder.path / name, text, weight_format)
+    names: dict[str, list[str]] = {}
+    for tensor, file in _weight_map(folder.path / name, text, weight_format).items():
+        names.setdefault(file, []).append(tensor)
+    # names that were parsed would keep the memory of the names around them
+    return Compressed(text.encode()), {file.encode().decode(): _checksum(of_file) for file, of_file in names.items()}
+
+
+def _checksum(names: Iterable[str]) -> str:
+    """The checksum of names in any order. It is kept instead of them, as those of all tensors take much memory."""
+    return xxhash.xxh3_128_hexdigest(encode(sorted(names)))
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -206,7 +220,8 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     file_of, index_path = _file_of(folder, files), None
     if found.index is not None:
         index_path = folder / found.index[0]
-        _check_index(index_path, found.index[1], file_of, files)
+        if any(found.listed[file.name] != _checksum(file.header.specs) for file in files):
+            raise _differs(index_path, found.index[1], file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)
 
@@ -253,19 +268,22 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     return found
 
 
-def _check_index(path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> None:
+def _differs(
+    path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]
+) -> SourceError:
+    """The error for files with other tensors than their index lists."""
     weight_map = parse_object(path, text.raw().decode())["weight_map"]
     assert isinstance(weight_map, dict)
     for name, expected in weight_map.items():
         if (got := file_of.get(name)) != expected:
-            raise SourceError(
+            return SourceError(
                 f"{path}: tensor {name} is in {got or 'no file of the index'} (expected {expected}): {_remedy(files)}"
             )
-    if missing := [name for name in file_of if name not in weight_map]:
-        others = f", nor are {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-        raise SourceError(
-            f"{path}: tensor {missing[0]} of {file_of[missing[0]]} is not in the index{others}: {_remedy(files)}"
-        )
+    missing = [name for name in file_of if name not in weight_map]
+    others = f", nor are {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+    return SourceError(
+        f"{path}: tensor {missing[0]} of {file_of[missing[0]]} is not in the index{others}: {_remedy(files)}"
+    )
 
 
 def _remedy(files: Sequence[SourceFile]) -> str:

@@ -3,6 +3,7 @@
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -158,11 +159,16 @@ class Concatenation:
 
     def add(self, part: str | bytes | Compressed, size: int, offset: int = 0) -> None:
         """Add bytes at the end: of the tensor of this name from ``offset`` on, or these, followed by zeros."""
-        if size:
+        if not size:
+            return
+        last = self._parts[-1] if self._parts else None
+        if isinstance(part, bytes) and isinstance(last, bytes) and len(last) == self.size - self._starts[-1]:
+            self._parts[-1] = _joined(last, part)
+        else:
             self._parts.append(part)
             self._starts.append(self.size)
             self._offsets.append(offset)
-            self.size += size
+        self.size += size
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, _scratch: Scratch) -> None:
         """Fill a block with the bytes from ``start`` on."""
@@ -186,6 +192,12 @@ class Concatenation:
             offset = self._offsets[at] - self._starts[at]
             yield self._parts[at], offset + start, offset + end
             start, at = end, at + 1
+
+
+@lru_cache
+def _joined(first: bytes, second: bytes) -> bytes:
+    """Literal bytes that follow each other. Equal ones are one object, as between the chunks of a file."""
+    return first + second
 
 
 def rotary_rows(stored: str, spec: TensorSpec, head_rows: int, *, to_halves: bool = True) -> "StridedTensor":

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 from msgspec import Struct, convert
@@ -131,6 +132,11 @@ class Header:
             infos[name] = TensorInfo(dtype, shape, start, stop)
             start = stop
         return infos
+
+    def starts(self) -> dict[str, int]:
+        """Name to offset in the file of each tensor; computed, as for :meth:`tensors`."""
+        sizes = (num_bytes(dtype, shape) for dtype, shape, _ in self.specs.values())
+        return dict(zip(self.specs, accumulate(sizes, initial=self.data_offset), strict=False))
 
     @property
     def data_bytes(self) -> int:
