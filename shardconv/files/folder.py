@@ -346,8 +346,9 @@ class Compressed:
 
     __slots__ = ("_data", "_size")
 
-    def __init__(self, raw: bytes | bytearray) -> None:
-        self._data, self._size = zlib.compress(raw, zlib.Z_BEST_SPEED), len(raw)
+    def __init__(self, *parts: bytes | bytearray) -> None:
+        stream = zlib.compressobj(zlib.Z_BEST_SPEED)
+        self._data, self._size = b"".join((*map(stream.compress, parts), stream.flush())), sum(map(len, parts))
 
     def __len__(self) -> int:
         return self._size

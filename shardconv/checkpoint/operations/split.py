@@ -178,8 +178,10 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         ranks=chosen if plan_tp == tp else (0,),
     )  # fmt: skip
     rank_bytes, write = _ranks(planned, manifest, nested, foreign)
+    padding = padding_report(planned.planner, plan_tp)
     writer = writer_of(source, destination, how, ranks=chosen, team=team, adapters=nested)
     read = [*planned.paths, *(path for one in of_adapters.values() for path in one.paths)]
+    del planned  # with the groups of all tensors, which the copy does not need
     outcome = writer.run(read, write, began=began)
     held = team.folder_ranks(chosen)
     return SplitReport(
@@ -194,7 +196,7 @@ def split(  # noqa: D417 - WriteOptions has the descriptions
         rank_bytes=tuple(count for rank, count in zip(chosen, rank_bytes, strict=True) if rank in held),
         assumed=manifest.plan.assumed,
         left_out=source.left_out,
-        padding=padding_report(planned.planner, plan_tp),
+        padding=padding,
         derived=source.derived,
         files_per_rank=max(manifest.files_per_rank, default=1),
         adapters=tuple(of_adapters),

@@ -22,7 +22,6 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import SourceError
 
-
 #: Number of files that may be read at the same time, whose positions of tensors are kept.
 _NUM_RECENT = 32
 

@@ -268,9 +268,7 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     return found
 
 
-def _differs(
-    path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]
-) -> SourceError:
+def _differs(path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> SourceError:
     """The error for files with other tensors than their index lists."""
     weight_map = parse_object(path, text.raw().decode())["weight_map"]
     assert isinstance(weight_map, dict)

@@ -111,7 +111,7 @@ class Header:
         self, raw: bytes | bytearray, specs: Mapping[str, TensorSpec], metadata: dict[str, str] | None
     ) -> None:
         self.specs, self.metadata, self.data_offset = specs, metadata, _LENGTH.size + len(raw)
-        self.prefix = Compressed(_LENGTH.pack(len(raw)) + raw)
+        self.prefix = Compressed(_LENGTH.pack(len(raw)), raw)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Header) and self.prefix == other.prefix
