@@ -376,12 +376,13 @@ def startup(_: Place) -> Iterator[Row]:
 def planning(place: Place) -> Iterator[Row]:
     """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16.
 
-    Then a model of as many tensors with few bytes, which is written as a checkpoint of Megatron-Core, and back.
+    Then models of as many tensors with few bytes, and of as many as Kimi K2 has, which are written as checkpoints of
+    Megatron-Core, and back.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
-    out, megatron = folder / "out", folder / "megatron"
+    out = folder / "out"
     for name in models.DEEPSEEK:
-        source = folder / name
+        source, megatron = folder / name, folder / f"{name}-megatron"
         run((sys.executable, "-m", "benchmarks.models", source, "--deepseek", name))  # see write_llama
         gigabytes = sum(file.stat().st_size for file in source.iterdir()) / 1e9
         count = (source / "model.safetensors.index.json").read_text().count(': "model-')
@@ -394,10 +395,11 @@ def planning(place: Place) -> Iterator[Row]:
         }
         if name == "bf16":
             commands["split --layout megatron --dry-run"] = (*to_megatron, *dry), "(none)", "64 or less"
-        if name == "small":
+        if name in {"small", "kimi"}:
             run((*to_megatron, "-o", megatron))
             split, back = (*to_megatron, "-o", out, "--overwrite"), folder / "back"
             commands = {
+                "split --layout megatron --dry-run": ((*to_megatron, *dry), "(none)", "64 or less"),
                 "split --layout megatron": (split, "(none)", "64 or less"),
                 "plan of Megatron-Core's checkpoint": (shardconv("plan", megatron, "--tp", "2"), "(none)", "(none)"),
                 "merge of Megatron-Core's checkpoint": (

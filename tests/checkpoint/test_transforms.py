@@ -60,6 +60,16 @@ def test_rows_of_several_tensors_are_joined_in_any_range():
         assert filled(transform, stored, 48, cuts(48, 9, seed)) == b"".join(stored.values())
 
 
+def test_literals_and_zeros_between_rows_are_joined_in_any_range():
+    rows, transform = random.Random(0).randbytes(20), Concatenation()
+    for part, size, offset in ((b"ab", 2, 0), ("a", 9, 11), (b"cd", 5, 0), (b"e", 1, 0), (b"f", 3, 0), ("a", 4, 0)):
+        transform.add(part, size, offset)
+    expected = b"ab" + rows[11:] + b"cd\0\0\0" + b"ef\0\0" + rows[:4]
+    assert transform.size == len(expected)
+    for seed in range(20):
+        assert filled(transform, {"a": rows}, len(expected), cuts(len(expected), 9, seed)) == expected
+
+
 @pytest.mark.parametrize("block_bytes", [256, 4096])
 def test_layers_of_transforms_do_not_share_buffers(tmp_path, block_bytes):
     """Rows are reordered, converted and reordered back: the same elements in another dtype."""
