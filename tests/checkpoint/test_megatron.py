@@ -227,7 +227,7 @@ def test_memory_per_tensor_of_a_dry_run(source_of, tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 800 * len(specs), peak / len(specs)
+    assert peak < 520 * len(specs), peak / len(specs)
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (3, 384)])

@@ -22,7 +22,7 @@ from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import SourceError
 
-#: Number of files that may be read at the same time, whose positions of tensors are kept.
+#: Number of files whose positions of tensors are kept, for threads that read several at the same time.
 _NUM_RECENT = 32
 
 
