@@ -461,7 +461,7 @@ def fields(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     "value",
-    cases([None, -1, 10**30, True, "x", [], {}, [[]], {"x": 0}, 0.5], lambda value: value in ("x", -1, 10**30)),
+    cases([None, -1, 10**30, True, "x", [], {}, [[]], {"x": 0}, 0.5], lambda value: value in ("x", 10**30)),
     ids=repr,
 )
 def test_replaced_field_gives_an_error_or_a_report(folder, value):

@@ -30,7 +30,7 @@ from tests.support.changes import both, config, drop, put
 from tests.support.checkpoints import contents, deal, part_names, write_index, write_weights
 from tests.support.command import call
 from tests.support.faults import failing_after
-from tests.support.matrix import cases
+from tests.support.matrix import MATRIX, cases
 from tests.support.megatron import (
     KINDS,
     VOCAB,
@@ -364,6 +364,7 @@ def test_split_equals_a_split_of_the_model(source_of, trained, tmp_path, tp):
     assert shardconv.verify(tmp_path / "from-megatron", against=tmp_path / "changed.safetensors").differences
 
 
+@MATRIX
 def test_run_of_a_trained_checkpoint(source_of, trained):
     result = call(
         "run", trained, "--tp", "2", "--token-ids", "1 2 3", "--max-new-tokens", "4", "--check", source_of("llama")
