@@ -32,6 +32,8 @@ _NAME, _MAX_NAME_BYTES = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]+"), 255
 _MAX_FOLDER_BYTES = 200
 #: Bytes of the largest remote file that is copied for code that reads local files only.
 _MAX_COPIED = 2**28
+#: Bytes of such a file that are in memory at the same time.
+_COPIED_BYTES = 2**24
 #: Maximum number of simultaneous requests to a store that need little data each.
 NUM_REQUESTS = 16
 #: The name of :func:`remote_versions` among facts that ranks or processes compare.
@@ -287,12 +289,15 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def local_copy(folder: AnyPath, is_needed: Callable[[str], bool]) -> Iterator[Path]:
+def local_copy(
+    folder: AnyPath, is_needed: Callable[[str], bool], max_bytes: int | None = _MAX_COPIED
+) -> Iterator[Path]:
     """A local folder with some files of a folder, for code that reads local files only; a local folder is itself.
 
     Args:
         folder: the folder.
         is_needed: whether a file is needed, by its name relative to the folder.
+        max_bytes: larger files are not copied; None for no limit.
 
     Raises:
         SourceError: if a remote file cannot be read.
@@ -304,17 +309,22 @@ def local_copy(folder: AnyPath, is_needed: Callable[[str], bool]) -> Iterator[Pa
 
     with temporary_folder() as top:
         copied = top / folder.name
-        needed = (path for path in walk(folder) if path.is_file() and is_needed(relative_name(path, folder)))
+        names = (relative_name(path, folder) for path in walk(folder) if path.is_file())
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            list(pool.map(lambda path: _copy(path, copied / relative_name(path, folder)), needed))
+            list(pool.map(lambda name: _copy((folder / name).file, copied / name, max_bytes), filter(is_needed, names)))
         copied.mkdir(exist_ok=True)
         yield copied
 
 
-def _copy(path: AnyPath, target: Path) -> None:
-    if file_bytes(path) <= _MAX_COPIED:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
+def _copy(source: "RemoteFile", target: Path, max_bytes: int | None) -> None:
+    if max_bytes is not None and source.size > max_bytes:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        for start in range(0, source.size, _COPIED_BYTES):
+            block = memoryview(bytearray(min(_COPIED_BYTES, source.size - start)))
+            source.read(block, start)
+            file.write(block)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pipeline_manifest
 from shardconv.distributed.agreement import check_same, run_on_all
-from shardconv.files.folder import AnyPath
+from shardconv.files.folder import AnyPath, local_copy
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.diffusion import build_pipeline
 from shardconv.runtime.device import as_torch_dtype
 from shardconv.runtime.rank_tensors import is_quantized
 from shardconv.runtime.ranks import connect_ranks
-from shardconv.support.errors import RunError, SplitCheckpointError, UsageError, option
+from shardconv.support.errors import SplitCheckpointError, UsageError, option
 
 
 def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: Options) -> Any:
@@ -53,9 +52,14 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     if options["component"] is not None:
         return loaded[options["component"]]
     dtype = as_torch_dtype(options["dtype"]) or _main_dtype(loaded)
-    assert isinstance(path, Path)  # checked by _open
-    built = run_on_all(axis, partial(build_pipeline, path / INDEX_NAME, loaded, dtype))
+    built = run_on_all(axis, partial(_build, path, loaded, dtype))
     return built if device.type == "cpu" else built.to(device)
+
+
+def _build(path: AnyPath, loaded: Mapping[str, nn.Module], dtype: torch.dtype) -> Any:
+    """Build the pipeline of a folder, local or remote, with some loaded components; diffusers loads all others."""
+    with local_copy(path, lambda name: name.partition("/")[0] not in loaded, max_bytes=None) as local:
+        return build_pipeline(local / INDEX_NAME, loaded, dtype)
 
 
 def _own_options(pipeline: Pipeline, components: Mapping[str, Loadable], options: Options) -> dict[str, Options]:
@@ -102,11 +106,6 @@ def _open(path: AnyPath, options: Options, opened: list[tuple[Pipeline, dict[str
         raise UsageError(
             f"{path}: {option(component=component)} is not sharded (expected one of {', '.join(pipeline.components)}): "
             "load it by diffusers"
-        )
-    if options["component"] is None and not isinstance(path, Path):
-        raise RunError(
-            f"{path}: diffusers loads the components that are not sharded, but not from a URL: download the pipeline, "
-            f"or load one component in Python, shardconv.load({str(path)!r}, component=NAME)"
         )
     names = pipeline.components if options["component"] is None else [component]
     components = {name: _open_component(pipeline, name, options) for name in names}

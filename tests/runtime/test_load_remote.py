@@ -11,9 +11,9 @@ from shardconv.checkpoint.split.loadable import open_loadable
 from shardconv.files.paths import open_path
 from shardconv.support.errors import PeerError, RunError, ShardconvError
 from tests.support.checkpoints import contents
+from tests.support.diffusion import latents, write_diffusion
 from tests.support.hub import serve_hub
 from tests.support.loading import source_and_split
-from tests.support.pipelines import write_index
 from tests.support.s3_server import S3Server, serve_s3, upload
 
 #: Bytes of the lists of the folder, one for each rank.
@@ -57,19 +57,34 @@ def test_a_rank_file_at_a_url_is_fetched_once(ranks, split, s3, tmp_path):
     assert s3.num_sent - before <= 1.02 * sum(needed.values()) + LISTS
 
 
-def check_pipeline(axis, source, endpoint, temporary):
-    os.environ.update(connection(endpoint))
-    with pytest.raises(RunError, match=r"not from a URL: .*shardconv.load\('s3://bucket/pipeline', component=NAME\)"):
-        shardconv.load("s3://bucket/pipeline", tp=2, device="cpu", group=axis)
-    check_equal(axis, "s3://bucket/pipeline", source, endpoint, temporary, {"tp": 2, "component": "text_encoder"})
+def state_of(pipeline):
+    """Component and name to parameter."""
+    modules = {name: one for name, one in pipeline.components.items() if isinstance(one, torch.nn.Module)}
+    assert modules.keys() > {"transformer", "vae"}
+    return {(name, key): value for name, one in modules.items() for key, value in one.state_dict().items()}
 
 
-def test_a_component_of_a_pipeline_at_a_url_is_loaded(ranks, source, s3, tmp_path):
-    place = tmp_path / "pipeline"
-    shutil.copytree(source, place / "text_encoder")
-    write_index(place, {"text_encoder": ["transformers", "LlamaForCausalLM"]})
-    upload(place, "bucket", "pipeline")
-    ranks("pair", check_pipeline, place, s3.url, tmp_path)
+def check_pipelines(axis, source, split, endpoint, temporary):
+    os.environ.update(**connection(endpoint), TMPDIR=str(temporary))
+    for local, options in ((source, {"tp": 2}), (split, {})):
+        expected = shardconv.load(local, device="cpu", group=axis, **options)
+        found = shardconv.load(f"s3://bucket/{local.name}", device="cpu", group=axis, **options)
+        assert state_of(found).keys() == state_of(expected).keys()
+        assert all(torch.equal(value, state_of(expected)[name]) for name, value in state_of(found).items())
+        assert latents(found, "flux", output_type="pt").isfinite().all()
+    options = {"tp": 2, "component": "text_encoder"}
+    check_equal(axis, f"s3://bucket/{source.name}", source, endpoint, temporary, options)
+    assert not list(temporary.iterdir())
+
+
+def test_pipelines_at_a_url_are_loaded(ranks, s3, tmp_path):
+    """Also what diffusers loads, which ranks copy; and one component."""
+    source = write_diffusion(tmp_path / "pipeline", "flux")
+    shardconv.split(source, tmp_path / "split-pipeline", tp=2)
+    for name in ("pipeline", "split-pipeline"):
+        upload(tmp_path / name, "bucket", name)
+    (tmp_path / "temporary").mkdir()
+    ranks("pair", check_pipelines, source, tmp_path / "split-pipeline", s3.url, tmp_path / "temporary")
 
 
 def check_no_room(axis, url, endpoint, num_bytes):
