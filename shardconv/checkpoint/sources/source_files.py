@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-import xxhash
 from msgspec import Struct
 from msgspec.json import encode
 from msgspec.structs import replace
@@ -23,6 +22,7 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder, refuse_adapt
 from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
 from shardconv.checkpoint.sources.transforms import Transform
 from shardconv.files import containers
+from shardconv.files.checksums import checksum
 from shardconv.files.containers.safetensors import DTYPE_BITS, Header, TensorFile, build_header, read_header
 from shardconv.files.folder import AnyPath, Compressed, is_portable_name, parse_object, read_text
 from shardconv.files.paths import check_link
@@ -121,13 +121,13 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
     names: dict[str, list[str]] = {}
     for tensor, file in _weight_map(folder.path / name, text, weight_format).items():
         names.setdefault(file, []).append(tensor)
-    # names that were parsed would keep the memory of the names around them
+    # copies of the names of files: strings that were parsed lie among those of tensors, whose memory would stay in use
     return Compressed(text.encode()), {file.encode().decode(): _checksum(of_file) for file, of_file in names.items()}
 
 
 def _checksum(names: Iterable[str]) -> str:
     """The checksum of names in any order. It is kept instead of them, as those of all tensors take much memory."""
-    return xxhash.xxh3_128_hexdigest(encode(sorted(names)))
+    return checksum(encode(sorted(names)))
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
