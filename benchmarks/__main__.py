@@ -376,7 +376,7 @@ def startup(_: Place) -> Iterator[Row]:
 def planning(place: Place) -> Iterator[Row]:
     """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16.
 
-    Then models of as many tensors with few bytes, and of as many as Kimi K2 has, which are written as checkpoints of
+    Then models with few bytes and as many tensors as DeepSeek-V3 and Kimi K2, which are written as checkpoints of
     Megatron-Core, and back.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))

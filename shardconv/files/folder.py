@@ -9,18 +9,20 @@ import json
 import os
 import re
 import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from shardconv.support import Progress
-from shardconv.support.errors import SourceError
+from shardconv.support.errors import OutputError, SourceError
 from shardconv.support.exits import Removal
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ _NAME, _MAX_NAME_BYTES = re.compile(r"[^/\\:\x00-\x1f\ud800-\udfff]+"), 255
 _MAX_FOLDER_BYTES = 200
 #: Bytes of the largest remote file that is copied for code that reads local files only.
 _MAX_COPIED = 2**28
-#: Bytes of such a file that are in memory at the same time.
-_COPIED_BYTES = 2**24
+#: Bytes of a file that are copied at once.
+_COPIED_BYTES = 2**22
 #: Maximum number of simultaneous requests to a store that need little data each.
 NUM_REQUESTS = 16
 #: The name of :func:`remote_versions` among facts that ranks or processes compare.
@@ -266,12 +268,12 @@ def file_state(path: AnyPath) -> str:
 
 
 def remote_versions(paths: Iterable[AnyPath]) -> dict[str, str]:
-    """Name to size and version of the remote files among paths, which processes that read them compare.
+    """URL to size and version of the remote files among paths, which processes that read them compare.
 
     Raises:
         SourceError: if a file cannot be read.
     """
-    return {path.name: path.file.state for path in paths if isinstance(path, RemotePath)}
+    return {str(path): path.file.state for path in paths if isinstance(path, RemotePath)}
 
 
 @contextmanager
@@ -310,21 +312,37 @@ def local_copy(
     with temporary_folder() as top:
         copied = top / folder.name
         names = (relative_name(path, folder) for path in walk(folder) if path.is_file())
+        is_stopping = threading.Event()
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            list(pool.map(lambda name: _copy((folder / name).file, copied / name, max_bytes), filter(is_needed, names)))
+            try:
+                copy = partial(_copy, folder, copied, max_bytes, is_stopping)
+                list(pool.map(copy, filter(is_needed, names)))
+            except BaseException:
+                is_stopping.set()
+                raise
         copied.mkdir(exist_ok=True)
         yield copied
 
 
-def _copy(source: "RemoteFile", target: Path, max_bytes: int | None) -> None:
+def _copy(folder: RemotePath, to: Path, max_bytes: int | None, is_stopping: threading.Event, name: str) -> None:
+    source, target = (folder / name).file, to / name
     if max_bytes is not None and source.size > max_bytes:
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.open("wb") as file:
-        for start in range(0, source.size, _COPIED_BYTES):
-            block = memoryview(bytearray(min(_COPIED_BYTES, source.size - start)))
-            source.read(block, start)
-            file.write(block)
+    buffer = memoryview(bytearray(min(_COPIED_BYTES, source.size)))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as file:
+            for start in range(0, source.size, _COPIED_BYTES):
+                if is_stopping.is_set():
+                    return
+                block = buffer[: source.size - start]
+                source.read(block, start)
+                file.write(block)
+    except OSError as error:
+        raise OutputError(
+            f"{source.shown}: cannot be copied to {to}: {error.strerror or error}: free some space, or set TMPDIR to a "
+            "folder on another disk"
+        ) from error
 
 
 @contextmanager

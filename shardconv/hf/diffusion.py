@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardconv.convert.protocols import ModelConfig
-from shardconv.files.folder import read_json
+from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import is_index, is_weights
 from shardconv.hf.package import import_diffusers, quiet
 from shardconv.hf.small import HEADS
@@ -102,13 +102,16 @@ def _evaluated(value: object, fields: Fields) -> Any:
 # --- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def build_pipeline(index: Path, components: Mapping[str, Any], dtype: torch.dtype) -> Any:
+def build_pipeline(
+    index: Path, components: Mapping[str, Any], dtype: torch.dtype, *, shown: AnyPath | None = None
+) -> Any:
     """A pipeline of diffusers, which loads all other components from a folder.
 
     Args:
         index: the ``model_index.json`` in the folder.
         components: name to each component that is not loaded from the folder.
         dtype: of the floating-point parameters of the others.
+        shown: the folder in messages; None if it is the folder of the index, which is a temporary copy otherwise.
 
     Raises:
         RunError: if diffusers is not installed, or cannot load the others.
@@ -119,11 +122,12 @@ def build_pipeline(index: Path, components: Mapping[str, Any], dtype: torch.dtyp
             # DiffusionPipeline does not know the optional components of its subclasses, and would load these again
             kind = getattr(diffusers, str(read_json(index).get("_class_name")), diffusers.DiffusionPipeline)
             variant = variant_of(index.parent, components)
-            return kind.from_pretrained(index.parent, dtype=dtype, variant=variant, **components)
+            options = {"dtype": dtype, "variant": variant, "disable_mmap": shown not in {None, index.parent}}
+            return kind.from_pretrained(index.parent, **options, **components)
     except Exception as error:
-        raise RunError(
-            f"{index.parent}: diffusers {diffusers.__version__} cannot load the pipeline: {one_line(error)}"
-        ) from error
+        folder = index.parent if shown is None else shown
+        problem = one_line(error).replace(str(index.parent), str(folder))
+        raise RunError(f"{folder}: diffusers {diffusers.__version__} cannot load the pipeline: {problem}") from error
 
 
 def variant_of(folder: Path, loaded: Collection[str]) -> str | None:

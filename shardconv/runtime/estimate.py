@@ -398,7 +398,7 @@ def _on_disk(path: AnyPath, config: Mapping[str, object]) -> tuple[MetaModel, Di
     except ShardconvError:
         raise
     except Exception as error:
-        null = [name for name, value in config.items() if value is None] if isinstance(error, TypeError) else []
+        null = [name for name, value in config.items() if value is None] if "NoneType" in str(error) else []
         fields = f" (null in the config: {', '.join(null)})" if null else ""
         raise RunError(f"{path}: the model cannot be built from its config: {one_line(error)}{fields}") from error
 

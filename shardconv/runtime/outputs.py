@@ -100,25 +100,27 @@ class Outputs(Struct, frozen=True):
 
 
 class TimedScores:
-    """A logits processor for ``generate`` that records the time of each token, and refuses scores that are NaN."""
+    """A logits processor for ``generate`` that records the time of each token, and refuses scores that are NaN.
+
+    Attributes:
+        prompt_tokens: the number of tokens before the first generated one; None until it is generated.
+    """
 
     def __init__(self) -> None:
         self._times = [time.perf_counter()]
+        self.prompt_tokens: int | None = None
 
-    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Return the scores of the next tokens, [prompts, vocabulary].
 
         Raises:
             RunError: if one is NaN.
         """
         refuse_nan(scores)
+        if self.prompt_tokens is None:
+            self.prompt_tokens = tokens.shape[1]
         self._times.append(time.perf_counter())
         return scores
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens per prompt that were generated."""
-        return len(self._times) - 1
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -181,7 +183,7 @@ def _generate(run: ModelRun, scores: TimedScores, streamer: Streamer | None) -> 
         tokens = model.generate(**inputs, **run.generation_arguments(), streamer=streamer, logits_processor=[scores])
     except (TypeError, ValueError) as error:
         raise RunError(f"a {type(model).__name__} does not generate from token ids: {one_line(error)}") from error
-    return Outputs(run.codec.decode(tokens[:, tokens.shape[1] - scores.num_tokens :]), tokens)
+    return Outputs(run.codec.decode(tokens[:, scores.prompt_tokens :]), tokens)
 
 
 def refuse_nan(values: Tensor) -> None:

@@ -18,7 +18,7 @@ from shardconv.checkpoint.split.manifest_file import is_split
 from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.checkpoint.split.split_pipeline import is_split_pipeline, read_pipeline_manifest
 from shardconv.distributed.agreement import check_same, run_on_all
-from shardconv.files.folder import AnyPath, local_copy
+from shardconv.files.folder import REMOTE_VERSIONS, AnyPath, local_copy, remote_versions
 from shardconv.files.weight_formats import INDEX_NAME
 from shardconv.hf.diffusion import build_pipeline
 from shardconv.runtime.device import as_torch_dtype
@@ -52,14 +52,16 @@ def load_pipeline(load_one: Callable[..., Any], paths: list[AnyPath], options: O
     if options["component"] is not None:
         return loaded[options["component"]]
     dtype = as_torch_dtype(options["dtype"]) or _main_dtype(loaded)
-    built = run_on_all(axis, partial(_build, path, loaded, dtype))
+    versions = run_on_all(axis, partial(remote_versions, pipeline.files.values()))
+    check_same(path, axis, {REMOTE_VERSIONS: versions})
+    built = run_on_all(axis, partial(_build, pipeline, loaded, dtype))
     return built if device.type == "cpu" else built.to(device)
 
 
-def _build(path: AnyPath, loaded: Mapping[str, nn.Module], dtype: torch.dtype) -> Any:
-    """Build the pipeline of a folder, local or remote, with some loaded components; diffusers loads all others."""
-    with local_copy(path, lambda name: name.partition("/")[0] not in loaded, max_bytes=None) as local:
-        return build_pipeline(local / INDEX_NAME, loaded, dtype)
+def _build(pipeline: Pipeline, loaded: Mapping[str, nn.Module], dtype: torch.dtype) -> Any:
+    """Build a pipeline with the components that are loaded; diffusers loads all others, of a remote one from a copy."""
+    with local_copy(pipeline.first, pipeline.files.__contains__, max_bytes=None) as local:
+        return build_pipeline(local / INDEX_NAME, loaded, dtype, shown=pipeline.first)
 
 
 def _own_options(pipeline: Pipeline, components: Mapping[str, Loadable], options: Options) -> dict[str, Options]:

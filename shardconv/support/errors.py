@@ -202,6 +202,6 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An error of another library in one line, without the last period."""
-    text = error.message if isinstance(error, ShardconvError) else str(error)
-    return f"{type(error).__name__}: {' '.join(text.split()).rstrip('.')}"
+    """An error of another library in one line, without a period at its end."""
+    text = " ".join((error.message if isinstance(error, ShardconvError) else str(error)).split()) or "no message"
+    return f"{type(error).__name__}: {text if text.endswith('...') else text.removesuffix('.')}"

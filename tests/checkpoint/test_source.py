@@ -259,8 +259,9 @@ def test_file_that_is_not_an_index(folder, text):
 
 
 def test_index_lists_a_tensor_that_its_file_does_not_have(folder):
-    write_index(folder, {**weight_map(folder), "ghost": PARTS[0]})
-    refuses(folder, f"{INDEX}: tensor ghost is in no file of the index .expected {PARTS[0]}.: .*download both again")
+    for name in ("\ud800ghost", "ghost"):  # a name that is not UTF-8
+        write_index(folder, {**weight_map(folder), name: PARTS[0]})
+        refuses(folder, rf"{INDEX}: tensor \S*ghost is in no file .*expected {PARTS[0]}.: .*download both again")
     names = {name: file for name, file in weight_map(folder).items() if name != "ghost"}
     write_index(folder, {**names, FIRST_TENSOR: PARTS[1]})
     refuses(folder, f"{FIRST_TENSOR} is in {PARTS[0]} \\(expected {PARTS[1]}\\): .*download both again")

@@ -62,9 +62,10 @@ def test_rows_of_several_tensors_are_joined_in_any_range():
 
 def test_literals_and_zeros_between_rows_are_joined_in_any_range():
     rows, transform = random.Random(0).randbytes(20), Concatenation()
-    for part, size, offset in ((b"ab", 2, 0), ("a", 9, 11), (b"cd", 5, 0), (b"e", 1, 0), (b"f", 3, 0), ("a", 4, 0)):
+    parts = ((b"ab", 2, 0), ("a", 9, 11), (b"cd", 5, 0), (b"e", 1, 0), (b"f", 3, 0), (b"gh", 2, 1), ("a", 4, 0))
+    for part, size, offset in parts:
         transform.add(part, size, offset)
-    expected = b"ab" + rows[11:] + b"cd\0\0\0" + b"ef\0\0" + rows[:4]
+    expected = b"ab" + rows[11:] + b"cd\0\0\0" + b"ef\0\0" + b"h\0" + rows[:4]
     assert transform.size == len(expected)
     for seed in range(20):
         assert filled(transform, {"a": rows}, len(expected), cuts(len(expected), 9, seed)) == expected

@@ -209,10 +209,16 @@ def test_steps_that_are_not_counted(tmp_path, monkeypatch, name, reason):
     assert report.costs[1].not_counted == reason
 
 
-def test_null_fields_of_a_config_are_named(tmp_path):
-    problem = r"config: TypeError: unsupported .* \(null in the config: in_channels, patch_size\)"
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, r"config: TypeError: unsupported .* \(null in the config: in_channels, patch_size\)$"),
+        ({"in_channels": "4", "patch_size": 2}, r"config: TypeError: [^(]*$"),
+    ],
+)
+def test_null_fields_of_a_config_are_named_where_they_are_the_cause(tmp_path, fields, problem):
     with pytest.raises(RunError, match=problem):
-        cost_of_config(tmp_path, "HunyuanDiT2DModel")
+        cost_of_config(tmp_path, "HunyuanDiT2DModel", **fields)
 
 
 #: Classes whose steps are counted.

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -74,17 +75,32 @@ def check_pipelines(axis, source, split, endpoint, temporary):
         assert latents(found, "flux", output_type="pt").isfinite().all()
     options = {"tp": 2, "component": "text_encoder"}
     check_equal(axis, f"s3://bucket/{source.name}", source, endpoint, temporary, options)
+    with (
+        mock.patch("shardconv.runtime.pipeline.remote_versions", return_value={"vae": str(axis.rank)}),
+        pytest.raises(RunError, match="versions of remote files differ between ranks"),
+    ):
+        shardconv.load(f"s3://bucket/{split.name}", device="cpu", group=axis)
     assert not list(temporary.iterdir())
 
 
+def check_ignored(axis, endpoint):
+    os.environ.update(**connection(endpoint))
+    shardconv.load("s3://bucket/with-weights", tp=2, device="cpu", group=axis, ignore=["all.safetensors"])
+
+
 def test_pipelines_at_a_url_are_loaded(ranks, s3, tmp_path):
-    """Also what diffusers loads, which ranks copy; and one component."""
+    """Also what diffusers loads, which ranks copy; and one component. Ignored files are not copied."""
     source = write_diffusion(tmp_path / "pipeline", "flux")
     shardconv.split(source, tmp_path / "split-pipeline", tp=2)
     for name in ("pipeline", "split-pipeline"):
         upload(tmp_path / name, "bucket", name)
     (tmp_path / "temporary").mkdir()
     ranks("pair", check_pipelines, source, tmp_path / "split-pipeline", s3.url, tmp_path / "temporary")
+    ignored, before = bytes(2**24), s3.num_sent
+    (source / "all.safetensors").write_bytes(ignored)
+    upload(source, "bucket", "with-weights")
+    ranks("pair", check_ignored, s3.url)
+    assert s3.num_sent - before < len(ignored)
 
 
 def check_no_room(axis, url, endpoint, num_bytes):

@@ -163,10 +163,11 @@ def test_chat_template(single, tmp_path):
     assert (result.code, result.out.rstrip("\n")) == (0, expected.rstrip("\n")), result.err
 
 
-def test_generation_is_greedy_despite_generation_config(single, tmp_path):
-    """Beam search could not be streamed."""
+@pytest.mark.parametrize("field", ["num_beams", "prompt_lookup_num_tokens"])
+def test_generation_is_greedy_despite_generation_config(single, tmp_path, field):
+    """Beam search could not be streamed; prompt lookup computes the scores of several tokens at once."""
     folder = shutil.copytree(single, tmp_path / "split")
-    (folder / "generation_config.json").write_text('{"num_beams": 3}')
+    (folder / "generation_config.json").write_text(json.dumps({field: 3}))
     assert list(rank_report(folder, PROMPT, max_new_tokens=TOKENS).outputs) == unsharded_texts(PROMPT)
 
 

@@ -1,7 +1,9 @@
 """A source: a checkpoint that can be split, and where its files store its tensors."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -21,9 +23,6 @@ from shardconv.formats.settings import with_quantization
 from shardconv.plan.plan import TensorSpec
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.support.errors import SourceError
-
-#: Number of files whose positions of tensors are kept, for threads that read several at the same time.
-_NUM_RECENT = 32
 
 
 def is_snapshot(folder: AnyPath) -> bool:
@@ -114,14 +113,20 @@ class StoredTensors(Struct, frozen=True):
 
 def _ranges(headers: Sequence[Header]) -> TransformsOnUse[int]:
     """Each tensor of files with these headers as a range of its file."""
-    starts_in = lru_cache(_NUM_RECENT)(lambda file: headers[file].starts())
+    firsts = [0, *accumulate(header.file_bytes for header in headers)]  # of each file, one behind the other
+    starts = {
+        name: first + start
+        for first, header in zip(firsts, headers, strict=False)
+        for name, start in header.starts().items()
+    }
 
-    def make(name: str, file: int) -> Concatenation:
-        found = Concatenation()
-        found.add(file_tensor_name(file), num_bytes(*headers[file].specs[name][:2]), starts_in(file)[name])
+    def make(name: str, start: int) -> Concatenation:
+        file, found = bisect_right(firsts, start) - 1, Concatenation()
+        if file < len(headers):  # the last tensor may be empty
+            found.add(file_tensor_name(file), num_bytes(*headers[file].specs[name][:2]), start - firsts[file])
         return found
 
-    return TransformsOnUse({name: file for file, header in enumerate(headers) for name in header.specs}, make)
+    return TransformsOnUse(starts, make)
 
 
 class SourceFile(Struct, frozen=True):

@@ -11,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.json import encode
 from msgspec.structs import replace
 
 from shardconv.checkpoint import engine
@@ -127,7 +126,7 @@ def _read_index(folder: SourceFolder, name: str, weight_format: WeightFormat) ->
 
 def _checksum(names: Iterable[str]) -> str:
     """The checksum of names in any order. It is kept instead of them, as those of all tensors take much memory."""
-    return checksum(encode(sorted(names)))
+    return checksum(json.dumps(sorted(names)).encode())
 
 
 def _refuse_variants(folder: AnyPath, names: Collection[str], weight_format: WeightFormat) -> None:
@@ -221,7 +220,7 @@ def read_weights(path: AnyPath, found: WeightFiles, *, follow_links: bool) -> So
     if found.index is not None:
         index_path = folder / found.index[0]
         if any(found.listed[file.name] != _checksum(file.header.specs) for file in files):
-            raise _differs(index_path, found.index[1], file_of, files)
+            raise _index_error(index_path, found.index[1], file_of, files)
     source = Source(path, is_folder=is_folder, files=files, index=found.index, index_path=index_path)
     return source if listed is None else as_safetensors(source, listed)
 
@@ -268,7 +267,9 @@ def _file_of(folder: AnyPath, files: Sequence[SourceFile]) -> dict[str, str]:
     return found
 
 
-def _differs(path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]) -> SourceError:
+def _index_error(
+    path: AnyPath, text: Compressed, file_of: Mapping[str, str], files: Sequence[SourceFile]
+) -> SourceError:
     """The error for files with other tensors than their index lists."""
     weight_map = parse_object(path, text.raw().decode())["weight_map"]
     assert isinstance(weight_map, dict)

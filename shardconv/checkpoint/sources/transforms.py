@@ -20,7 +20,9 @@ from shardconv.support.errors import IntegrityError, PlanError, option
 if TYPE_CHECKING:
     from shardconv.checkpoint.engine.arrays import StridedTensor
 
-K = TypeVar("K")
+A = TypeVar("A")
+#: The most literal bytes that become one part: those between two chunks.
+_MAX_JOINED = 4096
 #: The name of a tensor, and a range of its bytes.
 TensorRange = tuple[str, int, int]
 
@@ -47,28 +49,28 @@ class Transform(Protocol):
 Transforms = Mapping[str, Transform]
 
 
-class TransformsOnUse(Mapping[str, Transform], Generic[K]):
-    """Transforms that are made when they are used, as those of tens of thousands of tensors take much memory.
+class TransformsOnUse(Mapping[str, Transform], Generic[A]):
+    """Transforms that are made when they are used: tens of thousands of them take much memory.
 
     Args:
-        keys: name of each tensor to the argument of ``make``.
-        make: makes the transform of a tensor from its name and its key.
+        arguments: name of each tensor to the argument of ``make``.
+        make: makes the transform of a tensor from its name and its argument.
     """
 
-    def __init__(self, keys: Mapping[str, K], make: Callable[[str, K], Transform]) -> None:
-        self._keys, self._make = keys, make
+    def __init__(self, arguments: Mapping[str, A], make: Callable[[str, A], Transform]) -> None:
+        self._arguments, self._make = arguments, make
 
     def __getitem__(self, name: str) -> Transform:
-        return self._make(name, self._keys[name])
+        return self._make(name, self._arguments[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return iter(self._arguments)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._arguments)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._keys
+        return name in self._arguments
 
 
 class Rows(NamedTuple):
@@ -162,8 +164,11 @@ class Concatenation:
         if not size:
             return
         last = self._parts[-1] if self._parts else None
-        if isinstance(part, bytes) and isinstance(last, bytes) and len(last) == self.size - self._starts[-1]:
-            self._parts[-1] = _joined(last, part)
+        if (
+            isinstance(part, bytes) and isinstance(last, bytes) and len(last) + len(part) <= _MAX_JOINED
+            and len(last) == self.size - self._starts[-1] and not offset and not self._offsets[-1]
+        ):  # fmt: skip
+            self._parts[-1] = _join_literals(last, part)
         else:
             self._parts.append(part)
             self._starts.append(self.size)
@@ -195,7 +200,7 @@ class Concatenation:
 
 
 @lru_cache
-def _joined(first: bytes, second: bytes) -> bytes:
+def _join_literals(first: bytes, second: bytes) -> bytes:
     """Literal bytes that follow each other. Equal ones are one object, as between the chunks of a file."""
     return first + second
 
