@@ -11,9 +11,10 @@ A block is small enough to stay in the processor's cache between the read and th
 
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import xxhash
 
@@ -51,6 +52,36 @@ class Span(NamedTuple):
 
 
 Stripe = tuple[Span, ...]
+
+
+class Stripes(Sequence[Stripe]):
+    """Stripes whose spans are stored in an array: there may be hundreds of thousands.
+
+    Args:
+        stripes: the spans of each stripe.
+    """
+
+    def __init__(self, stripes: Iterable[Iterable[Span]]) -> None:
+        self._numbers, self._ends = array("Q"), array("Q", [0])
+        for stripe in stripes:
+            self._numbers.extend(chain.from_iterable(stripe))
+            self._ends.append(len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Stripe: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Stripe]: ...
+
+    def __getitem__(self, index: int | slice) -> Stripe | list[Stripe]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        numbers = self._numbers[self._ends[number] : self._ends[number + 1]]
+        return tuple(Span(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
 
 
 class Edits(NamedTuple):
@@ -124,26 +155,30 @@ class Shards(NamedTuple):
         return first, last + 1 - first
 
 
-def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> list[Stripe]:
+def split_into_stripes(sizes: Sequence[int], stripe_bytes: int = STRIPE_BYTES) -> Stripes:
     """Split consecutive tensors of these sizes in bytes into stripes.
 
     Small tensors share a stripe; a large tensor begins a new one.
     """
-    stripes: list[Stripe] = []
+    return Stripes(_stripes(sizes, stripe_bytes))
+
+
+def _stripes(sizes: Sequence[int], stripe_bytes: int) -> Iterator[list[Span]]:
     open_stripe: list[Span] = []
     room = stripe_bytes
     for tensor, size in enumerate(sizes):
         if size > room and open_stripe:
-            stripes.append(tuple(open_stripe))
+            yield open_stripe
             open_stripe, room = [], stripe_bytes
         start = 0
         while size - start > room:
-            stripes.append((Span(tensor, start, start + room),))
+            yield [Span(tensor, start, start + room)]
             start += room
         if start < size:
             open_stripe.append(Span(tensor, start, size))
             room -= size - start
-    return [*stripes, tuple(open_stripe)] if open_stripe else stripes
+    if open_stripe:
+        yield open_stripe
 
 
 def split_span(span: Span, size: int, width: int) -> Iterator[Span]:
@@ -155,14 +190,14 @@ def split_span(span: Span, size: int, width: int) -> Iterator[Span]:
         start = stop
 
 
-def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> list[Stripe]:
-    """The stripes without ranges that no shard holds; the same stripes if there are shards of all ranks.
+def held_stripes(stripes: Sequence[Stripe], tensors: Sequence[Shards]) -> Stripes:
+    """The stripes without ranges that no shard holds; equal stripes if there are shards of all ranks.
 
     Args:
         stripes: of the full tensors.
         tensors: the shards of each tensor.
     """
-    return [tuple(_held(stripe, tensors)) for stripe in stripes]
+    return Stripes(_held(stripe, tensors) for stripe in stripes)
 
 
 def _held(stripe: Stripe, tensors: Sequence[Shards]) -> Iterator[Span]:

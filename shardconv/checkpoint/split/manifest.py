@@ -13,7 +13,7 @@ import xxhash
 from msgspec import field
 from msgspec.structs import replace
 
-from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Stripe, split_into_stripes
+from shardconv.checkpoint.engine.copy import STRIPE_BYTES, Stripes, split_into_stripes
 from shardconv.checkpoint.engine.layout import (
     ADAPTERS,
     IDENTITY_KEY,
@@ -191,7 +191,7 @@ class Manifest(Data, frozen=True, kw_only=True, dict=True, tag_field="format_ver
         return in_file_order(self.source_tensors)
 
     @cached_property
-    def stripes(self) -> list[Stripe]:
+    def stripes(self) -> Stripes:
         """The stripes of the full tensors."""
         return split_into_stripes([num_bytes(*spec[:2]) for spec in self.tensors.values()], self.stripe_bytes)
 
