@@ -31,7 +31,7 @@ from tests.support.command import call
 from tests.support.damage import flip, place
 from tests.support.faults import failing_after
 from tests.support.manifests import change_manifest
-from tests.support.matrix import cases
+from tests.support.matrix import cases, each_once
 
 TP = 4
 
@@ -369,8 +369,13 @@ def test_hosts_whose_sources_differ_in_a_byte(with_another_norm, tmp_path, strip
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("byte", "what"), [(4096, r"\(different sampled values\)"), (0, "bytes of model.norm.weight")])
-@pytest.mark.parametrize("hosts", [("0-1", "2", "3"), ("0-3", "1", "2", "3")], ids="; ".join)
+@pytest.mark.parametrize(
+    ("byte", "what", "hosts"),
+    each_once(
+        [(4096, r"\(different sampled values\)"), (0, "bytes of model.norm.weight")],
+        [(["0-1", "2", "3"],), (["0-3", "1", "2", "3"],)],
+    ),
+)
 def test_the_host_with_another_source_is_named(with_another_norm, tmp_path, hosts, byte, what):
     """Also in the middle, and where the first folder has all ranks and is not sampled."""
     source, other = with_another_norm(byte)

@@ -19,7 +19,7 @@ from shardconv.support.errors import PeerError, RunError
 from tests.support.adapters import adapted, write_adapter
 from tests.support.command import call
 from tests.support.disguised import ACCELERATOR, with_accelerator
-from tests.support.matrix import MATRIX
+from tests.support.matrix import MATRIX, each_once
 from tests.support.models import model_class
 
 LAYERS, TOKENS = 4, 6
@@ -107,8 +107,7 @@ def check_all(ranks, source, path, tp, options):
     assert held == [rank < tp for rank in range(4)]
 
 
-@pytest.mark.parametrize(("tp", "pp"), SIZES)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "tp", "pp"), each_once(TYPES, SIZES))
 def test_outputs_equal_those_of_the_unsharded_model(ranks, source_of, tmp_path, model_type, tp, pp):
     source = source_of(model_type)
     shardconv.split(source, tmp_path / "split", tp=tp, pp=pp)

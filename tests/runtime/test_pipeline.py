@@ -34,7 +34,7 @@ from shardconv.support.errors import (
 from tests.support.command import call
 from tests.support.damage import flip
 from tests.support.diffusion import CALLS, IMAGES, ip_adapter, latents, load_ip_adapter, write_diffusion
-from tests.support.matrix import cases
+from tests.support.matrix import cases, each_once
 from tests.support.ranks import on_ranks
 from tests.support.recording_group import recording_axis
 
@@ -242,7 +242,7 @@ def check_ip_adapter(axis, name, source, split):
         assert (latents(pipeline, name) - before).abs().max() <= 1e-4 * before.abs().max()
 
 
-@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TPS for name in IMAGES])
+@pytest.mark.parametrize(("layout", "name"), each_once(TPS, IMAGES))
 def test_ip_adapters_are_sharded_by_heads(ranks, made, layout, name):
     ranks(layout, check_ip_adapter, name, *made(name, TPS[layout]))
 
