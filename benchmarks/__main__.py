@@ -401,6 +401,7 @@ def planning(place: Place) -> Iterator[Row]:
             commands = {
                 "split --layout megatron --dry-run": ((*to_megatron, *dry), "(none)", "64 or less"),
                 "split --layout megatron": (split, "(none)", "64 or less"),
+                "split --layout megatron --threads 8": ((*split, "--threads", "8"), "(none)", "64 or less"),
                 "plan of Megatron-Core's checkpoint": (shardconv("plan", megatron, "--tp", "2"), "(none)", "(none)"),
                 "merge of Megatron-Core's checkpoint": (
                     shardconv("merge", megatron, "-o", back, "--overwrite"), "(none)", "(none)",

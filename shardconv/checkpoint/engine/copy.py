@@ -30,8 +30,8 @@ STRIPE_BYTES = 32 * 2**20
 BLOCK_BYTES = 2 * 2**20
 BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
-_MAX_BLOCKS_BYTES = 12 * 2**20
-_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 64 * 2**10, 4 * 2**20
+_MAX_BLOCKS_BYTES = 4 * 2**20
+_MIN_BLOCK_BYTES = 64 * 2**10
 #: Maximum number of threads: more of them would not have room for their blocks.
 _MAX_WORKERS = _MAX_BLOCKS_BYTES // _MIN_BLOCK_BYTES
 #: Default of the number of threads, with many processors.
@@ -347,7 +347,7 @@ class CopyJob:
         threads = threads or default_threads()
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
-        block_bytes = max(min(_MAX_BLOCKS_BYTES // max(workers, 1), _MAX_BLOCK_BYTES), _MIN_BLOCK_BYTES)
+        block_bytes = max(_MAX_BLOCKS_BYTES // max(workers, 1), _MIN_BLOCK_BYTES)
         self._numbers = iter(range(count)) if self._in_order else spread(count, threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
