@@ -5,6 +5,6 @@ FROM python:3.12-slim
 ARG BACKEND=cpu
 RUN pip install --no-cache-dir uv
 COPY . /src
-RUN uv pip install --system --no-cache --torch-backend "$BACKEND" '/src[transformers,remote]'
+RUN uv pip install --system --no-cache --torch-backend "$BACKEND" --constraint /src/constraints.txt '/src[transformers,remote]'
 WORKDIR /data
 ENTRYPOINT ["shardconv"]
