@@ -119,9 +119,9 @@ STAGED = [
 
 
 @pytest.mark.parametrize(("name", "layout"), STAGED)
-def test_each_stage_has_the_parameters_of_the_model(name, layout, tmp_path):
+def test_each_stage_has_the_parameters_of_the_model(name, layout, sources, tmp_path):
     """vLLM constructs each stage on the meta device, and loads all parameters of it."""
-    source = write(name, tmp_path)
+    source = write(name, sources)
     options = {"engine": "vllm"} if layout == "native" else {"layout": layout}
     shardconv.split(source, tmp_path / "split", tp=2, pp=2, **options)
     assert check_engine(tmp_path / "split").differences == ()
