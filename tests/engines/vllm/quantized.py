@@ -50,7 +50,7 @@ class Checkpoint:
 
 def _unquantized(models: Path, name: str) -> Path:
     """The unquantized checkpoint of a model; written once."""
-    folder = models / name
+    folder = models / "unquantized" / name
     return folder if folder.exists() else MODELS[name].write(folder)
 
 
