@@ -51,7 +51,7 @@ class Checkpoint:
 def _unquantized(models: Path, name: str) -> Path:
     """The unquantized checkpoint of a model; written once."""
     folder = models / "unquantized" / name
-    return folder if folder.exists() else MODELS[name].write(folder)
+    return folder if folder.exists() else {**MODELS, "gpt_oss": GPT_OSS}[name].write(folder)
 
 
 def _compressed(scheme: str, model: str, models: Path, folder: Path, *, width: int = 32) -> None:
@@ -110,10 +110,7 @@ def _recorded(name: str, tps: tuple[int, ...] = (2,)) -> Checkpoint:
 
 
 def _gpt_oss(models: Path, folder: Path) -> None:
-    name = "gpt_oss"
-    if not (models / name).exists():
-        GPT_OSS.write(models / name)
-    write_mxfp4(models / name, folder)
+    write_mxfp4(_unquantized(models, "gpt_oss"), folder)
 
 
 def _change_settings(folder: Path, settings: Mapping[str, Any]) -> None:
