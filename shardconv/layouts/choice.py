@@ -11,7 +11,7 @@ from typing import Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from shardconv.layouts import ENGINE_LAYOUTS, LAYOUTS
+from shardconv.layouts import ENGINE_LAYOUTS, FOREIGN, LAYOUTS
 from shardconv.layouts.layout import DCP, NATIVE, REMEDY, FileLayout, FileTensor
 from shardconv.layouts.layout_file import GroupTable, QuantizedTable, RefusedTable, layout_file, layout_head
 from shardconv.layouts.relation import (
@@ -30,6 +30,20 @@ from shardconv.support.errors import PlanError, UsageError, check_count, option
 from shardconv.support.formatting import parse_size
 
 _FIXED = {layout.name: layout for layout in (NATIVE, DCP)}
+
+
+def refuse_adapters(layout: str, engine: str | None) -> None:
+    """Refuse to split adapters for an engine, or in the layout of one.
+
+    Raises:
+        UsageError: if another library reads the files.
+    """
+    reader = engine or engine_of(layout) or (layout if layout in FOREIGN else None)
+    if reader is not None:
+        raise UsageError(
+            f"adapters are split for shardconv run only (got {reader}): pass the adapter itself to {reader}, or "
+            f"merge it into the model ({option(adapters=['ADAPTER'])} {option(merge_adapter=True)})"
+        )
 
 
 def engine_of(layout: str) -> str | None:

@@ -257,7 +257,7 @@ class _Fit(Struct, frozen=True):
         if self.base is None:
             return None
         if (found := in_base(target, self.base, self.rules)) is None:
-            raise PlanError(f"{name}: the base model does not have {target}: {_OTHER_BASE}")
+            raise PlanError(f"{name}: the base model does not have {target}: {_OTHER_BASE}; of a tied head, {_MERGE}")
         return self.base[found].shape
 
     def _weight_dims(

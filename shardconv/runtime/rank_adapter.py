@@ -105,7 +105,10 @@ class RankAdapter:
         tied = {name: names for names in owners.values() if len(names) > 1 for name in names}
         for target, name in self.tensors.replaced.items():
             if target in tied and ".base_layer." not in name:
-                raise self._error(name, f"replaces one of the tied parameters {' and '.join(tied[target])}")
+                raise RunError(
+                    f"{self.adapter.folder}: {name}: replaces one of the tied parameters "
+                    f"{' and '.join(tied[target])}: merge the adapter with PEFT, and save the model with both"
+                )
 
     def _adapted(self, layer: AdaptedLayer, module: nn.Module, axis: Axis) -> LoRALayer:
         """The adapted layer of a module."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.checkpoint.adapters import merge_adapter
 from shardconv.checkpoint.adapters.adapter_settings import AdapterSettings, read_settings
+from shardconv.checkpoint.sources import stored_tensors
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.layouts.layout import NATIVE
 from shardconv.support.errors import PlanError, ShardconvError, SourceError, SplitCheckpointError
@@ -175,6 +176,33 @@ def test_adapters_on_several_hosts(together, tmp_path):
     shardconv.reshard(folders, tmp_path / "resharded", tp=4)
     shardconv.split(source, tmp_path / "four", tp=4, adapters=adapters)
     assert contents(tmp_path / "resharded") == contents(tmp_path / "four")
+
+
+def test_hosts_that_merged_different_adapters(made, tmp_path, monkeypatch):
+    """Adapted tensors are sampled beside others of their kind, of which the first is sampled here."""
+    monkeypatch.setattr(stored_tensors, "_NUM_TENSORS", 1)
+    source = made("llama")[0]
+    adapter = write_adapter(tmp_path / "lora", source, target_modules=r".*\.1\.self_attn\.q_proj")
+    other = shutil.copytree(adapter, tmp_path / "other" / "lora")
+    save_file({name: 2 * value for name, value in load_file(adapter / WEIGHTS).items()}, other / WEIGHTS)
+    hosts = {"first": [adapter], "same": [adapter], "none": [], "other": [other]}
+    for host, adapters in hosts.items():
+        shardconv.split(
+            source, tmp_path / host / "split", tp=2, ranks=int(host != "first"), adapters=adapters,
+            merge_adapter=bool(adapters),
+        )  # fmt: skip
+    for host, different in {"none": "merged adapter", "other": "sampled values"}.items():
+        with pytest.raises(SplitCheckpointError, match=rf"\(different {different}\)"):
+            shardconv.merge([tmp_path / "first" / "split", tmp_path / host / "split"], tmp_path / "merged")
+    shardconv.merge([tmp_path / "first" / "split", tmp_path / "same" / "split"], tmp_path / "merged")
+
+
+def test_an_adapter_without_tensors_is_refused(made, tmp_path):
+    source, adapter = made("llama")
+    empty = shutil.copytree(adapter, tmp_path / "lora")
+    save_file({}, empty / WEIGHTS)
+    with pytest.raises(PlanError, match="does not have tensors, so it changes nothing: save the adapter again"):
+        shardconv.split(source, tmp_path / "split", tp=2, adapters=[empty], merge_adapter=True)
 
 
 def test_verify_finds_adapters_of_hosts_that_differ(together, tmp_path):
@@ -583,6 +611,9 @@ def test_base_that_does_not_exist_gets_a_remedy(made, tmp_path, monkeypatch):
 WRONG_OPTIONS = {
     "split {adapter} --base {source} --for vllm": "adapters are split for shardconv run only (got vllm)",
     "split {source} --adapter {adapter} --layout vllm": "adapters are split for shardconv run only (got vllm)",
+    "reshard {split} --tp 2 --for vllm": "adapters are split for shardconv run only (got vllm)",
+    "reshard {split}/adapters/dora --tp 2 --layout vllm": "adapters are split for shardconv run only (got vllm)",
+    "split {adapter} --base {source} --layout megatron": "(got megatron): pass the adapter itself to megatron",
     "split {adapter} --base {source} --pad": "--pad is not supported for adapters",
     "split {source} --adapter {adapter} --pad": "--pad is not supported for adapters",
     "split {source} --merge-adapter": "merges one adapter (got 0): pass --adapter ADAPTER",

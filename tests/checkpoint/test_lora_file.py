@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import shardconv
 from shardconv.hf.build import build_small
 from shardconv.hf.diffusion import default_fields, small_config
-from shardconv.support.errors import PlanError, ShardconvError, UsageError
+from shardconv.support.errors import ShardconvError, UsageError
 from tests.support.checkpoints import contents
 from tests.support.diffusion import write_diffusion
 from tests.support.lora import FILES, WIDTH, change_lora, write_lora
@@ -101,6 +101,7 @@ def put(name, *shape):
 
 
 QKV, PROJ = "lora_unet_double_blocks_0_img_attn_qkv", "lora_unet_double_blocks_0_img_attn_proj"
+NORM_Q = "transformer.transformer_blocks.0.attn.norm_q"
 #: Changes of the layers of the transformer in a file, and the error.
 REFUSED = {
     "kind of adapter that is unknown": (
@@ -120,7 +121,16 @@ REFUSED = {
     ),
     "layer without A": (
         lambda tensors: tensors.pop(f"{PROJ}.lora_down.weight"),
-        "the adapter of transformer_blocks.0.attn.to_out.0 does not have its A",
+        "does not have A: save the adapter again",
+    ),
+    "layer with alpha alone": (
+        lambda tensors: [tensors.pop(name) for name in (f"{PROJ}.lora_down.weight", f"{PROJ}.lora_up.weight")],
+        f"{PROJ}.alpha: its layer double_blocks_0_img_attn_proj does not have A",
+    ),
+    "A that is a scalar": (put(f"{PROJ}.lora_down.weight"), "attn.to_out.0 is 0 (Expected `int` >= 1)"),
+    "layer with a vector": (
+        lambda tensors: tensors.update({f"{NORM_Q}.lora_{one}.weight": torch.ones(4, 4) for one in "AB"}),
+        "attn.norm_q.lora_B.weight: is for a weight of [4, 4] (output x input), and ",
     ),
     "alpha with several numbers": (put(f"{PROJ}.alpha", 2), f"{PROJ}.alpha: is F32 [2] (expected one number)"),
     "two tensors of a layer": (put(f"{PROJ}.lora_A.weight", 4, WIDTH), "are the same tensor of a layer"),
@@ -140,7 +150,7 @@ def test_unusual_files_are_refused(source, kohya, tmp_path, case):
     adapter = change_lora(
         kohya, tmp_path / "changed.safetensors", lambda all_: (_keep(all_, "lora_unet_"), change(all_))
     )
-    with pytest.raises((PlanError, UsageError)) as error:
+    with pytest.raises(ShardconvError) as error:
         shardconv.split(source / "transformer", tmp_path / "split", tp=2, adapters=[adapter])
     assert text in str(error.value)
 

@@ -142,6 +142,11 @@ def test_tied_embedding_is_compared_between_stages(tmp_path):
     assert "model.embed_tokens.weight differs from the shard of a lower rank" in found[0]
 
 
+def test_files_of_an_engine_are_overwritten(source, tmp_path):
+    for _ in range(2):
+        shardconv.split(source, tmp_path / "split", tp=2, pp=2, layout="vllm", overwrite=True)
+
+
 def test_ranks_of_a_stage_are_written_and_read_alone(source, tmp_path):
     whole = tmp_path / "whole"
     shardconv.split(source, whole, tp=2, pp=2)

@@ -39,7 +39,7 @@ def check_refused(axis, folders, messages):
 
 
 def test_host_without_one_of_its_ranks(ranks, source, tmp_path):
-    own = r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with tp=4 .*ranks.2"
+    own = r"host1: does not have rank 2 \(got rank 3 of 4\): split the source on this host with the same .*ranks.2"
     folders = split_on(source, tmp_path, "0-1", "3")
     ranks("four", check_refused, folders, [f"rank 2: .*{own}", f"rank 2: .*{own}", f"^(?!rank).*{own}", own])
 

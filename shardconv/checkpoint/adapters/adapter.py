@@ -32,7 +32,7 @@ from shardconv.checkpoint.split.split_folders import file_differences
 from shardconv.files.folder import AnyPath
 from shardconv.files.paths import local_path, missing_hint
 from shardconv.files.weight_formats import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DIFFUSERS_LORA
-from shardconv.layouts.choice import engine_of
+from shardconv.layouts.choice import refuse_adapters
 from shardconv.plan.adapter_plan import A, AdapterTensors, with_adapter_grids
 from shardconv.plan.families.loading import model_type_of
 from shardconv.plan.plan import TensorSpec, logical_tensors
@@ -40,7 +40,7 @@ from shardconv.plan.planner import Planner
 from shardconv.plan.quantization import SETTINGS_KEY
 from shardconv.plan.request import PlanRequest
 from shardconv.plan.rule_set import RuleSet
-from shardconv.support.errors import SourceError, SplitCheckpointError, UsageError, option
+from shardconv.support.errors import PlanError, SourceError, SplitCheckpointError, UsageError, option
 
 #: An adapter that is open.
 AnyAdapter = Adapter | LoraFile
@@ -82,7 +82,7 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
         raise SourceError(f"{path}: does not exist{missing_hint(path, takes_url=False)}")
     if not (path / ADAPTER_CONFIG).is_file():
         if path.is_file() or (path / DIFFUSERS_LORA).exists():
-            return LoraFile.open(path, follow_links=follow_links)
+            return _with_tensors(LoraFile.open(path, follow_links=follow_links))
         raise SourceError(
             f"{path}: does not hold an adapter (expected {ADAPTER_CONFIG} or {DIFFUSERS_LORA}): pass the folder of "
             "an adapter"
@@ -97,7 +97,13 @@ def open_adapter(path: AnyPath, *, follow_links: bool = False, ignore: tuple[str
         raise UsageError(
             f"{path}: {ADAPTER_CONFIG} is left out, but is needed to split the adapter: change {option('ignore')}"
         )
-    return Adapter(source, read_settings(source.auxiliary_files[ADAPTER_CONFIG]))
+    return _with_tensors(Adapter(source, read_settings(source.auxiliary_files[ADAPTER_CONFIG])))
+
+
+def _with_tensors(adapter: AnyAdapter) -> AnyAdapter:
+    if not adapter.source.specs:
+        raise PlanError(f"{adapter.source.path}: does not have tensors, so it changes nothing: save the adapter again")
+    return adapter
 
 
 def plan_adapter(
@@ -117,10 +123,7 @@ def plan_adapter(
         UsageError: if the base model is padded, or the plan is for an engine.
     """
     of_base = base.request.engine if isinstance(base, PlannedSource) else options.get("engine")
-    if (engine := of_base or engine_of(layout)) is not None:
-        raise UsageError(
-            f"adapters are split for shardconv run only (got {engine}): pass the adapter itself to {engine}"
-        )
+    refuse_adapters(layout, of_base)
     found = _base_of(base, options)
     if found.request.pad:
         raise UsageError(

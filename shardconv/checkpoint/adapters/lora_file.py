@@ -129,9 +129,10 @@ class LoraFile(Struct, frozen=True):
         names = _BaseNames(base, rules, class_name)
         specs, transforms, alphas = dict[str, TensorSpec](), dict[str, Concatenation](), dict[str, str]()
         for layer, tensors in layers.items():
-            modules = names.modules(layer)
+            modules, first = names.modules(layer), next(iter(tensors.values()))
+            if A not in tensors:
+                raise PlanError(f"{path}: {first}: its layer {layer.name} does not have A: save the adapter again")
             if not modules:
-                first = next(iter(tensors.values()))
                 raise PlanError(
                     f"{path}: {first}: {class_name} does not have a layer {layer.name}: {fuse_in_diffusers(path)}"
                 )
@@ -190,7 +191,8 @@ class LoraFile(Struct, frozen=True):
                 raise PlanError(f"{path}: has both {_METADATA} and {next(iter(alphas.values()))}: remove one of them")
             return {key.removeprefix(start): value for key, value in stated.items() if key.startswith(start)}
         end = SUFFIXES[A]
-        ranks = {name[len(PREFIX) : -len(end)]: spec.shape[0] for name, spec in specs.items() if name.endswith(end)}
+        of_a = {name[len(PREFIX) : -len(end)]: spec.shape for name, spec in specs.items() if name.endswith(end)}
+        ranks = {module: sum(shape[:1]) for module, shape in of_a.items()}
         scalars = {name: self.source.specs[name] for name in alphas.values()}
         values = read_values(self.source.stored, scalars)
         found = {name: _scalar(path, name, scalars[name], bytes(value)) for name, value in values}
@@ -231,8 +233,8 @@ class _BaseNames:
 
     def is_swapped(self, layer: _Layer, module: str) -> bool:
         """Whether the halves of the rows of an original layer are in the other order in its module."""
-        rows, columns = self._tensors[f"{module}.weight"].shape[:2]
-        return self._own(layer) is None and module.endswith(self._swapped) and rows == 2 * columns
+        shape = self._tensors[f"{module}.weight"].shape
+        return self._own(layer) is None and module.endswith(self._swapped) and shape[0] == 2 * shape[-1]
 
     def _own(self, layer: _Layer) -> str | None:
         """The module with the name of a layer."""

@@ -30,7 +30,7 @@ from shardconv.files.folder import permissions
 from shardconv.files.paths import SourcePath
 from shardconv.files.weight_formats import ADAPTER_CONFIG
 from shardconv.layouts import FOREIGN, LAYOUTS
-from shardconv.layouts.choice import check_stages, choose_layout, engine_of, with_max_file_size
+from shardconv.layouts.choice import check_stages, choose_layout, engine_of, refuse_adapters, with_max_file_size
 from shardconv.layouts.layout import DCP, NATIVE
 from shardconv.plan.planner import NO_PADDING, PaddingReport, padding_report
 from shardconv.plan.stages import StageChoice, Stages, chosen_stages
@@ -227,11 +227,13 @@ def _plan_reshard(
     checksums: bool,
 ) -> tuple[Manifest, PaddingReport]:
     """The manifest of the new split checkpoint, and its padding."""
-    if pad and (ADAPTER_CONFIG in old.auxiliary_files or old.adapters):
-        raise UsageError(
-            f"{option(pad=True)} is not supported for adapters: remove it, and choose a size that divides "
-            "(shardconv plan DIR)"
-        )
+    if ADAPTER_CONFIG in old.auxiliary_files or old.adapters:
+        refuse_adapters(layout or NATIVE.name, engine)
+        if pad:
+            raise UsageError(
+                f"{option(pad=True)} is not supported for adapters: remove it, and choose a size that divides "
+                "(shardconv plan DIR)"
+            )
     new_engine = engine or (None if layout == DCP.name else old.request.engine)
     request = replace(old.request, engine=new_engine, pad=pad, ep=ep)
     if layout in {None, old.layout.name}:

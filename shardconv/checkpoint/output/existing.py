@@ -113,7 +113,7 @@ def _check_folder(folder: AnyPath, other_files: Collection[str]) -> None:
         if is_split_pipeline(folder):
             other_files = _pipeline_files(folder)
         elif is_split:
-            other_files = _split_files(folder)
+            other_files = _all_files(folder)
     for name in _files(folder):
         if name not in other_files and not weights.fullmatch(name):
             raise OutputError(

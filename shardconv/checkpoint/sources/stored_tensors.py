@@ -192,7 +192,8 @@ def _in_units(size: int, unit: int) -> Shards:
 #
 # By its checksum, ranks and hosts notice that they read different sources. Checkpoints of one model before and after a
 # training have equal headers, and reading all values would take as long as loading them. So some tensors of every kind
-# are sampled. Tensors whose names differ in numbers only are of one kind.
+# are sampled. Tensors whose names differ in numbers only are of one kind; those that an adapter is merged into are of
+# another one.
 
 #: Maximum tensors of a kind, and bytes of each.
 _NUM_TENSORS, _NUM_BYTES = 32, 512
@@ -239,8 +240,8 @@ def _middles(number: int, size: int, count: int) -> Iterator[Span]:
 
 def _sampled(source: Source) -> Iterator[int]:
     """Yield the numbers of some tensors of each kind."""
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, type], list[int]] = {}
     for number, name in enumerate(source.specs):
-        kinds.setdefault(pattern_for(name), []).append(number)
+        kinds.setdefault((pattern_for(name), type(source.stored.transform_of(name))), []).append(number)
     for numbers in kinds.values():
         yield from numbers[:: -(-len(numbers) // _NUM_TENSORS)]

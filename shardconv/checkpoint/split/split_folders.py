@@ -99,7 +99,7 @@ def check_ranks(manifest: Manifest, folder: AnyPath, ranks: Sequence[int]) -> No
     if missing := [rank for rank in ranks if rank not in manifest.ranks]:
         raise SplitCheckpointError(
             f"{folder}: does not have {name_ranks(missing)} (got {name_ranks(manifest.ranks)} of "
-            f"{manifest.num_ranks}): split the source on this host with {manifest.size_options} "
+            f"{manifest.num_ranks}): split the source on this host with the same options, {manifest.size_options} "
             f"{option(ranks=as_option(missing))}, or start the ranks on the hosts that have them"
         )
 
@@ -167,11 +167,16 @@ _OF_SOURCE: _Properties = {
 }
 #: The same properties in folders with some of the ranks: a folder with all ranks does not have a sample.
 _OF_SAMPLED: _Properties = {**_OF_SOURCE, "sampled values": lambda manifest: manifest.sample}
+#: Properties of a split that those of the source follow from.
+_OF_VALUES: _Properties = {
+    "dtype": lambda manifest: manifest.dtype,
+    "merged adapter": lambda manifest: manifest.merged_adapter,
+}
 _OF_SPLIT: _Properties = {
     "tensor parallel size": lambda manifest: manifest.tp,
     "pipeline stages": lambda manifest: manifest.plan.stages,
     "plan": lambda manifest: (encode(manifest.plan), manifest.request),
-    "layout": lambda manifest: (manifest.layout, manifest.dtype),
+    "layout": lambda manifest: manifest.layout,
     "checksums": lambda manifest: (manifest.checksums is None, manifest.is_identified, manifest.stripe_bytes),
     "adapters": lambda manifest: manifest.adapters,
 }
@@ -314,6 +319,7 @@ def read_folders(paths: Sequence[AnyPath]) -> SplitFolders:
     """
     folders = tuple(SplitFolder(path, read_manifest(path)) for path in paths)
     first = folders[0].manifest
+    _check_same(folders, _OF_VALUES, _other_options)
     _check_same([one for one in folders if one.manifest.sample is not None], _OF_SAMPLED, _other_source)
     _check_same(folders, _OF_SOURCE, _other_source)
     _check_same(folders, _OF_SPLIT, _other_options)
@@ -384,6 +390,6 @@ def _check_complete(folders: Sequence[SplitFolder]) -> None:
         given = " ".join(str(one.path) for one in folders)
         raise SplitCheckpointError(
             f"{given}: {name_ranks(missing)} of {manifest.num_ranks} {'are' if len(missing) > 1 else 'is'} missing "
-            f"(got {name_ranks(found)}): pass the folders with these, too, or split the source with "
+            f"(got {name_ranks(found)}): pass the folders with these, too, or split the source with the same options, "
             f"{manifest.size_options} {option(ranks=as_option(missing))}"
         )
