@@ -174,8 +174,8 @@ def _even_split(spec: TensorSpec, count: int) -> TensorSpec:
     return spec if count == 1 else TensorSpec(spec.dtype, (sum(spec.shape[:1]) // count, *spec.shape[1:]))
 
 
-def check_layers(names: Iterable[str], config: Mapping[str, object]) -> None:
-    """Check that all layers of the config have tensors.
+def check_layers(names: Iterable[str], config: Mapping[str, object]) -> range:
+    """Check that all layers of the config have tensors, and return their numbers.
 
     Raises:
         PlanError: if layers are missing, or the config has fewer.
@@ -184,7 +184,11 @@ def check_layers(names: Iterable[str], config: Mapping[str, object]) -> None:
     expected = config.get("num_hidden_layers", len(layers))
     if layers != set(range(len(layers))) or len(layers) != expected:
         last = f", the last with index {max(layers)}" if layers else ""
-        raise PlanError(f"layers are missing (got {counted(len(layers), 'layer')}{last}, expected {expected})")
+        raise PlanError(
+            f"layers are missing (got {counted(len(layers), 'layer')}{last}, expected {expected})",
+            "correct num_hidden_layers of the config, or the source",
+        )
+    return range(len(layers))
 
 
 def _layers(names: Iterable[str]) -> dict[int, set[str]]:

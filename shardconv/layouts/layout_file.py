@@ -46,7 +46,7 @@ class GroupTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
             required; names whose rule does not apply are not.
         beside: name of a file tensor to further tensors that a layer with it needs.
         requires: config fields and the values that they have to have if a config states them.
-        copies: name of a source tensor that is not in the files to the name of the tensor with the same values.
+        copies: name of a source tensor to the name of the tensor with the same values.
         padded_to: name of a file tensor to the multiple that its rows are padded to with zeros before they are sharded.
         defaults: values of config fields that a config may omit.
         args: arguments of the system's programs for models with the group.

@@ -25,6 +25,9 @@ from shardconv.layouts.relation import (
 from shardconv.plan.plan import TensorSpec, plain_spec
 from shardconv.support.errors import PlanError
 
+#: Remedy for a missing tensor.
+_ADD = "add the tensor, or correct the config"
+
 
 class Strided(NamedTuple):
     """A strided view: the sizes of its dims, and their strides in the elements that are viewed."""
@@ -369,13 +372,14 @@ def check_needed(chosen: ChosenRules, names: Collection[str], layers: Sequence[i
             expected = [pattern.name(Match((str(layer),))) for pattern in patterns]
             if not any(name in names for name in expected):
                 made_of = " or ".join(chosen.sources_of(pattern, str(layer)) for pattern in patterns)
-                raise PlanError(f"{' or '.join(expected)} is missing (expected by the config, made of {made_of})")
+                problem = f"{' or '.join(expected)} is missing (expected by the config, made of {made_of})"
+                raise PlanError(problem, _ADD)
     for text, others in (item for group in chosen.groups for item in group.beside.items()):
         matches = [match for name in names if (match := Pattern(text).match(name)) is not None]
         for match, pattern in product(matches, map(Pattern, others)):
             if pattern in targets and pattern.name(match) not in names:
                 made_of, other = chosen.sources_of(pattern, *match.texts), Pattern(text).name(match)
-                raise PlanError(f"{pattern.name(match)} is missing (expected beside {other}, made of {made_of})")
+                raise PlanError(f"{pattern.name(match)} is missing (expected beside {other}, made of {made_of})", _ADD)
 
 
 def implied_tensors(chosen: ChosenRules, config: Mapping[str, object]) -> dict[str, float]:
@@ -391,7 +395,7 @@ def implied_tensors(chosen: ChosenRules, config: Mapping[str, object]) -> dict[s
 
 
 def find_copies(chosen: ChosenRules, names: Collection[str]) -> dict[str, str]:
-    """Source tensors that are not in the files, as they are copies, to the names of their originals."""
+    """Source tensors that are copies, to the names of their originals."""
     copies = [(Pattern(text), original) for group in chosen.groups for text, original in group.copies.items()]
     return {name: original for name in names for pattern, original in copies if pattern.match(name)}
 

@@ -448,6 +448,12 @@ def test_tied_embeddings_are_written_as_the_output_too(tmp_path):
     found = torch.load(tmp_path / "meta" / "consolidated.01.pth", weights_only=True)
     assert torch.equal(found["output.weight"], found["tok_embeddings.weight"])
     assert torch.equal(found["output.weight"], read(source)["model.embed_tokens.weight"][VOCAB // 2 :])
+    report = shardconv.verify(tmp_path / "meta", against=source)
+    assert (report.is_compared, report.differences) == (True, ())
+    shardconv.reshard(tmp_path / "meta", tmp_path / "other", tp=4, layout="meta")
+    shardconv.split(tmp_path / "other", tmp_path / "vllm", tp=2, layout="vllm")
+    shardconv.merge(tmp_path / "vllm", tmp_path / "merged")
+    check_equal(read(tmp_path / "merged"), read(source))
 
 
 @pytest.mark.parametrize(

@@ -536,6 +536,7 @@ LAYER, NORM, COPY = "model.layers.0", "model.norm.weight", "model.layers.2.embed
 SOURCES = [
     ("llama", put("model.layers.2.mlp.down_proj.weight", torch.ones(64, 96)), "model.layers.2 is not an MTP layer"),
     ("llama", drop("k_proj"), "k_proj"),
+    ("llama", drop("embed_tokens"), "made of model.embed_tokens.weight): add the tensor, or correct the config"),
     ("llama", drop("up_proj.bias"), "up_proj.bias"),
     ("llama", put(f"{LAYER}.adapter.input_layernorm.weight", torch.ones(64)), "adapter.input_layernorm"),
     ("llama", put(NORM, torch.ones(32)), "final_layernorm.weight: has shape [32] (expected 64 in dim 0"),

@@ -719,6 +719,24 @@ CASES: Mapping[str, Case] = {
         both(vocabulary(1996), tensors(odd_heads), config(num_local_experts=None, head_dim=15)),
         "self_attn.", "has heads of 15 rows (expected an even number): correct head_dim",
     ),
+    **{
+        f"layout of Meta, without {text}": in_meta_layout(
+            both(vocabulary(1996), drop(text)), f"{target} is missing (expected by the config", "add the tensor"
+        )
+        for text, target in {
+            "embed_tokens": "tok_embeddings.weight", "model.norm": "norm.weight", "up_proj": "0.feed_forward.w3.weight",
+            "0.mlp.gate_proj": "0.feed_forward.w1.weight", "1.mlp.up_proj": "layers.1.feed_forward.w3.weight",
+        }.items()
+    },
+    "layout of Meta, without a layer": in_meta_layout(
+        both(vocabulary(1996), drop("layers.1.")), "layers are missing (got 1 layer", "correct num_hidden_layers",
+    ),
+    "layout of Meta, fewer layers in the config": in_meta_layout(
+        both(vocabulary(1996), config(num_hidden_layers=1)), "got 2 layers", "expected 1", "correct num_hidden_layers",
+    ),
+    "layout of Meta, a tied model with a head": in_meta_layout(
+        both(vocabulary(1996), config(tie_word_embeddings=True)), "lm_head.weight is stored", "remove the tensor",
+    ),
     "layout of Megatron-Core, a tensor that it does not have": in_megatron_layout(
         error("layout megatron does not have this tensor", "inv_freq"),
         tensors(lambda found: found.update({f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
@@ -799,6 +817,22 @@ CASES: Mapping[str, Case] = {
         refused(error("lm_head.weight", "3996 elements (expected 1998 by vocab_size=1998"))
         | {"plan --prove": error("lm_head.weight (got [3996, 64], expected [1998, 64])")},
         as_meta(lambda ranks: [rank.update({"output.weight": torch.zeros(1998, 64)}) for rank in ranks]),
+    ),
+    "rank files of Meta, a tied head of another shape": Case(
+        refused(error("lm_head.weight is F32 [3996, 64] (expected F32 [1998, 64], a copy of", "tie_word_embeddings")),
+        both(
+            config(tie_word_embeddings=True),
+            as_meta(lambda ranks: [rank.update({"output.weight": torch.zeros(1998, 64)}) for rank in ranks]),
+        ),
+    ),
+    "rank files of Meta, a tied head that differs": Case(
+        every(COMMANDS, na("test_external compares the tensors"))
+        | {"split": error("lm_head.weight: differs from model.embed_tokens.weight", "correct tie_word_embeddings")},
+        both(config(tie_word_embeddings=True), as_meta(lambda _: None)),
+    ),
+    "rank files of Meta, a tensor is missing": Case(
+        refused(error("layers.0.feed_forward.w1.weight is missing (expected by the config", "copy the folder again")),
+        as_meta(lambda ranks: [rank.pop("layers.0.feed_forward.w1.weight") for rank in ranks]),
     ),
     "rank files of Meta, one is missing": Case(
         refused(error("consolidated.00.pth, the file of rank 0, is missing")),

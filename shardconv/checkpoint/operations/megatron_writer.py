@@ -41,6 +41,7 @@ from shardconv.plan.placement import round_up
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.support.errors import PlanError, UsageError, option
 
+_NATIVE = f"use {option(layout='native')}"
 _METADATA = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
@@ -149,7 +150,7 @@ def _checked_copies(copies: Mapping[str, str], specs: Mapping[str, TensorSpec]) 
     found: dict[str, WithCopies] = {}
     for original in dict.fromkeys(one for one in copies.values() if one in specs):
         spec, equal = specs[original], tuple(copy for copy, one in copies.items() if one == original)
-        found[original] = WithCopies(Concatenation.of_tensor(original, spec), original, equal)
+        found[original] = WithCopies(Concatenation.of_tensor(original, spec), original, equal, _NATIVE)
     return found
 
 
@@ -238,7 +239,7 @@ def _check_unquantized(planned: PlannedSource) -> None:
     if (name := next((name for name, spec in planned.tensors.items() if spec.grid is not None), None)) is not None:
         raise PlanError(
             f"{name}: belongs to a quantized layer, which layout megatron does not have: dequantize the source first, "
-            f"or use {option(layout='native')}"
+            f"or {_NATIVE}"
         )
 
 
@@ -256,7 +257,7 @@ def _check_complete(
         remedy = "correct the config, or " if fields else ""
         raise PlanError(
             f"{name}: layout megatron does not have this tensor for model type "
-            f"{rules.config.get('model_type')!r:.60}{fields}: {remedy}use {option(layout='native')}"
+            f"{rules.config.get('model_type')!r:.60}{fields}: {remedy}{_NATIVE}"
         )
 
 

@@ -16,8 +16,10 @@ from shardconv.checkpoint.sources.planning import PlannedSource
 from shardconv.checkpoint.sources.transforms import Concatenation, Transform, rotary_rows
 from shardconv.files.containers.torch_files import TorchArchive
 from shardconv.layouts import META
+from shardconv.layouts.full_shapes import check_layers
 from shardconv.layouts.layout_file import layout_file
 from shardconv.layouts.relation import find_source
+from shardconv.layouts.row_pieces import check_needed
 from shardconv.plan.placement import Placement, intervals
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.planner import CANDIDATE_TPS
@@ -58,16 +60,20 @@ class MetaLayout:
 
     def lay_out(self, planned: PlannedSource, plan: Plan) -> ForeignFiles:
         """Lay out the files."""
-        source, rules = planned.source, layout_file(META).all_rules.rules
-        config = source.config or {}
+        source, chosen = planned.source, layout_file(META).all_rules
+        config, rules = source.config or {}, chosen.rules
         tensors, transforms = dict(source.specs), dict[str, Transform]()
         placements = {name: plan.placement(name) for name in tensors}
-        if HEAD not in tensors:
-            if config.get("tie_word_embeddings") is not True:
-                raise PlanError(
-                    f"{HEAD} is missing (expected by tie_word_embeddings of the config, which is not true): add the "
-                    f"tensor, or correct the config"
-                )
+        held = {known.target for name in tensors if (known := find_source(rules, name)) is not None}
+        check_needed(chosen, held, check_layers(tensors, config))
+        is_tied = config.get("tie_word_embeddings") is True
+        if (HEAD in tensors) == is_tied:
+            wrong, remedy = ("stored", "remove") if is_tied else ("missing", "add")
+            raise PlanError(
+                f"{HEAD} is {wrong} (tie_word_embeddings of the config is {str(is_tied).lower()}): {remedy} the "
+                f"tensor, or correct the config"
+            )
+        if is_tied:
             spec = tensors[HEAD] = tensors[EMBEDDING]
             placements[HEAD] = placements[EMBEDDING]
             transforms[HEAD] = Concatenation.of_tensor(EMBEDDING, spec)

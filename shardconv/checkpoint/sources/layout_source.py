@@ -27,7 +27,7 @@ from shardconv.checkpoint.sources.layout_files import (
 from shardconv.checkpoint.sources.megatron_source import read_megatron
 from shardconv.checkpoint.sources.meta_params import PARAMS_NAME, complete_config, known_config
 from shardconv.checkpoint.sources.source import Source, SourceFile, StoredTensors
-from shardconv.checkpoint.sources.transforms import Transform, rotary_rows
+from shardconv.checkpoint.sources.transforms import UNTIE, Concatenation, Transform, WithCopies, rotary_rows
 from shardconv.files.containers.safetensors import FLOAT_NAMES, build_header, num_bytes
 from shardconv.files.folder import AnyPath, read_json
 from shardconv.files.weight_formats import (
@@ -44,6 +44,7 @@ from shardconv.layouts.full_shapes import FullTensor, check_layers, check_pairs,
 from shardconv.layouts.layout import FileLayout
 from shardconv.layouts.layout_file import LayoutFile
 from shardconv.layouts.relation import Related, find_target
+from shardconv.layouts.row_pieces import check_needed, find_copies
 from shardconv.plan.plan import Plan, TensorSpec
 from shardconv.plan.request import PlanRequest, planner_for
 from shardconv.support.errors import IntegrityError, PlanError, SourceError, option
@@ -233,9 +234,17 @@ def read_full_tensors(
         if full.rotary_heads:
             transforms[source] = rotary_rows(name, spec, spec.shape[0] // full.rotary_heads)
     try:
-        check_layers(specs, config)
+        check_needed(rules, {one.target for one in related.values()}, check_layers(specs, config))
     except PlanError as error:
-        raise SourceError(f"{folder}: {error.message}: {_AGAIN}") from error
+        raise SourceError(f"{folder}: {error.problem}: {_AGAIN}") from error
+    copies = find_copies(rules, specs) if config.get("tie_word_embeddings") is True else {}
+    for copy, original in copies.items():
+        spec = specs[original]
+        if (head := specs.pop(copy)) != spec:
+            raise SourceError(
+                f"{folder}: {copy} is {_describe(head)} (expected {_describe(spec)}, a copy of {original}): {UNTIE}"
+            )
+        transforms[original] = WithCopies(Concatenation.of_tensor(original, spec), original, (copy,), UNTIE)
     return specs, StoredTensors(found.files, shards).with_layer(transforms)
 
 

@@ -19,7 +19,7 @@ from shardconv.checkpoint.sources.folder_files import SourceFolder
 from shardconv.checkpoint.sources.megatron_ranks import EMBEDDING, HEAD, list_ranks
 from shardconv.checkpoint.sources.source import StoredTensors
 from shardconv.checkpoint.sources.stored_tensors import read_values
-from shardconv.checkpoint.sources.transforms import Concatenation, Rows, Transform, TransformsOnUse, WithCopies
+from shardconv.checkpoint.sources.transforms import UNTIE, Concatenation, Rows, Transform, TransformsOnUse, WithCopies
 from shardconv.files.containers.dcp import METADATA_NAME
 from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.containers.torch_files import list_arguments
@@ -97,7 +97,7 @@ def read_megatron(
         found = _find(folder, layout_file(MEGATRON).rules_for(config))
     except PlanError as error:
         raise SourceError(
-            f"{folder.path}: {error.message}: pass the config of this model ({option('config')})"
+            f"{folder.path}: {error.problem}: pass the config of this model ({option('config')})"
         ) from error
     specs, target_of = _source_tensors(found)
     stored = stored_tensors(folder.path, found.listed).with_layer(_rows(found, target_of))
@@ -131,7 +131,7 @@ class _Found(NamedTuple):
         if not self.has_head:
             return {}
         ((name, spec),) = self.held.tensors[EMBEDDING].sources().items()
-        return {name: WithCopies(Concatenation.of_tensor(name, spec), EMBEDDING, (HEAD,))}
+        return {name: WithCopies(Concatenation.of_tensor(name, spec), EMBEDDING, (HEAD,), UNTIE)}
 
 
 def _find(folder: SourceFolder, rules: ChosenRules) -> _Found:

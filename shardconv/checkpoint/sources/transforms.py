@@ -15,7 +15,7 @@ from shardconv.files.containers.safetensors import num_bytes
 from shardconv.files.fileio import Bytes
 from shardconv.files.folder import Compressed
 from shardconv.plan.plan import TensorSpec
-from shardconv.support.errors import IntegrityError, PlanError, option
+from shardconv.support.errors import IntegrityError, PlanError
 
 if TYPE_CHECKING:
     from shardconv.checkpoint.engine.arrays import StridedTensor
@@ -82,6 +82,10 @@ class Rows(NamedTuple):
     at: int = 0
 
 
+#: Remedy for a head that is not a copy of the embedding.
+UNTIE = "correct tie_word_embeddings of the config"
+
+
 class WithCopies(Struct, frozen=True):
     """A tensor, and its copies in the source, which must be equal.
 
@@ -89,11 +93,13 @@ class WithCopies(Struct, frozen=True):
         tensor: the transform to the tensor.
         name: of the tensor in the source.
         copies: names of the copies.
+        remedy: for a copy that differs.
     """
 
     tensor: Transform
     name: str
     copies: tuple[str, ...]
+    remedy: str
 
     @property
     def unit(self) -> int:
@@ -112,8 +118,8 @@ class WithCopies(Struct, frozen=True):
             read(copy, start, other)
             if other != block:
                 raise IntegrityError(
-                    f"{copy}: differs from {self.name}, and Megatron-Core has one tensor for both: use "
-                    f"{option(layout='native')}, or a checkpoint in which they are equal"
+                    f"{copy}: differs from {self.name} (expected a copy): {self.remedy}, or use a checkpoint in which "
+                    f"they are equal"
                 )
 
     def reads(self, start: int, stop: int) -> Iterator[TensorRange]:
