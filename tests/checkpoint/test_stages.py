@@ -145,6 +145,7 @@ def test_tied_embedding_is_compared_between_stages(tmp_path):
 def test_files_of_an_engine_are_overwritten(source, tmp_path):
     for _ in range(2):
         shardconv.split(source, tmp_path / "split", tp=2, pp=2, layout="vllm", overwrite=True)
+    assert shardconv.verify(tmp_path / "split", against=source).differences == ()
 
 
 def test_ranks_of_a_stage_are_written_and_read_alone(source, tmp_path):

@@ -167,7 +167,7 @@ _OF_SOURCE: _Properties = {
 }
 #: The same properties in folders with some of the ranks: a folder with all ranks does not have a sample.
 _OF_SAMPLED: _Properties = {**_OF_SOURCE, "sampled values": lambda manifest: manifest.sample}
-#: Properties of a split that those of the source follow from.
+#: Options that change what a manifest records of the source, and are compared before that.
 _OF_VALUES: _Properties = {
     "dtype": lambda manifest: manifest.dtype,
     "merged adapter": lambda manifest: manifest.merged_adapter,
