@@ -1380,9 +1380,6 @@ CASES: Mapping[str, Case] = {
     ),
 }  # fmt: skip
 
-#: Counts for the documentation, for all commands together; adding a row changes them.
-COUNTS = {"right": 271, "error": 532, "warning": 10, "na": 1117}
-
 
 def counts() -> Counter[str]:
     return Counter(outcome.kind for case in CASES.values() for outcome in case.expected.values())
@@ -1403,7 +1400,6 @@ def test_every_case_has_an_outcome_for_every_command():
     assert all(set(case.expected) == set(COMMANDS) for case in CASES.values())
     outcomes = [outcome for case in CASES.values() for outcome in case.expected.values()]
     assert all(outcome.texts for outcome in outcomes if outcome.kind != "right")
-    assert dict(counts()) == COUNTS
 
 
 # --- the inputs -----------------------------------------------------------------------------------------------------
