@@ -270,8 +270,24 @@ def megatron_files(place: Place) -> Iterator[Row]:
         run(split)
         pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
         yield _pair_row("merge of a checkpoint of Megatron-Core / cp", "1.0 or less", pairs, "cp")
+        yield from _transposed(folder)
     finally:
         remove(folder)
+
+
+def _transposed(folder: Path) -> Iterator[Row]:
+    """The same for gpt-oss (1.1 GB), whose experts of 17 and 33 MB are transposed."""
+    source, megatron, out, other = (folder / name for name in ("gpt-oss", "transposed", "merged", "copied"))
+    run((sys.executable, "-m", "benchmarks.models", source, "--gpt-oss"))
+    copy = ("cp", "-r", source, other)
+    split = shardconv("split", source, "--layout", "megatron", "-o", megatron)
+    for threads in ("2", "8"):
+        pairs = run_pairs((*split, "--threads", threads), copy, outputs=(megatron, other), rounds=ROUNDS)
+        claim = f"split --layout megatron --threads {threads} of gpt-oss / cp"
+        yield _pair_row(claim, "(none)", pairs, "cp")
+    run(split)
+    pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
+    yield _pair_row("merge of gpt-oss of Megatron-Core / cp", "(none)", pairs, "cp")
 
 
 def adapters(place: Place) -> Iterator[Row]:

@@ -27,6 +27,12 @@ DEEPSEEK_CONFIG = {
     "first_k_dense_replace": 3, "num_nextn_predict_layers": 1, "vocab_size": 129280,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }  # fmt: skip
+#: gpt-oss with fewer layers and experts: its matrices of all experts are stored transposed.
+GPT_OSS_CONFIG = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 2, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 8, "num_experts_per_tok": 4, "vocab_size": 20480, "tie_word_embeddings": False,
+}  # fmt: skip
 #: Sizes of tensors of few bytes.
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
@@ -202,6 +208,31 @@ def deepseek_tensors(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[in
     return tensors | {"model.norm.weight": ("BF16", (hidden,)), "lm_head.weight": embedding}
 
 
+def gpt_oss_tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tensors of gpt-oss with the sizes of :data:`GPT_OSS_CONFIG`."""
+    config: Mapping[str, Any] = GPT_OSS_CONFIG
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    heads, kv_heads = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            projection = f"{at}.self_attn.{name}_proj"
+            shapes |= {f"{projection}.weight": (rows, hidden), f"{projection}.bias": (rows,)}
+        shapes |= {
+            f"{at}.self_attn.o_proj.weight": (hidden, heads), f"{at}.self_attn.o_proj.bias": (hidden,),
+            f"{at}.self_attn.sinks": (config["num_attention_heads"],),
+            f"{at}.input_layernorm.weight": (hidden,), f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.mlp.router.weight": (experts, hidden), f"{at}.mlp.router.bias": (experts,),
+            f"{at}.mlp.experts.gate_up_proj": (experts, hidden, 2 * inner),
+            f"{at}.mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+            f"{at}.mlp.experts.down_proj": (experts, inner, hidden),
+            f"{at}.mlp.experts.down_proj_bias": (experts, hidden),
+        }  # fmt: skip
+    shapes |= {"model.norm.weight": (hidden,), "lm_head.weight": (config["vocab_size"], hidden)}
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
 def write_file(
     path: Path, tensors: Tensors, known: Mapping[str, bytes] | None = None, *, is_sparse: bool = False
 ) -> int:
@@ -269,7 +300,13 @@ def main() -> None:
     parser.add_argument("--format", choices=QUANTIZED, help="write a folder in this format")
     parser.add_argument("--adapter", action="store_true", help="write a folder with an adapter of 1 GB")
     parser.add_argument("--deepseek", choices=DEEPSEEK, help="write a sparse folder with the tensors of DeepSeek-V3")
+    parser.add_argument("--gpt-oss", action="store_true", help="write a folder with the tensors of gpt-oss")
     arguments = parser.parse_args()
+    if arguments.gpt_oss:
+        arguments.path.mkdir(parents=True)
+        write_file(arguments.path / "model.safetensors", gpt_oss_tensors())
+        (arguments.path / "config.json").write_text(json.dumps(GPT_OSS_CONFIG))
+        return
     if arguments.deepseek:
         config = DEEPSEEK[arguments.deepseek]
         write_parts(arguments.path, deepseek_tensors(config), config, 163)

@@ -6,6 +6,7 @@ that needs this module imports it, while the others continue.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from shardconv.checkpoint.engine.copy import Edits, ReadTensor, Scratch
+from shardconv.checkpoint.engine.copy import REMOTE_KEPT_BYTES, Edits, ReadTensor, Scratch
 from shardconv.checkpoint.engine.geometry import Box, row_spans
 from shardconv.files.fileio import Bytes
 from shardconv.plan.grid import PLAIN, SHAPE, ZERO, Grid, GridDim
@@ -79,13 +80,12 @@ def first_difference(left: Bytes, right: Bytes) -> int | None:
 
 # --- tensors that are stored with strides, such as a transposed matrix or a slice of columns --------------------------
 
-#: Maximum bytes of a read that needs only a few of them: reading this many takes as long as another call.
+#: Maximum bytes between two needed ranges that are read with them: reading this many takes as long as another call.
 _SMALL_READ = 48 * 2**10
-#: Maximum bytes of a read that needs at least half of them.
-_LARGE_READ = 4 * 2**20
-
-#: Maximum bytes of a full slice that is read at once.
-_MAX_SLICE = 48 * 2**20
+#: Maximum bytes of a read, as a fraction of the part of a tensor that is kept.
+_READS_OF_PART = 8
+#: Maximum bytes of a slice that is prefetched: at URLs, slices up to this size are read once.
+_MAX_SLICE = REMOTE_KEPT_BYTES
 
 #: For each dim the first index and the end.
 _Box = tuple[tuple[int, int], ...]
@@ -93,6 +93,9 @@ _Box = tuple[tuple[int, int], ...]
 
 class StridedTensor(Struct, frozen=True):
     """A transform that gathers the elements of a tensor from the bytes that hold them.
+
+    The elements of a block of a transposed tensor are far apart in the stored bytes. Of such a tensor, a part that is
+    larger than a block is gathered, and kept for the next blocks.
 
     Attributes:
         name: of the stored bytes, from the first element to the end of the last one.
@@ -108,60 +111,77 @@ class StridedTensor(Struct, frozen=True):
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block of full elements with the bytes of the tensor from ``start`` on."""
-        elements = np.frombuffer(block, f"u{self.unit}")
+        if not (self._is_transposed and len(block)):
+            self._gather(start, read, scratch, block)
+            return
+        stop, size, end = start + len(block), self._part_bytes(scratch.kept_bytes), self.unit * prod(self.shape)
+        for first in range(start // size * size, stop, size):
+            low, high, last = max(first, start), min(first + size, stop), min(first + size, end)
+            piece, gather = block[low - start : high - start], partial(self._gather, first, read, scratch)
+            if len(piece) == last - first:
+                gather(piece)
+            else:
+                piece[:] = scratch.keep("part", (self, first), last - first, gather)[low - first : high - first]
+
+    def reads(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the range of the slices with these bytes, if they are read once."""
+        size = self._slice_bytes
+        if self._is_transposed and size is not None and size <= _MAX_SLICE:
+            yield self.name, start // size * size, -(-stop // size) * size
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether indices of a dim are farther apart than those of a dim before it."""
+        strides = [stride for size, stride in zip(self.shape, self.strides, strict=True) if size > 1 and stride]
+        return any(inner > outer for outer, inner in pairwise(strides))
+
+    @property
+    def _slice_bytes(self) -> int | None:
+        """Bytes of a slice along dim 0 that is contiguous, such as the matrix of an expert; None if it is not."""
+        size = prod(self.shape[1:])
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape[1:], self.strides[1:], strict=True))
+        return size * self.unit if len(self.shape) > 1 and self.strides[0] == extent == size else None
+
+    def _part_bytes(self, most: int) -> int:
+        """Bytes of a part of a transposed tensor: a contiguous slice, or as many rows as fit into ``most`` bytes."""
+        if self._slice_bytes is not None and self._slice_bytes <= most:
+            return self._slice_bytes
+        rows = (self.unit * prod(self.shape[dim:]) for dim in range(1, len(self.shape)))
+        row = next((size for size in rows if size <= most), self.unit)
+        return max(most // row, 1) * row
+
+    def _gather(self, start: int, read: ReadTensor, scratch: Scratch, data: Bytes) -> None:
+        """Fill a buffer with the bytes of the tensor from ``start`` on."""
+        elements = np.frombuffer(data, f"u{self.unit}")
         first = start // self.unit
         for box in _boxes(first, first + len(elements), self.shape):
             shape = [high - low for low, high in box]
             target, elements = np.split(elements, [prod(shape)])
-            if self._slice_bytes is not None:
-                self._copy_slices(target.reshape(shape), box, read, scratch)
-                continue
             offset = sum(low * stride for (low, _), stride in zip(box, self.strides, strict=True))
-            self._gather(target.reshape(shape), offset, read, scratch)
+            self._gather_box(target.reshape(shape), offset, read, scratch)
 
-    def reads(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the range of small slices with these bytes; large ones are kept, and of other ranges parts are read."""
-        size = self._slice_bytes
-        if size is not None and size <= _LARGE_READ:
-            yield self.name, start // size * size, -(-stop // size) * size
-
-    @property
-    def _slice_bytes(self) -> int | None:
-        """Bytes of a slice along dim 0 that is contiguous and small, such as the matrix of an expert; else None."""
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(self.shape[1:], self.strides[1:], strict=True))
-        is_contiguous = len(self.shape) > 1 and self.strides[0] == extent == prod(self.shape[1:])
-        return extent * self.unit if is_contiguous and extent * self.unit <= _MAX_SLICE else None
-
-    def _copy_slices(self, target: NDArray[np.unsignedinteger], box: _Box, read: ReadTensor, scratch: Scratch) -> None:
-        """Copy a box from whole slices along dim 0, of which the last one is kept for the next block."""
-        size = self._slice_bytes or 0
-        (first, _), *inner = box
-        offset = sum(low * stride for (low, _), stride in zip(inner, self.strides[1:], strict=True)) * self.unit
-        strides = [stride * self.unit for stride in self.strides[1:]]
-        for at, part in enumerate(target, first):
-            data = scratch.keep("slice", (self, at), size, partial(read, self.name, at * size))
-            np.copyto(part, np.ndarray(part.shape, part.dtype, data, offset, strides))
-
-    def _gather(
-        self,
-        target: NDArray[np.unsignedinteger],
-        offset: int,
-        read: ReadTensor,
-        scratch: Scratch,
-    ) -> None:
-        """Fill an array from elements at the offset; a range of which little is needed is read in halves."""
-        reach = [(size - 1) * stride for size, stride in zip(target.shape, self.strides, strict=True)]
-        extent = (sum(reach) + 1) * self.unit
-        if extent <= _SMALL_READ or (extent <= _LARGE_READ and extent <= 2 * target.nbytes):
-            data = scratch.take("strided", extent)
+    def _gather_box(self, target: NDArray[np.unsignedinteger], offset: int, read: ReadTensor, scratch: Scratch) -> None:
+        """Fill an array from elements at the offset, with reads of bounded size; those also read small gaps."""
+        most = max(scratch.kept_bytes // _READS_OF_PART, self.unit)
+        extent, gaps = 1, dict[int, int]()
+        for stride, dim, size in sorted(zip(self.strides, range(target.ndim), target.shape, strict=True)):
+            if size > 1:
+                gaps[dim] = stride - extent
+                extent += (size - 1) * stride
+        widest = max(gaps, key=gaps.__getitem__, default=0)
+        has_wide_gap = bool(gaps) and gaps[widest] * self.unit > _SMALL_READ
+        if extent * self.unit <= most and not has_wide_gap:
+            data = scratch.take("strided", extent * self.unit)
             read(self.name, offset * self.unit, data)
             strides = [stride * self.unit for stride in self.strides]
             np.copyto(target, np.ndarray(target.shape, target.dtype, data, strides=strides))
             return
-        dim = reach.index(max(reach))
-        half = target.shape[dim] // 2
-        for part, start in zip(np.split(target, [half], dim), (0, half), strict=True):
-            self._gather(part, offset + start * self.strides[dim], read, scratch)
+        dim = widest if has_wide_gap else [*gaps][-1]
+        stride, size = self.strides[dim], target.shape[dim]
+        step = 1 if has_wide_gap else min(max(most // (stride * self.unit), 1), size - 1)
+        for start in range(0, size, step):
+            part = target[(slice(None),) * dim + (slice(start, start + step),)]
+            self._gather_box(part, offset + start * stride, read, scratch)
 
 
 def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[_Box]:

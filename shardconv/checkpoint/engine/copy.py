@@ -32,6 +32,10 @@ BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
 _MAX_BLOCKS_BYTES = 4 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
+#: Maximum bytes of the parts of transposed tensors that all threads keep together.
+KEPT_BYTES = 12 * 2**20
+#: Maximum bytes of such a part that a thread keeps if files are at URLs, which are requested once for each part.
+REMOTE_KEPT_BYTES = 48 * 2**20
 #: Maximum number of threads: more of them would not have room for their blocks.
 _MAX_WORKERS = _MAX_BLOCKS_BYTES // _MIN_BLOCK_BYTES
 #: Default of the number of threads, with many processors.
@@ -222,10 +226,15 @@ def default_threads(processes: int = 1) -> int:
 
 
 class Scratch:
-    """Reusable buffers of one thread; a block should have at most ``block_bytes``."""
+    """Reusable buffers of one thread.
 
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
+    Args:
+        block_bytes: maximum bytes of a block.
+        kept_bytes: maximum bytes of a part of a tensor that is kept for the next blocks.
+    """
+
+    def __init__(self, block_bytes: int, kept_bytes: int = KEPT_BYTES) -> None:
+        self.block_bytes, self.kept_bytes = block_bytes, kept_bytes
         self._buffers: dict[str, Bytes] = {}
         self._keys: dict[str, object] = {}
         self._nested: dict[str, Scratch] = {}
@@ -233,7 +242,7 @@ class Scratch:
     def nested(self, name: str) -> "Scratch":
         """Separate buffers for functions that are called while buffers of this object are in use."""
         if name not in self._nested:
-            self._nested[name] = Scratch(self.block_bytes)
+            self._nested[name] = Scratch(self.block_bytes, self.kept_bytes)
         return self._nested[name]
 
     def keep(self, name: str, key: object, size: int, fill: Callable[[Bytes], None]) -> Bytes:
@@ -277,9 +286,15 @@ class StripeState:
 
 
 class Side(Protocol):
-    """A reader or a sink."""
+    """A reader or a sink.
+
+    Attributes:
+        tensors: the shards of each tensor.
+        is_remote: whether it reads from URLs.
+    """
 
     tensors: Sequence[Shards]
+    is_remote: bool
 
     def prefetch(self, stripe: Iterable[Span]) -> None:
         """Start to read a stripe. The calling thread copies stripes in the order in which it prefetched them."""
@@ -348,10 +363,12 @@ class CopyJob:
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
         block_bytes = max(_MAX_BLOCKS_BYTES // max(workers, 1), _MIN_BLOCK_BYTES)
+        is_remote = any(side.is_remote for side in self._sides)
+        kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(workers, 1)
         self._numbers = iter(range(count)) if self._in_order else spread(count, threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                pending = {pool.submit(self._work, Scratch(block_bytes)) for _ in range(workers)}
+                pending = {pool.submit(self._work, Scratch(block_bytes, kept_bytes)) for _ in range(workers)}
                 while pending:
                     finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
                     for future in finished:

@@ -66,7 +66,7 @@ class ShardReader:
         rank_of: Sequence[int] = (),
         remedy: str = "",
     ) -> None:
-        self.tensors = tensors
+        self.tensors, self.is_remote = tensors, files.is_remote
         self._files = files
         self._labels = labels
         self._names = names
@@ -200,7 +200,7 @@ class ShardWriter:
         with_checksums: bool,
         rank_of: Sequence[int] = (),
     ) -> None:
-        self.tensors = tensors
+        self.tensors, self.is_remote = tensors, False
         self._files = files
         self._with_checksums = with_checksums
         empty = xxhash.xxh3_128().hexdigest()
@@ -255,7 +255,7 @@ class Comparer:
         self._numbers = [numbers.get(name) for name in names]
         found = zip(self._numbers, held, strict=True)
         self.tensors: Sequence[Shards] = [one if number is None else reader.tensors[number] for number, one in found]
-        self._reader = reader
+        self._reader, self.is_remote = reader, reader.is_remote
         self._names = names
         self._held = held
 

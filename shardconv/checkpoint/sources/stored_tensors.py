@@ -114,7 +114,7 @@ class _TransformedReader:
         tensors: Mapping[str, TensorSpec],
         edits: Mapping[str, Edits],
     ) -> None:
-        self._reader, self._layers = reader, stored.layers
+        self._reader, self._layers, self.is_remote = reader, stored.layers, reader.is_remote
         self._numbers = {name: number for number, name in enumerate(names)}
         self._names = list(tensors)
         self.tensors: Sequence[Shards] = [

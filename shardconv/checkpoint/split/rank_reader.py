@@ -13,7 +13,16 @@ from contextlib import ExitStack
 from typing import Self
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Scratch, Shards, Span, Stripe, StripeState, default_threads, held_stripes
+from shardconv.checkpoint.engine.copy import (
+    REMOTE_KEPT_BYTES,
+    Scratch,
+    Shards,
+    Span,
+    Stripe,
+    StripeState,
+    default_threads,
+    held_stripes,
+)
 from shardconv.checkpoint.engine.geometry import ShardRows, geometry, unsharded
 from shardconv.checkpoint.engine.shards import ShardReader
 from shardconv.checkpoint.sources.source import Source
@@ -254,7 +263,7 @@ class RankSourceReader(RankReader):
         held = {name: spec for name, spec in source.specs.items() if names is None or name in names}
         super().__init__(files, held, plan, rank)
         self._number = {name: number for number, name in enumerate(source.specs)}
-        self._scratch = Scratch(_BLOCK_BYTES)
+        self._scratch = Scratch(_BLOCK_BYTES, REMOTE_KEPT_BYTES)
         self._mappings: dict[int, Bytes | None] = {}
         if files.is_remote:
             self._reader.prefetch(tuple(span for name in self.tensors for span in self._spans(name)))
