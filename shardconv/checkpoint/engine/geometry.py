@@ -22,6 +22,8 @@ from shardconv.plan.placement import Interval, IntervalOrPadding, Placement, int
 GAP_BYTES = 2**20
 #: Bytes at the beginning of a row with which padding before the first interval is written; a multiple of every element.
 _ROW_START = 64
+#: Ranges whose boxes, or whose shards, are kept: layers repeat the shapes of their tensors.
+_NUM_KEPT = 1024
 
 
 class Run(NamedTuple):
@@ -66,7 +68,7 @@ class Box(NamedTuple):
     is_replica: bool
 
 
-class ShardRows(Struct, frozen=True):
+class ShardRows(Struct, frozen=True, cache_hash=True):
     """The rows of one rank's shard.
 
     Attributes:
@@ -92,31 +94,36 @@ class ShardRows(Struct, frozen=True):
     def local(self, position: int) -> int:
         """Number of bytes of the shard before a byte of the full tensor; padding belongs to the run before it."""
         row, column = divmod(position, self.full_width)
-        return row * self.width + self._local_column(column)
+        return row * self.width + self.column(column)
 
-    def _local_column(self, column: int) -> int:
-        if column == 0:
+    def column(self, position: int) -> int:
+        """Number of bytes of a row of the shard before a byte of a row of the full tensor."""
+        if position == 0:
             return 0
-        after = bisect_left(self.starts, column)
+        after = bisect_left(self.starts, position)
         if after:
             run = self.runs[after - 1]
-            if column < run.start + run.size:
-                return run.local + column - run.start
+            if position < run.start + run.size:
+                return run.local + position - run.start
         return self.runs[after].local if after < len(self.runs) else self.width
 
-    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+    def boxes(self, start: int, stop: int) -> Sequence[Box]:
         """The boxes of the flat range ``[start, stop)`` of the full tensor that are in this shard."""
-        base = self.local(start)
-        for row, rows, first, last in row_spans(start, stop, self.full_width):
-            before = self._local_column(first)
-            full, local = row * self.full_width + first - start, row * self.width + before - base
-            for run in self.runs:
-                low, high = max(first, run.start), min(last, run.start + run.size)
-                if low < high:
-                    at = run.local + low - run.start - before
-                    yield Box(
-                        full, local, rows, self.full_width, self.width, low - first, at, high - low, run.is_replica
-                    )
+        return _boxes(self, start, stop)
+
+
+@lru_cache(_NUM_KEPT)
+def _boxes(shard: ShardRows, start: int, stop: int) -> tuple[Box, ...]:
+    width, base, found = shard.full_width, shard.local(start), list[Box]()
+    for row, rows, first, last in row_spans(start, stop, width):
+        before = shard.column(first)
+        full, local = row * width + first - start, row * shard.width + before - base
+        for run in shard.runs:
+            low, high = max(first, run.start), min(last, run.start + run.size)
+            if low < high:
+                at = run.local + low - run.start - before
+                found.append(Box(full, local, rows, width, shard.width, low - first, at, high - low, run.is_replica))
+    return tuple(found)
 
 
 def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, int]]:
@@ -133,7 +140,16 @@ def row_spans(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int
         yield row, 1, column, last_column
 
 
-class Geometry(Struct, frozen=True):
+class Overlap(NamedTuple):
+    """A byte range of a rank's shard."""
+
+    rank: int
+    rows: ShardRows
+    start: int
+    stop: int
+
+
+class Geometry(Struct, frozen=True, cache_hash=True):
     """A full tensor of ``num_bytes`` bytes with rows of ``width`` bytes, and the shard of each rank.
 
     Attributes:
@@ -149,12 +165,9 @@ class Geometry(Struct, frozen=True):
     shards: tuple[ShardRows, ...]
     columns: tuple[tuple[int, int], ...] | None = None
 
-    def overlaps(self, start: int, stop: int) -> Iterator[tuple[int, ShardRows, int, int]]:
-        """The shards that hold bytes of a flat range: rank, rows of the shard, and byte range in the shard."""
-        for rank, shard in enumerate(self.shards):
-            low, high = shard.local(start), shard.local(stop)
-            if low < high:
-                yield rank, shard, low, high
+    def overlaps(self, start: int, stop: int) -> Sequence[Overlap]:
+        """The shards that hold bytes of a flat range."""
+        return _overlaps(self, start, stop)
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The parts of a flat range that shards hold, with short gaps between them."""
@@ -169,6 +182,12 @@ class Geometry(Struct, frozen=True):
                 for low, high in columns:
                     if max(low, first) < min(high, last):
                         yield base + max(low, first), base + min(high, last)
+
+
+@lru_cache(_NUM_KEPT)
+def _overlaps(of: Geometry, start: int, stop: int) -> tuple[Overlap, ...]:
+    found = (Overlap(rank, rows, rows.local(start), rows.local(stop)) for rank, rows in enumerate(of.shards))
+    return tuple(each for each in found if each.start < each.stop)
 
 
 @lru_cache(maxsize=4096)

@@ -81,7 +81,7 @@ class ShardReader:
             engine.arrays.fill_expected(block, shards.edits, span.start)  # bytes that no shard holds are as expected
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file, ranges = shards.files[rank], shards.ranges(rank, low, high)
-            boxes = list(shard.boxes(span.start, span.stop))
+            boxes = shard.boxes(span.start, span.stop)
             is_copied = shards.is_edited or any(box.is_replica for box in boxes)
             data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
@@ -212,7 +212,7 @@ class ShardWriter:
         shards = self.tensors[span.tensor]
         for rank, shard, low, high in shards.geometry.overlaps(span.start, span.stop):
             file = shards.files[rank]
-            boxes = list(shard.boxes(span.start, span.stop))
+            boxes = shard.boxes(span.start, span.stop)
             data = _contiguous(boxes, high - low, block)
             if data is None or shards.is_edited:
                 data = scratch.take("scatter", high - low)
@@ -281,7 +281,7 @@ class Comparer:
             compared = scratch.take("held", len(block))
             compared[:] = other
             for _, shard, _, _ in held.overlaps(span.start, span.stop):
-                engine.arrays.copy_boxes(block, list(shard.boxes(span.start, span.stop)), compared)
+                engine.arrays.copy_boxes(block, shard.boxes(span.start, span.stop), compared)
             block = compared
         at = engine.arrays.first_difference(block, other)
         if at is not None and not state.problem:

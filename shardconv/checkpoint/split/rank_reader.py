@@ -298,7 +298,7 @@ class RankSourceReader(RankReader):
         for span in self._spans(name):
             for start in range(span.start, span.stop, len(block)):
                 stop = min(start + len(block), span.stop)
-                local, boxes = data[shard.local(start) : shard.local(stop)], list(shard.boxes(start, stop))
+                local, boxes = data[shard.local(start) : shard.local(stop)], shard.boxes(start, stop)
                 if len(boxes) == 1 and boxes[0].rows * boxes[0].size == len(local) == stop - start:
                     self._fill(name, local, start)
                 else:
@@ -321,7 +321,7 @@ class RankSourceReader(RankReader):
 
     def _prefetch(self, full: Shards, shard: ShardRows) -> None:
         """Ask the operating system to read ahead the range of the file that has the shard."""
-        boxes = list(shard.boxes(0, full.geometry.num_bytes))
+        boxes = shard.boxes(0, full.geometry.num_bytes)
         if boxes:
             first = min(box.full + box.offset for box in boxes)
             last = max(box.full + box.offset + (box.rows - 1) * box.full_width + box.size for box in boxes)
@@ -361,13 +361,13 @@ def _take_shard(full: Bytes, shard: ShardRows, *, is_copied: bool = False) -> By
     if not is_copied and (found := _only_range(shard, len(full))) is not None:
         return full[found]
     data = memoryview(bytearray(shard.local(len(full))))
-    engine.arrays.scatter(full, list(shard.boxes(0, len(full))), data, is_padded=False)
+    engine.arrays.scatter(full, shard.boxes(0, len(full)), data, is_padded=False)
     return data
 
 
 def _only_range(shard: ShardRows, full_bytes: int) -> slice | None:
     """The range of the full tensor that is the shard; None if the shard is not one range."""
-    boxes = list(shard.boxes(0, full_bytes))
+    boxes = shard.boxes(0, full_bytes)
     if len(boxes) != 1 or shard.is_padded:
         return None
     (box,) = boxes
