@@ -76,15 +76,31 @@ def write_llama(path: Path, *options: str) -> int:
 
 #: Reads some bytes of a file in blocks, or writes as many to each target, or copies them, and does nothing else.
 _LOOP = """
-import os, sys
+import mmap, os, sys
 kind, size, source, *targets = sys.argv[1:]
-block = memoryview(bytearray(2**18))
+size, block = int(size), memoryview(bytearray(2**18))
 read = os.open(source, os.O_RDONLY)
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
-for offset in range(0, int(size), len(block)):
+if kind == "map and hash":
+    import xxhash
+    hashed, mapped = xxhash.xxh3_128(), mmap.mmap(read, 0, access=mmap.ACCESS_COPY)
+    view = memoryview(mapped)
+if kind == "copy columns":
+    import numpy
+    columns = numpy.frombuffer(block, "u1").reshape(-1, len(targets), 2**12)
+    column = numpy.empty_like(columns[:, 0])
+for offset in range(0, size, len(block)):
+    if kind == "map and hash":
+        mapped.madvise(22, offset, min(len(block), size - offset))  # MADV_POPULATE_READ
+        hashed.update(view[offset : offset + len(block)])
+        continue
     if kind != "write":
         os.preadv(read, [block], offset)
-    if kind != "read":
+    if kind == "copy columns":
+        for number, target in enumerate(write):
+            numpy.copyto(column, columns[:, number])
+            os.pwrite(target, column, offset // len(write))
+    elif kind != "read":
         for target in write:
             os.pwrite(target, block, offset)
 """
@@ -93,19 +109,23 @@ for offset in range(0, int(size), len(block)):
 def bounds(place: Place) -> Iterator[Row]:
     """One thread that reads or writes bytes of the source and does nothing else, compared with ``cp``.
 
-    A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fourth row does. The
-    usual script is that of the section usual_script.
+    A split of an adapter (section adapters) reads a part of what it writes, as the loop of the fifth row does. A
+    verified load (loading_and_running) maps and hashes its files. A split of GPTQ (quantized) copies columns of most of
+    its matrices. The usual script is that of the section usual_script.
     """
     with llama(place) as source:
         copied, size = source.parent / "cp.out", source.stat().st_size
         targets = tuple(source.parent / f"out{number}" for number in range(4))
         pairs_of = partial(run_pairs, outputs=(copied, *targets), rounds=ROUNDS, warm_bytes=place.warm_bytes)
         loop, copy = (sys.executable, "-c", _LOOP), ("cp", source, copied)
-        for kind in ("read", "write", "copy"):
+        for kind in ("read", "map and hash", "write", "copy"):
             pairs = pairs_of((*loop, kind, str(size), source, targets[0]), copy)
             yield _pair_row(f"{kind} in blocks of 256 KiB / cp, {place.kind}", "(none)", pairs, "cp")
         pairs = pairs_of((*loop, "copy", str(size // 4), source, *targets), copy)
         yield _pair_row(f"read a quarter, and write it four times / cp, {place.kind}", "(none)", pairs, "cp")
+        plain = (*loop, "copy", str(size), source, copied)
+        pairs = pairs_of((*loop, "copy columns", str(size), source, *targets), plain)
+        yield _pair_row(f"copy columns of 4 KiB to four files / copy, {place.kind}", "(none)", pairs, "copy")
         script = (sys.executable, Path(__file__).with_name("usual_script.py"), source, copied, "8")
         pairs = pairs_of(script, (*loop, "copy", str(size), source, targets[0]))
         yield _pair_row(f"usual script / copy in blocks of 256 KiB, {place.kind}", "(none)", pairs, "copy")

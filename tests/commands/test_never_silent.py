@@ -413,9 +413,9 @@ def vae_with_variants(source: Path) -> None:
         copied("transformer/model.safetensors", f"vae/{name}")(source)
 
 
-def lora(name: str) -> Change:
-    """Add a LoRA file with this tensor."""
-    return lambda source: save_file({name: torch.zeros(2, 64)}, source / "lora.safetensors")
+def lora(*names: str, shape: tuple[int, ...] = (2, 64)) -> Change:
+    """Add a LoRA file with these tensors."""
+    return lambda source: save_file({name: torch.zeros(shape) for name in names}, source / "lora.safetensors")
 
 
 def replace_component(split: Path, other: Path) -> None:
@@ -1310,6 +1310,18 @@ CASES: Mapping[str, Case] = {
     "LoRA file with a layer that the component lacks": split_with(
         error("other.lora_A.weight", "does not have a layer other: fuse it into the pipeline in Python", "load_lora_w"),
         lora("transformer.other.lora_A.weight"), "--adapter", "SOURCE/lora.safetensors",
+    ),
+    "LoRA file with the alpha of a layer alone": split_with(
+        error("x_embedder.alpha: its layer x_embedder does not have A"),
+        lora("transformer.x_embedder.alpha", shape=()), "--adapter", "SOURCE/lora.safetensors",
+    ),
+    "LoRA file with a scalar as A": split_with(
+        error("x_embedder.lora_A.weight"),
+        lora("transformer.x_embedder.lora_A.weight", "transformer.x_embedder.lora_B.weight", shape=()),
+        "--adapter", "SOURCE/lora.safetensors",
+    ),
+    "LoRA file without tensors": split_with(
+        error("lora.safetensors", "does not have tensors"), lora(), "--adapter", "SOURCE/lora.safetensors",
     ),
     "pipeline for an engine": split_with(
         error("--for vllm is for one model", "pass a component"), lambda _: None, "--for", "vllm",
