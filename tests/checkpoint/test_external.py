@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import shardconv
+from shardconv.checkpoint.engine import copy
 from shardconv.checkpoint.sources.meta_params import head_sizes, params_of_config
 from shardconv.checkpoint.sources.opening import open_source
 from shardconv.checkpoint.sources.source import Source
@@ -103,6 +104,18 @@ def test_reshard_of_metas_files_equals_a_split_of_them(in_meta_order, tmp_path):
     assert (report.old_tp, report.tp, report.old_layout) == (2, 4, "meta")
     shardconv.split(source, tmp_path / "split", tp=4)
     assert contents(tmp_path / "resharded") == contents(tmp_path / "split")
+
+
+def test_a_difference_in_a_part_that_both_readers_keep_is_found(in_meta_order, tmp_path, monkeypatch):
+    """The rows of a head, which are reordered together, are larger than a block."""
+    for limit in ("BLOCK_BYTES", "BLOCK_BYTES_PER_SHARD"):
+        monkeypatch.setattr(copy, limit, 512)
+    changed = in_meta_order[KEYS].clone()
+    changed[-1] += 1
+    source = write_meta(tmp_path / "source", ranks_of(in_meta_order, 1), PARAMS)
+    other = write_meta(tmp_path / "other", ranks_of({**in_meta_order, KEYS: changed}, 1), PARAMS)
+    (found,) = shardconv.verify(source, against=other).differences
+    assert re.fullmatch(r"model\.layers\.1\.self_attn\.k_proj\.weight: byte \d+ of the tensor differs .*", found)
 
 
 @pytest.fixture

@@ -266,7 +266,8 @@ class Comparer:
         for part in split_span(span, max(_COMPARED_BYTES, width), width):
             for common in self._common([part]):
                 other = scratch.take("compare", part.stop - part.start)
-                self._reader.gather(state, common, other, scratch)
+                # both readers may keep parts of tensors that have the same names
+                self._reader.gather(state, common, other, scratch.nested("compare"))
                 self._compare(state, part, block[part.start - span.start : part.stop - span.start], other, scratch)
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:
