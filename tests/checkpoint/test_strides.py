@@ -37,11 +37,11 @@ def test_ranges_have_the_elements_of_the_view(name, dtype, gap, kept, monkeypatc
     size = array.itemsize
     stored = memoryview(array.reshape(-1).view(np.uint8))[view.ctypes.data - array.ctypes.data :]
     tensor = StridedTensor("x", size, view.shape, tuple(stride // size for stride in view.strides))
-    reads, parts = [], [0]
+    reads, kept_sizes = [], [0]
 
     class Recorded(Scratch):
         def keep(self, name: str, key: object, size: int, fill: Callable[[memoryview], None]) -> memoryview:
-            parts.append(size)
+            kept_sizes.append(size)
             return super().keep(name, key, size, fill)
 
     def read(label: str, start: int, buffer: memoryview) -> None:
@@ -57,4 +57,4 @@ def test_ranges_have_the_elements_of_the_view(name, dtype, gap, kept, monkeypatc
         tensor.fill(block, int(start), read, scratch)
         assert bytes(block) == expected[start:stop]
     assert max(reads) <= max(kept // 8, size)
-    assert max(parts) <= kept
+    assert max(kept_sizes) <= kept
