@@ -24,14 +24,14 @@ VIEWS = {
 
 
 #: Bytes of a gap that is read, and of a part that is kept.
-LIMITS = [(8, 64), (64, 1000), (400, 8000), (arrays._SMALL_READ, KEPT_BYTES)]
+LIMITS = [(8, 64), (64, 1000), (400, 8000), (arrays._MAX_GAP, KEPT_BYTES)]
 
 
 @pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize(("gap", "kept"), LIMITS)
 def test_ranges_have_the_elements_of_the_view(name, dtype, gap, kept, monkeypatch):
-    monkeypatch.setattr(arrays, "_SMALL_READ", gap)
+    monkeypatch.setattr(arrays, "_MAX_GAP", gap)
     array = np.random.default_rng(0).integers(0, 256, 12 * 10 * 14).astype(dtype).reshape(12, 10, 14)
     view = VIEWS[name](array)
     size = array.itemsize

@@ -81,9 +81,9 @@ def first_difference(left: Bytes, right: Bytes) -> int | None:
 # --- tensors that are stored with strides, such as a transposed matrix or a slice of columns --------------------------
 
 #: Maximum bytes between two needed ranges that are read with them: reading this many takes as long as another call.
-_SMALL_READ = 48 * 2**10
-#: Maximum bytes of a read, as a fraction of the part of a tensor that is kept.
-_READS_OF_PART = 8
+_MAX_GAP = 48 * 2**10
+#: Minimum reads of a kept part: each has at most as many bytes as the part, divided by this.
+_READS_PER_PART = 8
 #: Maximum bytes of a slice that is prefetched: at URLs, slices up to this size are read once.
 _MAX_SLICE = REMOTE_KEPT_BYTES
 
@@ -162,14 +162,14 @@ class StridedTensor(Struct, frozen=True):
 
     def _gather_box(self, target: NDArray[np.unsignedinteger], offset: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill an array from elements at the offset, with reads of bounded size; those also read small gaps."""
-        most = max(scratch.kept_bytes // _READS_OF_PART, self.unit)
+        most = max(scratch.kept_bytes // _READS_PER_PART, self.unit)
         extent, gaps = 1, dict[int, int]()
         for stride, dim, size in sorted(zip(self.strides, range(target.ndim), target.shape, strict=True)):
             if size > 1:
                 gaps[dim] = stride - extent
                 extent += (size - 1) * stride
         widest = max(gaps, key=gaps.__getitem__, default=0)
-        has_wide_gap = bool(gaps) and gaps[widest] * self.unit > _SMALL_READ
+        has_wide_gap = bool(gaps) and gaps[widest] * self.unit > _MAX_GAP
         if extent * self.unit <= most and not has_wide_gap:
             data = scratch.take("strided", extent * self.unit)
             read(self.name, offset * self.unit, data)

@@ -16,7 +16,7 @@ from shardconv.files.storage.clients import wait
 from shardconv.files.storage.remote_file import RemoteFile
 
 #: Bytes of one request.
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20
 #: Maximum bytes that are fetched and not yet read, of all threads and sources of a process.
 MAX_BYTES = 96 * 2**20
 
