@@ -111,6 +111,7 @@ class StridedTensor(Struct, frozen=True):
 
     def fill(self, block: Bytes, start: int, read: ReadTensor, scratch: Scratch) -> None:
         """Fill a block of full elements with the bytes of the tensor from ``start`` on."""
+        scratch = scratch.parts()
         if not (self._is_transposed and len(block)):
             self._gather(start, read, scratch, block)
             return
@@ -171,7 +172,7 @@ class StridedTensor(Struct, frozen=True):
         widest = max(gaps, key=gaps.__getitem__, default=0)
         has_wide_gap = bool(gaps) and gaps[widest] * self.unit > _MAX_GAP
         if extent * self.unit <= most and not has_wide_gap:
-            data = scratch.take("strided", extent * self.unit)
+            data = scratch.take("strided", most)[: extent * self.unit]
             read(self.name, offset * self.unit, data)
             strides = [stride * self.unit for stride in self.strides]
             np.copyto(target, np.ndarray(target.shape, target.dtype, data, strides=strides))

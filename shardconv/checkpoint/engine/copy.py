@@ -13,7 +13,9 @@ import os
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import chain
+from queue import SimpleQueue
 from typing import NamedTuple, Protocol, overload
 
 import xxhash
@@ -32,8 +34,9 @@ BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
 _MAX_BLOCKS_BYTES = 4 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
-#: Maximum bytes of the parts of transposed tensors that all threads keep together.
-KEPT_BYTES = 12 * 2**20
+#: Maximum bytes of the parts of transposed tensors that all threads keep together, and minimum bytes of one: the bytes
+#: of a matrix may be read once for each of its parts.
+KEPT_BYTES, _MIN_KEPT_BYTES = 10 * 2**20, 5 * 2**20
 #: Maximum bytes of such a part that a thread keeps if files are at URLs, which are requested once for each part.
 REMOTE_KEPT_BYTES = 48 * 2**20
 #: Maximum number of threads: more of them would not have room for their blocks.
@@ -231,10 +234,14 @@ class Scratch:
     Args:
         block_bytes: maximum bytes of a block.
         kept_bytes: maximum bytes of a part of a tensor that is kept for the next blocks.
+        shared: the buffers for such parts that threads share; None for own ones.
     """
 
-    def __init__(self, block_bytes: int, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, block_bytes: int, kept_bytes: int = KEPT_BYTES, shared: "_SharedParts | None" = None, *names: str
+    ) -> None:
         self.block_bytes, self.kept_bytes = block_bytes, kept_bytes
+        self._shared, self._names = shared, names
         self._buffers: dict[str, Bytes] = {}
         self._keys: dict[str, object] = {}
         self._nested: dict[str, Scratch] = {}
@@ -242,8 +249,17 @@ class Scratch:
     def nested(self, name: str) -> "Scratch":
         """Separate buffers for functions that are called while buffers of this object are in use."""
         if name not in self._nested:
-            self._nested[name] = Scratch(self.block_bytes, self.kept_bytes)
+            self._nested[name] = Scratch(self.block_bytes, self.kept_bytes, self._shared, *self._names, name)
         return self._nested[name]
+
+    def parts(self) -> "Scratch":
+        """The buffers for parts of tensors."""
+        return self if self._shared is None else reduce(Scratch.nested, self._names, self._shared.take())
+
+    def give_back(self) -> None:
+        """Let other threads have the buffers for parts of tensors, if this thread has some of those that are shared."""
+        if self._shared is not None:
+            self._shared.give_back()
 
     def keep(self, name: str, key: object, size: int, fill: Callable[[Bytes], None]) -> Bytes:
         """A buffer of ``size`` bytes, filled unless the buffer of this name was last filled for the same key."""
@@ -260,6 +276,26 @@ class Scratch:
         if buffer is None or len(buffer) < size:
             buffer = self._buffers[name] = memoryview(bytearray(size))
         return buffer[:size]
+
+
+class _SharedParts:
+    """Buffers for parts of tensors, of those that all threads share: a thread has them until its stripe is copied."""
+
+    def __init__(self, shared: "SimpleQueue[Scratch]") -> None:
+        self._shared = shared
+        self._taken: Scratch | None = None
+
+    def take(self) -> Scratch:
+        """The buffers; waits until another thread gives some back."""
+        if self._taken is None:
+            self._taken = self._shared.get()
+        return self._taken
+
+    def give_back(self) -> None:
+        """Give the buffers back, if the thread has some."""
+        if self._taken is not None:
+            self._shared.put(self._taken)
+            self._taken = None
 
 
 class StripeState:
@@ -364,11 +400,16 @@ class CopyJob:
         workers = min(threads, count, _MAX_WORKERS)
         block_bytes = max(_MAX_BLOCKS_BYTES // max(workers, 1), _MIN_BLOCK_BYTES)
         is_remote = any(side.is_remote for side in self._sides)
-        kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(workers, 1)
+        shares = workers if is_remote else min(workers, KEPT_BYTES // _MIN_KEPT_BYTES)
+        kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(shares, 1)
+        parts = SimpleQueue[Scratch]()
+        for _ in range(shares):
+            parts.put(Scratch(block_bytes, kept_bytes))
         self._numbers = iter(range(count)) if self._in_order else spread(count, threads)
         with ThreadPoolExecutor(threads, thread_name_prefix="shardconv") as pool:
             try:
-                pending = {pool.submit(self._work, Scratch(block_bytes, kept_bytes)) for _ in range(workers)}
+                scratches = [Scratch(block_bytes, kept_bytes, _SharedParts(parts)) for _ in range(workers)]
+                pending = {pool.submit(self._work, scratch) for scratch in scratches}
                 while pending:
                     finished, pending = wait(pending, timeout=_REPORT_SECONDS, return_when=FIRST_COMPLETED)
                     for future in finished:
@@ -392,6 +433,8 @@ class CopyJob:
                     raise
                 with self._lock:
                     self._on_problem(error)
+            finally:
+                scratch.give_back()
             number = following
 
     def _next(self) -> int | None:

@@ -218,7 +218,7 @@ def sample_checksum(source: Source) -> str:
 
 def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeState, count: int = 1) -> str:
     """Compute the checksum of the values in the middle of each of ``count`` parts of these tensors of a reader."""
-    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES)
+    running, scratch = xxhash.xxh3_128(), Scratch(_NUM_BYTES, _NUM_BYTES)
     spans = tuple(
         span for number in numbers for span in _middles(number, reader.tensors[number].geometry.num_bytes, count)
     )
