@@ -15,8 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain
-from queue import SimpleQueue
-from typing import NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
 
 import xxhash
 
@@ -26,13 +25,16 @@ from shardconv.plan.grid import Grid
 from shardconv.support import Progress
 from shardconv.support.errors import IntegrityError
 
+if TYPE_CHECKING:
+    from queue import SimpleQueue
+
 #: Bytes of a stripe. There is one checksum per rank and stripe, so a manifest stores the value it was written with.
 STRIPE_BYTES = 32 * 2**20
 #: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
 BLOCK_BYTES = 2 * 2**20
 BLOCK_BYTES_PER_SHARD = 256 * 2**10
 #: Maximum bytes of the blocks of all threads together.
-_MAX_BLOCKS_BYTES = 4 * 2**20
+_MAX_BLOCKS_BYTES = 3 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
 #: Maximum bytes of the parts of transposed tensors that all threads keep together, and minimum bytes of one: the bytes
 #: of a matrix may be read once for each of its parts.
@@ -394,6 +396,7 @@ class CopyJob:
             OSError: if a file cannot be written.
         """
         from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait  # noqa: PLC0415 - slow; plans copy nothing
+        from queue import SimpleQueue  # noqa: PLC0415
 
         threads = threads or default_threads()
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)

@@ -19,9 +19,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 from math import prod
 from pathlib import Path
-from subprocess import PIPE, Popen
-from tempfile import TemporaryFile
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
 from msgspec import Struct
 
@@ -31,6 +29,9 @@ from shardconv.files.folder import NUM_REQUESTS, START_BYTES, AnyPath, text_prob
 from shardconv.files.input_files import FileState, InputFiles, file_states, open_file
 from shardconv.plan.plan import TensorSpec
 from shardconv.support.errors import PlanError, SourceError, option
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 #: The script of the child process.
 SCRIPT = Path(__file__).with_name("unpickle.py")
@@ -325,6 +326,9 @@ def _ask(requests: Iterable[Request], paths: Sequence[AnyPath]) -> Iterator[dict
 
 def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[str, Any]]:
     """Yield the answers of a child process. If it crashes, the last answer says so."""
+    from subprocess import PIPE, Popen  # noqa: PLC0415 - slow; files that are written do not need them
+    from tempfile import TemporaryFile  # noqa: PLC0415
+
     command = [sys.executable, "-P", str(SCRIPT)]
     done = 0
     with TemporaryFile("w+") as errors:
@@ -353,7 +357,7 @@ def run_script(requests: Sequence[Request], files: InputFiles) -> Iterator[dict[
             yield {"problem": f"its tensors cannot be listed ({reason})", "remedy": _DAMAGED}
 
 
-def _close(child: Popen[bytes]) -> None:
+def _close(child: "Popen[bytes]") -> None:
     """Kill a child process, without an error for buffered bytes that it does not read."""
     child.kill()
     assert child.stdin is not None
