@@ -22,8 +22,6 @@ class ModifiedError(SourceError):
 #: An open file, with the same methods wherever it is.
 InputFile: TypeAlias = "LocalFile | MemoryFile | RemoteFile"
 _AGAIN = "download or copy it again"
-#: Threads that copy remote files, by default: they mostly wait.
-_REMOTE_THREADS = 4
 
 
 class FileState(NamedTuple):
@@ -161,7 +159,6 @@ class InputFiles:
     Attributes:
         mode: the intersection of the permissions of all files, for a file that is copied from them, before the umask.
         is_remote: whether one of them is remote.
-        threads: the default number of threads that read them; None for the default of local files.
 
     Raises:
         ModifiedError: if a file has another size, prefix or state.
@@ -192,7 +189,6 @@ class InputFiles:
             raise
         self._remote = {number: path.file for number, path in enumerate(paths) if isinstance(path, RemotePath)}
         self._ahead = storage.read_ahead.ReadAhead() if self._remote else None
-        self.threads = _REMOTE_THREADS if self._remote else None
         self.is_remote = bool(self._remote)
 
     def _open(self, path: AnyPath, prefix: bytes, size: int, remedy: str) -> None:
@@ -218,6 +214,16 @@ class InputFiles:
             self._ahead.read(self._remote[number], buffer, offset)
         else:
             self._files[number].read(buffer, offset)
+
+    def view(self, number: int, offset: int, size: int) -> Bytes | None:
+        """The memory that holds a range of file ``number``, until the next read of this thread; None to read it.
+
+        Raises:
+            SourceError: if the file cannot be read.
+        """
+        if self._ahead is not None and number in self._remote:
+            return self._ahead.view(self._remote[number], offset, size)
+        return None
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> None:
         """Prefetch the ranges that this thread reads next: number of the file, offset and size of each."""

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -56,13 +57,18 @@ def budget(monkeypatch) -> Budget:
     return made
 
 
-def read_stripe(ahead: ReadAhead, file: File, start: int, stop: int, block: int) -> bytes:
-    """Announce a range and read it block by block, as the copy engine does."""
+def read_stripe(ahead: ReadAhead, file: File, start: int, stop: int, block: int, *, may_view: bool = False) -> bytes:
+    """Announce a range and read it block by block, as the copy engine does, from memory where that is allowed."""
     ahead.announce([(file, start, stop)])
     result = bytearray(stop - start)
     for at in range(start, stop, block):
         end = min(at + block, stop)
-        ahead.read(file, memoryview(result)[at - start : end - start], at)
+        view = ahead.view(file, at, end - at) if may_view else None
+        if view is None:
+            ahead.read(file, memoryview(result)[at - start : end - start], at)
+        else:
+            result[at - start : end - start] = view
+        del view
     return bytes(result)
 
 
@@ -75,25 +81,29 @@ def read_now(ahead: ReadAhead, file: File, start: int, size: int) -> bytes:
 
 @pytest.mark.parametrize("block", [1, 48, 64, 100, 1000])
 @pytest.mark.parametrize("threads", [1, 8])
-def test_every_byte_is_right_and_fetched_once(budget, threads, block):
+@pytest.mark.parametrize("may_view", [False, True])
+def test_every_byte_is_right_and_fetched_once(budget, may_view, threads, block):
     ahead, file, size = ReadAhead(), File(), 640
     with ThreadPoolExecutor(threads) as pool:
         starts = range(0, len(DATA), size)
-        read = list(pool.map(lambda start: read_stripe(ahead, file, start, start + size, block), starts))
+        stripe = partial(read_stripe, ahead, file, block=block, may_view=may_view)
+        read = list(pool.map(lambda start: stripe(start, start + size), starts))
     assert b"".join(read) == DATA
     assert set(file.fetched) == {1}
     assert budget.least >= 0
 
 
-def test_the_room_is_used_and_given_back(budget):
+@pytest.mark.parametrize("may_view", [False, True])
+def test_the_room_is_used_and_given_back(budget, may_view):
     ahead, file = ReadAhead(), File()
-    read_stripe(ahead, file, 0, len(DATA), 100)
+    read_stripe(ahead, file, 0, len(DATA), 100, may_view=may_view)
     assert budget.least == 0
     ahead.cancel()
     assert budget.take(ROOM)
 
 
-def test_a_range_that_was_read_is_freed_before_the_next_one_is_fetched(budget, monkeypatch):
+@pytest.mark.parametrize("may_view", [False, True])
+def test_a_range_that_was_read_is_freed_before_the_next_one_is_fetched(budget, may_view):
     """The bytes that exist at any time, not those that are counted as used."""
     ahead, file, made, exist = ReadAhead(), File(), [], []
 
@@ -106,8 +116,16 @@ def test_a_range_that_was_read_is_freed_before_the_next_one_is_fetched(budget, m
         return future
 
     file.fetch = fetch
-    assert read_stripe(ahead, file, 0, len(DATA), 48) == DATA
+    assert read_stripe(ahead, file, 0, len(DATA), 48, may_view=may_view) == DATA
     assert max(exist) == ROOM
+
+
+def test_memory_is_viewed_where_one_request_has_a_range(budget):
+    ahead, file = ReadAhead(), File()
+    ahead.announce([(file, 0, 2 * CHUNK)])
+    sizes = [view and len(view) for view in (ahead.view(file, at, 48) for at in (0, 48, 64))]
+    assert sizes == [48, None, 48]
+    assert ahead.view(file, 5000, 8) is None  # it was not announced
 
 
 def test_what_was_announced_and_not_read_is_forgotten(budget):

@@ -33,8 +33,9 @@ STRIPE_BYTES = 32 * 2**20
 #: Bytes of a block; it grows with the number of shards, so that single writes do not become small.
 BLOCK_BYTES = 2 * 2**20
 BLOCK_BYTES_PER_SHARD = 256 * 2**10
-#: Maximum bytes of the blocks of all threads together.
-_MAX_BLOCKS_BYTES = 3 * 2**20
+#: Maximum bytes of the blocks of all threads together; and of blocks that are read from URLs: threads that receive data
+#: wait for the interpreter's lock at each step of a block.
+_MAX_BLOCKS_BYTES, _REMOTE_BLOCKS_BYTES = 3 * 2**20, 16 * 2**20
 _MIN_BLOCK_BYTES = 64 * 2**10
 #: Maximum bytes of the parts of transposed tensors that all threads keep together, and minimum bytes of one: the bytes
 #: of a matrix may be read once for each of its parts.
@@ -347,8 +348,19 @@ class Side(Protocol):
 class Reader(Side, Protocol):
     """Reads blocks of full tensors."""
 
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
-        """Fill a block with the bytes of a span."""
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> Bytes:
+        """Read the bytes of a span.
+
+        Returns:
+            The block with the bytes, or memory that holds them until the next read of this thread.
+        """
+
+
+def fill(reader: Reader, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
+    """Fill a block with the bytes of a span."""
+    data = reader.gather(state, span, block, scratch)
+    if data is not block:
+        block[:] = data
 
 
 class Sink(Side, Protocol):
@@ -401,8 +413,9 @@ class CopyJob:
         threads = threads or default_threads()
         count, total = len(self._stripes), sum(span.stop - span.start for stripe in self._stripes for span in stripe)
         workers = min(threads, count, _MAX_WORKERS)
-        block_bytes = max(_MAX_BLOCKS_BYTES // max(workers, 1), _MIN_BLOCK_BYTES)
         is_remote = any(side.is_remote for side in self._sides)
+        max_bytes = _REMOTE_BLOCKS_BYTES if is_remote else _MAX_BLOCKS_BYTES
+        block_bytes = max(max_bytes // max(workers, 1), _MIN_BLOCK_BYTES)
         shares = workers if is_remote else min(workers, KEPT_BYTES // _MIN_KEPT_BYTES)
         kept_bytes = REMOTE_KEPT_BYTES if is_remote else KEPT_BYTES // max(shares, 1)
         parts = SimpleQueue[Scratch]()
@@ -465,12 +478,16 @@ class CopyJob:
         sinks = [(sink, StripeState(number)) for sink in self._sinks]
         for stripe_span in stripe:
             for span in self._blocks(stripe_span, scratch.block_bytes):
-                block = scratch.take("block", span.stop - span.start)
-                self._reader.gather(state, span, block, scratch)
-                for sink, sink_state in sinks:
-                    sink.put(sink_state, span, block, scratch)
-                self._advance(len(block))
+                self._copy_block(span, state, sinks, scratch)
+                self._advance(span.stop - span.start)
         self._finish(stripe, [(self._reader, state), *sinks])
+
+    def _copy_block(
+        self, span: Span, state: StripeState, sinks: Sequence[tuple[Sink, StripeState]], scratch: Scratch
+    ) -> None:
+        block = self._reader.gather(state, span, scratch.take("block", span.stop - span.start), scratch)
+        for sink, sink_state in sinks:
+            sink.put(sink_state, span, block, scratch)
 
     def _advance(self, num_bytes: int) -> None:
         if self._is_stopping:

@@ -74,8 +74,12 @@ class ShardReader:
         self._rank_of = rank_of or range(len(labels))
         self._remedy = remedy
 
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> None:
-        """Fill a block with the bytes of a span; check replicas, padding, and values that follow from a grid."""
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch) -> Bytes:
+        """Read the bytes of a span; check replicas, padding, and values that follow from a grid.
+
+        Returns:
+            The block with the bytes, or memory that holds them until the next read of this thread.
+        """
         shards = self.tensors[span.tensor]
         if shards.edits is not None and (not shards.files or shards.geometry.columns is not None):
             engine.arrays.fill_expected(block, shards.edits, span.start)  # bytes that no shard holds are as expected
@@ -85,15 +89,18 @@ class ShardReader:
             is_copied = shards.is_edited or any(box.is_replica for box in boxes)
             data = None if is_copied else _contiguous(boxes, high - low, block)
             if data is not None:
-                self._read(state, file, data, ranges)
+                is_whole = len(data) == len(block) and shards.edits is None
+                read = self._read(state, file, data, ranges, may_view=is_whole)
+                block = read if is_whole else block
                 continue
-            data = scratch.take("gather", high - low)
-            self._read(state, file, data, ranges)
+            may_view = not (shards.is_edited or shard.is_padded)  # data of others is changed
+            data = self._read(state, file, scratch.take("gather", high - low), ranges, may_view=may_view)
             if shards.edits is not None and shards.is_edited:
                 _edit(data, shards.edits, rank, low, sign=1)
             self._copy_boxes(state, span, file, data, block, boxes, is_padded=shard.is_padded)
         if shards.edits is not None:
             state.problem = state.problem or engine.arrays.unexpected(block, shards.edits, span.start)
+        return block
 
     def check(self, number: int, stripe: Stripe, views: Sequence[Bytes]) -> None:
         """Check a stripe against its checksum where its bytes are in memory, without gathering full tensors.
@@ -116,10 +123,18 @@ class ShardReader:
                 state.update(self._rank_of[file], data)
         self.finish(state, stripe)
 
-    def _read(self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]]) -> None:
-        self._files.read_ranges(file, data, ranges)
+    def _read(
+        self, state: StripeState, file: int, data: Bytes, ranges: Iterable[tuple[int, int]], *, may_view: bool
+    ) -> Bytes:
+        """The bytes of ranges, as a view of memory that holds them or in ``data``."""
+        ranges = [*ranges]
+        view = self._files.view(file, *ranges[0]) if may_view and len(ranges) == 1 else None
+        if view is None:
+            self._files.read_ranges(file, data, ranges)
+            view = data
         if self._checksums is not None:
-            state.update(self._rank_of[file], data)
+            state.update(self._rank_of[file], view)
+        return view
 
     def _copy_boxes(
         self, state: StripeState, span: Span, file: int, data: Bytes, block: Bytes, boxes: Sequence[Box], *,
@@ -265,9 +280,9 @@ class Comparer:
         width = 1 if geometry.width == geometry.num_bytes else geometry.width
         for part in split_span(span, max(_COMPARED_BYTES, width), width):
             for common in self._common([part]):
-                other = scratch.take("compare", part.stop - part.start)
                 # both readers may keep parts of tensors that have the same names
-                self._reader.gather(state, common, other, scratch.nested("compare"))
+                buffer, nested = scratch.take("compare", part.stop - part.start), scratch.nested("compare")
+                other = self._reader.gather(state, common, buffer, nested)
                 self._compare(state, part, block[part.start - span.start : part.stop - span.start], other, scratch)
 
     def _common(self, spans: Iterable[Span]) -> Iterator[Span]:

@@ -341,12 +341,11 @@ def _compare_data(
     common = {name: spec for name, spec in manifest.tensors.items() if specs.get(name) == spec}
     with inputs:
         if source is None or is_other_model(manifest.source_tensors, source):
-            found = find_differences(stripes, reader, None, threads=threads or inputs.threads, progress=progress)
+            found = find_differences(stripes, reader, None, threads=threads, progress=progress)
         else:
             expected, others = open_tensors(source, common, None, for_report=True)
             with others:
                 comparer = Comparer(expected, list(common), list(manifest.tensors), reader.tensors)
-                threads = threads or inputs.threads or others.threads
                 found = find_differences(stripes, reader, comparer, threads=threads, progress=progress)
                 others.check_unchanged()
         inputs.check_unchanged()

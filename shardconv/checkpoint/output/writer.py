@@ -357,7 +357,7 @@ class CheckpointWriter(Struct, frozen=True):
                 resume = None
             held = held_stripes(weights.stripes, weights.shards) if paths else []
             job = CopyJob(held, reader, [writer], resume=resume, in_order=outputs.in_order)
-            threads = self.options.threads or outputs.threads or inputs.threads
+            threads = self.options.threads or outputs.threads
             job.run(threads=threads, progress=self.team.watch(self.options.progress))
             inputs.check_unchanged()
             if weights.identify is None:

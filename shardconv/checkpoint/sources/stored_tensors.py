@@ -7,7 +7,7 @@ from itertools import chain
 import xxhash
 
 from shardconv.checkpoint import engine
-from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState
+from shardconv.checkpoint.engine.copy import Edits, Reader, Scratch, Shards, Span, Stripe, StripeState, fill
 from shardconv.checkpoint.engine.geometry import Geometry, Run, ShardRows
 from shardconv.checkpoint.engine.layout import edits_of
 from shardconv.checkpoint.engine.shards import ShardReader
@@ -65,7 +65,7 @@ def read_values(stored: StoredTensors, tensors: Mapping[str, TensorSpec]) -> Ite
         for number, name in enumerate(tensors):
             data = memoryview(bytearray(reader.tensors[number].geometry.num_bytes))
             if data:
-                reader.gather(state, Span(number, 0, len(data)), data, scratch)
+                fill(reader, state, Span(number, 0, len(data)), data, scratch)
             if state.problem:
                 raise SourceError(state.problem)
             yield name, data
@@ -124,13 +124,20 @@ class _TransformedReader:
             for name, spec in tensors.items()
         ]
 
-    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> None:
-        """Fill a block with the bytes of a span."""
+    def gather(self, state: StripeState, span: Span, block: Bytes, scratch: Scratch, /) -> Bytes:
+        """Read the bytes of a span.
+
+        Returns:
+            The block with the bytes, or memory that holds them until the next read of this thread.
+        """
         name = self._names[span.tensor]
+        if not self._layer(len(self._layers), name):
+            return self._reader.gather(state, span._replace(tensor=self._numbers[name]), block, scratch)
         self._fill(len(self._layers), state, scratch, name, span.start, block)
         edits = self.tensors[span.tensor].edits
-        if edits is not None and self._layer(len(self._layers), name):
+        if edits is not None:
             state.problem = state.problem or engine.arrays.unexpected(block, edits, span.start)
+        return block
 
     def _fill(self, count: int, state: StripeState, scratch: Scratch, name: str, start: int, block: Bytes) -> None:
         """Fill a block with the bytes of a tensor from ``start`` on, by the first ``count`` layers."""
@@ -140,7 +147,8 @@ class _TransformedReader:
             read = partial(self._fill, count - 1, state, inner)
             self._layers[count - 1][name].fill(block, start, read, scratch)
         else:
-            self._reader.gather(state, Span(self._numbers[name], start, start + len(block)), block, inner)
+            stored = Span(self._numbers[name], start, start + len(block))
+            fill(self._reader, state, stored, block, inner)
 
     def _layer(self, count: int, name: str) -> int:
         """The number of the last one of the first ``count`` layers that computes a tensor; 0 for a stored tensor."""
@@ -224,9 +232,7 @@ def checksum_of_tensors(reader: Reader, numbers: Iterable[int], state: StripeSta
     )
     reader.prefetch(spans)
     for span in spans:
-        block = scratch.take("sample", span.stop - span.start)
-        reader.gather(state, span, block, scratch)
-        running.update(block)
+        running.update(reader.gather(state, span, scratch.take("sample", span.stop - span.start), scratch))
     return running.hexdigest()
 
 

@@ -21,6 +21,7 @@ from shardconv.checkpoint.engine.copy import (
     Stripe,
     StripeState,
     default_threads,
+    fill,
     held_stripes,
 )
 from shardconv.checkpoint.engine.geometry import ShardRows, geometry, unsharded
@@ -330,7 +331,7 @@ class RankSourceReader(RankReader):
     def _fill(self, name: str, buffer: Bytes, start: int) -> None:
         """Fill a buffer with the bytes of a full tensor from ``start`` on."""
         state = StripeState(0)
-        self._reader.gather(state, Span(self._number[name], start, start + len(buffer)), buffer, self._scratch)
+        fill(self._reader, state, Span(self._number[name], start, start + len(buffer)), buffer, self._scratch)
         self.num_bytes_read += len(buffer)
         if state.problem:
             raise SourceError(state.problem)

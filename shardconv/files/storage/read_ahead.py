@@ -16,7 +16,9 @@ from shardconv.files.storage.clients import wait
 from shardconv.files.storage.remote_file import RemoteFile
 
 #: Bytes of one request.
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 8 * 2**20
+#: Maximum number of requests of one thread that are under way.
+_MAX_CHUNKS = 16
 #: Maximum bytes that are fetched and not yet read, of all threads and sources of a process.
 MAX_BYTES = 96 * 2**20
 
@@ -70,12 +72,18 @@ class _Chunk(Struct, eq=False):
 
 
 class _Ahead(threading.local):
-    """The ranges that one thread fetches ahead: announced ones, and ones with a request under way."""
+    """The ranges that one thread fetches ahead: announced ones, ones that are requested, and one that was read."""
 
     def __init__(self) -> None:
         self.announced: deque[Range] = deque()
         self.chunks: list[_Chunk] = []
+        self.read: _Chunk | None = None
         self.number = 0
+
+    def has_room(self, most: int) -> bool:
+        """Whether requests of less than ``most`` bytes are under way, and not too many."""
+        sizes = [chunk.range.stop - chunk.range.start for chunk in self.chunks]
+        return len(sizes) < _MAX_CHUNKS and sum(sizes) < most
 
 
 class ReadAhead:
@@ -89,6 +97,7 @@ class ReadAhead:
 
     def announce(self, ranges: Iterable[tuple[RemoteFile, int, int]]) -> None:
         """Announce the ranges that this thread reads after the last announced ones, and forget earlier ones."""
+        self._free_read()
         ahead = self._ahead
         last = ahead.number
         self._num_threads += not last
@@ -102,22 +111,43 @@ class ReadAhead:
     def read(self, file: RemoteFile, buffer: memoryview, offset: int) -> None:
         """Fill a buffer from a position; errors as in :meth:`RemoteFile.read`."""
         while len(buffer):
-            chunk = self._find(file, offset)
-            if chunk is None:
+            data = self._fetched_bytes(file, offset, len(buffer))
+            if data is None:
                 size = self._claim(file, offset, len(buffer))
-                buffer[:size] = self._fetch_now(file, offset, offset + size)
-            else:
-                size = min(chunk.range.stop - offset, len(buffer))
-                at = offset - chunk.range.start
-                buffer[:size] = wait(chunk.data)[at : at + size]
-                chunk.num_read += size
-                is_read = chunk.num_read >= chunk.range.stop - chunk.range.start
-                if is_read:
-                    self._drop(chunk)
-                del chunk  # its memory is freed before other ranges are fetched into the room
-                if is_read:
-                    self._fill()
+                data = self._fetch_now(file, offset, offset + size)
+            size = len(data)
+            buffer[:size] = data
+            del data
+            self._free_read()
             buffer, offset = buffer[size:], offset + size
+
+    def view(self, file: RemoteFile, offset: int, size: int) -> memoryview | None:
+        """The memory with a range, if it is in one request; it is freed with the last view after the next read.
+
+        Errors as in :meth:`RemoteFile.read`.
+        """
+        return self._fetched_bytes(file, offset, size, size)
+
+    def _fetched_bytes(self, file: RemoteFile, offset: int, most: int, least: int = 1) -> memoryview | None:
+        """At most and at least so many bytes from a position on; None if they are not in one request."""
+        self._free_read()
+        chunk = self._find(file, offset)
+        if chunk is None or chunk.range.stop < offset + least:
+            return None
+        at = offset - chunk.range.start
+        data = wait(chunk.data)[at : at + most]
+        chunk.num_read += len(data)
+        if chunk.num_read >= chunk.range.stop - chunk.range.start:
+            self._ahead.read = chunk
+        return data
+
+    def _free_read(self) -> None:
+        """Drop a chunk of which all bytes were read, and fetch other ranges into the room."""
+        chunk, self._ahead.read = self._ahead.read, None
+        if chunk is not None:
+            self._drop(chunk)
+            del chunk  # with its memory
+            self._fill()
 
     def _find(self, file: RemoteFile, offset: int) -> _Chunk | None:
         """The chunk with a position. If it is announced only, the chunk before it is dropped to make room."""
@@ -176,9 +206,9 @@ class ReadAhead:
                 BUDGET.give(size)
 
     def _fill(self) -> None:
-        """Fetch announced ranges while the thread has fewer than its share of requests, and memory is available."""
-        ahead, most = self._ahead, max(MAX_BYTES // CHUNK_BYTES // max(self._num_threads, 1), 2)
-        while ahead.announced and len(ahead.chunks) < most and not self._is_cancelled:
+        """Fetch announced ranges while the thread has fewer than its share of bytes, and memory is available."""
+        ahead, most = self._ahead, MAX_BYTES // max(self._num_threads, 1)
+        while ahead.announced and ahead.has_room(most) and not self._is_cancelled:
             first = ahead.announced[0]
             one = first._replace(stop=min(first.start + CHUNK_BYTES, first.stop))
             size = one.stop - one.start
