@@ -268,45 +268,47 @@ def megatron_files(place: Place) -> Iterator[Row]:
     """A checkpoint of Megatron-Core of a model of 3 GB, and back, compared with ``cp`` and with other writers.
 
     torch's writer saves the tensors of the source under their names. Megatron-Core builds its model, without copying
-    values into it, and saves it, which is less than what its converters do; it runs where it can be imported.
+    values into it, and saves it, which is less than what its converters do; it runs where it can be imported. Memory is
+    warm (section copying).
     """
+    pairs_of = partial(run_pairs, rounds=ROUNDS, warm_bytes=place.warm_bytes)
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     plain, megatron, saved, out, other = (folder / name for name in ("plain", "megatron", "saved", "out", "other"))
     try:
         _write_quantized(plain, "bf16")
         split = shardconv("split", plain, "--layout", "megatron", "-o", megatron)
         copy = ("cp", "-r", plain, other)
-        pairs = run_pairs(split, copy, outputs=(megatron, other), rounds=ROUNDS)
+        pairs = pairs_of(split, copy, outputs=(megatron, other))
         yield _pair_row("split --layout megatron / cp", "1.0 or less", pairs, "cp")
         writers = {"torch.distributed.checkpoint.save": (models.TO_DCP, plain / "model.safetensors", saved)}
         if find_spec("megatron") is not None:
             writers["GPTModel and dist_checkpointing.save"] = (models.TO_MEGATRON, plain, saved)
         for name, script in writers.items():
             outputs = (saved, megatron, folder / "rendezvous")
-            pairs = run_pairs((sys.executable, "-c", *script), split, outputs=outputs, rounds=ROUNDS)
+            pairs = pairs_of((sys.executable, "-c", *script), split, outputs=outputs)
             peak = max(usage.peak_mb for usage in pairs.theirs)
             detail = f"{_fastest(pairs, 'split')}, peak {pairs.peak_mb:.0f} MB, split {peak:.0f} MB"
             yield Row(f"{name} / split --layout megatron", "(none)", f"{pairs.ratio:.1f}", detail)
         run(split)
-        pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
+        pairs = pairs_of(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other))
         yield _pair_row("merge of a checkpoint of Megatron-Core / cp", "1.0 or less", pairs, "cp")
-        yield from _transposed(folder)
+        yield from _transposed(folder, pairs_of)
     finally:
         remove(folder)
 
 
-def _transposed(folder: Path) -> Iterator[Row]:
+def _transposed(folder: Path, pairs_of: Callable[..., Pairs]) -> Iterator[Row]:
     """The same for gpt-oss (1.1 GB), whose experts of 17 and 33 MB are transposed."""
     source, megatron, out, other = (folder / name for name in ("gpt-oss", "transposed", "merged", "copied"))
     run((sys.executable, "-m", "benchmarks.models", source, "--gpt-oss"))
     copy = ("cp", "-r", source, other)
     split = shardconv("split", source, "--layout", "megatron", "-o", megatron)
     for threads in ("2", "8"):
-        pairs = run_pairs((*split, "--threads", threads), copy, outputs=(megatron, other), rounds=ROUNDS)
+        pairs = pairs_of((*split, "--threads", threads), copy, outputs=(megatron, other))
         claim = f"split --layout megatron --threads {threads} of gpt-oss / cp"
         yield _pair_row(claim, "(none)", pairs, "cp")
     run(split)
-    pairs = run_pairs(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other), rounds=ROUNDS)
+    pairs = pairs_of(shardconv("merge", megatron, "-o", out), copy, outputs=(out, other))
     yield _pair_row("merge of gpt-oss of Megatron-Core / cp", "(none)", pairs, "cp")
 
 
@@ -400,8 +402,13 @@ def memory(place: Place) -> Iterator[Row]:
 
 
 def startup(_: Place) -> Iterator[Row]:
-    """``--help``, and a plan of the demo model, compared with the start of Python."""
+    """``--help``, and a plan of the demo model, compared with the start of Python.
+
+    The first row has the libraries that every command needs, for options and for JSON.
+    """
     nothing: Command = (sys.executable, "-c", "pass")
+    pairs = run_pairs((sys.executable, "-c", "import click, msgspec"), nothing, rounds=4 * ROUNDS)
+    yield _pair_row("import of click and msgspec / python -c pass", "(none)", pairs, "python -c pass")
     pairs = run_pairs(shardconv("--help"), nothing, rounds=4 * ROUNDS)
     yield _pair_row("--help / python -c pass", "6 or less", pairs, "python -c pass")
     demo = Path(__file__).parents[1] / "examples" / "demo-model"
@@ -409,11 +416,26 @@ def startup(_: Place) -> Iterator[Row]:
     yield _pair_row("plan of the demo model / python -c pass", "6 or less", pairs, "python -c pass")
 
 
+#: Reads the headers of a folder, parses them, and replaces the numbers of each name, as layers have equal plans.
+_HEADERS = """
+import re, sys
+from pathlib import Path
+import msgspec
+numbers, patterns = re.compile(r"\\d+"), {}
+for path in Path(sys.argv[1]).glob("*.safetensors"):
+    with path.open("rb") as file:
+        header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+    for name, entry in header.items():
+        patterns.setdefault(numbers.sub("N", name), []).append((name, *entry.values()))
+"""
+
+
 def planning(place: Place) -> Iterator[Row]:
     """Plans and dry runs for checkpoints with the names and shapes of DeepSeek-V3, in fp8 and in bf16.
 
-    Then models with few bytes and as many tensors as DeepSeek-V3 and Kimi K2, which are written as checkpoints of
-    Megatron-Core, and back.
+    The first row of each has the least that a plan does: its headers are parsed, and names are grouped. Then models
+    with few bytes and as many tensors as DeepSeek-V3 and Kimi K2, which are written as checkpoints of Megatron-Core,
+    and back.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place.folder))
     out = folder / "out"
@@ -426,6 +448,7 @@ def planning(place: Place) -> Iterator[Row]:
         dry = ("--dry-run", "-o", out)
         to_megatron = shardconv("split", source, "--layout", "megatron")
         commands = {
+            "headers": ((sys.executable, "-c", _HEADERS, source), "(none)", "(none)"),
             "plan": (shardconv("plan", source, "--tp", "8"), "3 or less", "400 or less"),
             "split --tp 8": (shardconv("split", source, "--tp", "8", *dry), "(none)", "(none)"),
         }
@@ -655,7 +678,7 @@ def main() -> None:
     plan: list[tuple[Callable[[Place], Iterator[Row]], tuple[Place, ...]]] = [
         (copying, (tmpfs, warm, disk)), (bounds, (warm,)), (hosts, (disk,)),
         (quantized, (tmpfs,)), (adapters, (tmpfs,)),
-        (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (megatron_files, (tmpfs,)),
+        (pytorch_files, (tmpfs,)), (meta_files, (tmpfs,)), (megatron_files, (warm,)),
         (usual_script, (tmpfs,)), (checksums, (tmpfs,)),
         (resuming, (tmpfs,)), (memory, (tmpfs,)),
         (startup, (tmpfs,)), (planning, (tmpfs,)), (parallel_layers, (tmpfs,)), (loading_and_running, (tmpfs,)),
