@@ -78,7 +78,7 @@ def write_llama(path: Path, *options: str) -> int:
 _LOOP = """
 import mmap, os, sys
 kind, size, source, *targets = sys.argv[1:]
-size, block = int(size), memoryview(bytearray(2**18))
+size, block = int(size), memoryview(mmap.mmap(-1, 2**18))
 read = os.open(source, os.O_RDONLY)
 write = [os.open(target, os.O_CREAT | os.O_WRONLY) for target in targets]
 if kind == "map and hash":

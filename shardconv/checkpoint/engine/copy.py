@@ -9,6 +9,7 @@ stripes that one operation stores can be checked by the next.
 A block is small enough to stay in the processor's cache between the read and the writes.
 """
 
+import mmap
 import os
 import threading
 from array import array
@@ -234,6 +235,9 @@ def default_threads(processes: int = 1) -> int:
 class Scratch:
     """Reusable buffers of one thread.
 
+    They begin with a page. An allocator's begin 16 bytes behind it, and some processors (Zen 3) copy at a third of
+    their speed to an address that is 1 to 31 bytes behind the source's, modulo 4096, such as from the start of a file.
+
     Args:
         block_bytes: maximum bytes of a block.
         kept_bytes: maximum bytes of a part of a tensor that is kept for the next blocks.
@@ -277,7 +281,7 @@ class Scratch:
         """An uninitialized buffer of ``size`` bytes; invalidates the previous buffer of the same name."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[name] = memoryview(bytearray(size))
+            buffer = self._buffers[name] = memoryview(mmap.mmap(-1, size) if size > mmap.PAGESIZE else bytearray(size))
         return buffer[:size]
 
 
