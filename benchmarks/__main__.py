@@ -280,6 +280,8 @@ def megatron_files(place: Place) -> Iterator[Row]:
         copy = ("cp", "-r", plain, other)
         pairs = pairs_of(split, copy, outputs=(megatron, other))
         yield _pair_row("split --layout megatron / cp", "1.0 or less", pairs, "cp")
+        pairs = pairs_of((*split, "--tp", "2"), copy, outputs=(megatron, other))
+        yield _pair_row("split --layout megatron --tp 2 (two files) / cp", "1.0 or less", pairs, "cp")
         writers = {"torch.distributed.checkpoint.save": (models.TO_DCP, plain / "model.safetensors", saved)}
         if find_spec("megatron") is not None:
             writers["GPTModel and dist_checkpointing.save"] = (models.TO_MEGATRON, plain, saved)
